@@ -1,0 +1,1 @@
+"""The house itself: pipes, processes, placement and telemetry. Knows no algorithm."""

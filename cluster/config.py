@@ -1,0 +1,35 @@
+"""Where the processes run, what they may take, and how long anyone waits for them."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Frozen(BaseModel):
+    """Base of every configuration class: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class GpuConfig(Frozen):
+    """GPUs of one role instance: 0 = CPU, a fraction = a slice of one card, a whole number = that many cards."""
+
+    generator: Annotated[float, Field(ge=0, le=1)] = 0.0
+    learner: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class DeadlineConfig(Frozen):
+    """Seconds that a wait may last before the run says what it waited for and acts."""
+
+    start: Annotated[float, Field(gt=0)] = 600.0
+    group: Annotated[float, Field(gt=0)] = 900.0
+    step: Annotated[float, Field(gt=0)] = 3600.0
+    push: Annotated[float, Field(gt=0)] = 120.0
+
+
+class ClusterConfig(Frozen):
+    """Ray cluster: `local` starts a private one; `auto` or host:port joins one; inside `ray job submit` it is joined."""
+
+    address: str = "local"
+    gpus: GpuConfig = GpuConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()

@@ -1,0 +1,1 @@
+"""Consumer and composition root: groups in, adapters out."""

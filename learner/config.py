@@ -1,0 +1,111 @@
+"""RunConfig: the whole run as typed, frozen values. Imports neither torch, vllm nor ray."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cluster.config import ClusterConfig, Frozen
+from rewards.config import RewardConfig
+from rollout.config import DataConfig, RolloutConfig
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ModelConfig(Frozen):
+    """The base model (hub name or folder), its compute type, and an adapter to start from."""
+
+    path: str
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    adapter: str | None = None  # folder of a PEFT LoRA adapter
+
+
+class LoraConfig(Frozen):
+    """LoRA (Hu et al. 2021): W + alpha/rank * B A on the target modules; lm_head and embeddings never."""
+
+    rank: Literal[8, 16, 32, 64, 128, 256] = 16  # the ranks that vLLM serves
+    alpha: Positive = 32.0
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+
+
+class ScheduleConfig(Frozen):
+    """Learning-rate schedule; `warmup` is a fraction of the run's steps."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
+
+
+class OptimizerConfig(Frozen):
+    """AdamW or bitsandbytes' 8-bit AdamW."""
+
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Positive = 1.0
+
+
+class LossConfig(Frozen):
+    """GRPO variants; equations and papers in learner/loss.py and learner/advantage.py."""
+
+    kind: Literal["dapo", "dr_grpo", "grpo"] = "dapo"
+    ratio: Literal["truncated", "clip"] = "truncated"
+    epsilon: tuple[Positive, Positive] = (0.2, 0.28)  # clip range below and above 1, for ratio: clip
+    beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the k3 KL to the reference
+    advantage: Literal["group", "batch", "none"] = "batch"  # what the centred reward is divided by
+
+
+class LearnerConfig(Frozen):
+    """The learner's update. `token_budget`: padded tokens of a micro-batch; auto = 8192."""
+
+    mode: Literal["lora"] = "lora"
+    lora: LoraConfig = LoraConfig()
+    groups_per_step: Annotated[int, Field(ge=1)] = 8
+    learning_rate: Positive = 2e-5
+    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    checkpointing: Literal["none", "full"] = "none"
+    token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+
+
+class CheckpointConfig(Frozen):
+    """A checkpoint every `every` steps and at the end; the newest `keep` stay."""
+
+    every: Annotated[int, Field(ge=1)] = 20
+    keep: Annotated[int, Field(ge=1)] = 2
+
+
+class RunConfig(Frozen):
+    """Everything that defines a run. Only `model.path` and `data.path` and `rewards` have no default."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    output_dir: str = "runs"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    steps: Annotated[int, Field(ge=1)] | None = None
+    epochs: Positive | None = None
+    resume: str = "auto"  # auto | none | path of a checkpoint
+    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0  # policy versions; 0 = synchronous
+    model: ModelConfig
+    data: DataConfig
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    trackers: list[Literal["tensorboard"]] = ["tensorboard"]
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "RunConfig":
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs are mutually exclusive: give one of them")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Absolute folder of the run (a submitted job's working directory is thrown away)."""
+        return (Path(self.output_dir).expanduser() / self.name).absolute()
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps, or None when `epochs` decides once the data is known."""
+        return self.steps if self.steps is not None or self.epochs is not None else 60

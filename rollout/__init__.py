@@ -1,0 +1,1 @@
+"""Producers: problems in, groups of scored completions out, as Arrow tables."""

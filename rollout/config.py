@@ -1,0 +1,69 @@
+"""What is generated: data, sampling, and the generator's own memory."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from cluster.config import Frozen
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(value: object) -> object:
+    """`256MiB`, `1.5GB` or a plain number of bytes -> int."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if not match or match[2].upper() not in UNITS:
+        raise ValueError(f"not a size: {value!r}; write for example 256MiB, 1.5GB or a number of bytes")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+
+
+class EvalConfig(Frozen):
+    """Held-out evaluation. `path: null` holds problems out of the training data; `every: 0` switches it off."""
+
+    path: str | None = None
+    split: str = "test"
+    size: Annotated[int, Field(ge=1)] = 200
+    every: Annotated[int, Field(ge=0)] = 20
+    judge: str | None = None  # the reward that counts as accuracy; null = the one with the largest weight
+
+
+class DataConfig(Frozen):
+    """Problems: a hub dataset name, a JSONL or Parquet file, or a reasoning_gym task `rg:<task>`."""
+
+    path: str
+    split: str = "train"
+    prompt: str = "question"  # a column (text or chat messages), or a template: "Solve: {question}"
+    system: str | None = None
+    size: Annotated[int, Field(ge=1)] | None = None  # use the first n problems; for rg: how many to generate
+    args: dict[str, Any] = {}  # rg: the task's own settings
+    eval: EvalConfig = EvalConfig()
+
+
+class RolloutConfig(Frozen):
+    """Generation. Token counts are per completion or prompt; `kv_cache` is bytes per generator."""
+
+    workers: Annotated[int, Field(ge=1)] = 1
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    max_prompt_length: Annotated[int, Field(ge=1)] = 256
+    max_completion_length: Annotated[int, Field(ge=1)] = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: float = 1.0
+    kv_cache: Bytes = 256 * 2**20
+    max_num_seqs: Annotated[int, Field(ge=1)] = 128
+    reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
+
+    @field_validator("top_p")
+    @classmethod
+    def _full_distribution(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(
+                f"must be 1.0 (got {value}): the learner scores the full distribution, and a truncated sampler would "
+                "make every importance ratio wrong; lower rollout.temperature instead"
+            )
+        return value

@@ -1,0 +1,117 @@
+"""THE schema of a rollout: one row is one completion, one table is one group. Facts only, no opinions of GRPO.
+
+Letters: G completions per group, P prompt tokens, T completion tokens.
+A table (never a record batch, whose slices ship the whole parent) travels by value and is read as zero-copy views.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+VERSION = "1"
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+SCHEMA = pa.schema(
+    [
+        pa.field("run_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),  # epoch-position-attempt: unique for ever
+        pa.field("problem_id", pa.string(), nullable=False),
+        pa.field("epoch", pa.int32(), nullable=False),
+        pa.field("position", pa.int64(), nullable=False),  # place in the seeded problem stream, counted over epochs
+        pa.field("attempt", pa.int32(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),  # index in the group
+        pa.field("problem", pa.string(), nullable=False),  # JSON: {"messages": [...], "columns": {...}}
+        pa.field("completion", pa.string(), nullable=False),  # decoded text, for people and judges
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # [P] what the engine was given
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] what it sampled
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),  # [T] nats, of the sampled distribution
+        pa.field("token_versions", pa.list_(pa.int32()), nullable=False),  # [T] policy version of each token
+        pa.field("policy_version_min", pa.int64(), nullable=False),
+        pa.field("policy_version_max", pa.int64(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),  # stop, length, abort
+        pa.field("reward", pa.float32()),  # weighted sum; null if a judge failed
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False),  # each judge's own number
+        pa.field("reward_status", pa.string(), nullable=False),  # ok, error, timeout, nan
+        pa.field("reward_ms", pa.float32(), nullable=False),
+        pa.field("generate_ms", pa.float32(), nullable=False),
+        pa.field("worker", pa.int32(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
+    ],
+    metadata={"gleaner.schema": VERSION},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem of the stream, tokenised once.
+
+    Example: Problem(id="train-17", messages=({"role": "user", "content": "2+2="},), columns={"answer": "4"},
+    prompt_ids=(5, 81, 14), position=17, epoch=0)
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...] | str  # chat messages, or plain text
+    columns: dict[str, Any]
+    prompt_ids: tuple[int, ...]
+    position: int
+    epoch: int
+
+    def group_id(self, attempt: int) -> str:
+        """Unique for ever: where the group stands in the stream, and the how-manieth try it is."""
+        return f"{self.epoch}-{self.position}-{attempt}"
+
+    def to_json(self) -> str:
+        """The `problem` column: what a judge needs to score the group again."""
+        return json.dumps({"messages": self.messages, "columns": self.columns}, default=str)
+
+
+def build_group(columns: dict[str, Sequence[Any]]) -> pa.Table:
+    """Columns of one group (all of length G) -> table. A missing, unknown or ill-typed column raises."""
+    if set(columns) != set(SCHEMA.names):
+        raise ValueError(
+            f"rollout group: columns must be those of the schema; missing {sorted(set(SCHEMA.names) - set(columns))}, "
+            f"unknown {sorted(set(columns) - set(SCHEMA.names))}"
+        )
+    return check(pa.table(columns, schema=SCHEMA))
+
+
+def check(table: pa.Table) -> pa.Table:
+    """The table itself if it is a rollout table of this version and whole; else ValueError with the difference."""
+    found = (table.schema.metadata or {}).get(b"gleaner.schema", b"none").decode()
+    if found != VERSION:
+        raise ValueError(f"rollout table: schema version must be {VERSION}, got {found}; re-record these rollouts")
+    if not table.schema.equals(SCHEMA):
+        raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")
+    for name in SCHEMA.names:
+        if not SCHEMA.field(name).nullable and table.column(name).null_count:
+            raise ValueError(f"rollout table: column {name} must not hold nulls, got {table.column(name).null_count}")
+    return table
+
+
+def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:
+    """One zero-copy numpy view per row of a list column, e.g. completion_ids -> G arrays of [T] (read-only)."""
+    views: list[npt.NDArray[Any]] = []
+    for chunk in table.column(name).chunks:
+        values = chunk.values.to_numpy(zero_copy_only=True)
+        offsets = chunk.offsets.to_numpy(zero_copy_only=True)
+        views += [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return views
+
+
+def rewards_of(table: pa.Table) -> npt.NDArray[np.float64]:
+    """[G] rewards; nan where a judge failed."""
+    values = table.column("reward").to_numpy(zero_copy_only=False)
+    return np.asarray(values, dtype=np.float64)
+
+
+def parts_of(table: pa.Table) -> list[dict[str, float | None]]:
+    """G dictionaries judge -> its own number."""
+    return [dict(row) for row in table.column("reward_parts").to_pylist()]
