@@ -1,0 +1,185 @@
+"""Checkpoints that are whole or not there: temporary folder, fsync, manifest of digests, rename.
+
+A SIGKILL in a plain save loop leaves an unreadable newest file almost every time, and one flipped bit loads without a
+word from torch and from safetensors. Hence: a checkpoint becomes visible by one rename, after everything in it is on
+the disk, and its manifest (written last) says what every file must be. There is no pointer to the newest one: the
+listing is the truth. One writer per folder.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp-"
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be had as asked for; the message says what was found and what to do."""
+
+
+@contextmanager
+def commit(root: Path, step: int, keep: int) -> Iterator[Path]:
+    """Write a checkpoint: `with commit(root, step, keep) as folder: save into folder` (awaiting inside is fine).
+
+    The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
+    all but the `keep` newest whole ones are deleted. Checkpoints of later steps belong to a lineage that was left by
+    resuming from an earlier one, and go too: else the next automatic resume would take them for the newest.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(leftover)  # of a writer that was killed
+    folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        yield folder
+        _seal(folder, step)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    final = root / name_of(step)
+    if final.exists():  # one that did not verify, or one of an abandoned lineage: a rename cannot replace a full folder
+        final.rename(root / f"{TEMPORARY}replaced-{final.name}")
+    folder.rename(final)
+    _fsync(root)
+    _prune(root, step, keep)
+
+
+def name_of(step: int) -> str:
+    """The folder's name: step 12 -> step-000012."""
+    return f"step-{step:06d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name: step-000012 -> 12."""
+    match = re.fullmatch(r"step-(\d{6,})", folder.name)
+    if not match:
+        raise CheckpointError(
+            f"resume: a checkpoint's folder must be named like {name_of(12)}, got {folder}; give one of those in checkpoints/"
+        )
+    return int(match[1])
+
+
+def verify(folder: Path) -> str | None:
+    """None if every file is what the manifest says, else the first reason why the checkpoint is not whole."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        step, files = int(manifest["step"]), dict(manifest["files"])
+        for name, expected in sorted(files.items()):
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != expected["bytes"]:
+                return f"{name} has {size} bytes, not {expected['bytes']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} has another sha256 than when it was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} is not usable: {type(error).__name__}: {error}"
+    return None if step == step_of(folder) else f"{MANIFEST} is of step {step}"
+
+
+def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint (of a step below `before`), and the newer ones that were skipped, with the reason."""
+    skipped: list[str] = []
+    for folder in reversed(_listing(root)):
+        if before is not None and step_of(folder) >= before:
+            continue
+        reason = verify(folder)
+        if reason is None:
+            return folder, skipped
+        skipped.append(f"{folder.name}: {reason}")
+    return None, skipped
+
+
+def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
+    """The setting `resume` -> checkpoint to continue from (None: from the start), and what was skipped, with reasons.
+
+    `auto` is the newest whole one in `root`; a path is that checkpoint, or the newest whole one before it in its own
+    folder. Where there are checkpoints and none is whole, that is an error: a silent fresh start would throw work away.
+    """
+    if resume == "none":
+        return None, []
+    if resume == "auto":
+        found, skipped = newest(root)
+        if skipped and found is None:
+            raise CheckpointError(_none_whole(root, skipped))
+        return found, skipped
+    asked = Path(resume).expanduser().absolute()
+    if not asked.is_dir():
+        there = ", ".join(folder.name for folder in _listing(asked.parent)) or "none"
+        raise CheckpointError(
+            f"resume: must be auto, none or the folder of a checkpoint, got {resume!r}, which is not there; "
+            f"checkpoints in {asked.parent}: {there}"
+        )
+    step, reason = step_of(asked), verify(asked)
+    if reason is None:
+        return asked, []
+    found, skipped = newest(asked.parent, before=step)
+    skipped.insert(0, f"{asked.name}: {reason}")
+    if found is None:
+        raise CheckpointError(_none_whole(asked.parent, skipped))
+    return found, skipped
+
+
+def _none_whole(root: Path, skipped: list[str]) -> str:
+    return (
+        f"resume: a checkpoint must verify, and none of {len(skipped)} in {root} does ({'; '.join(skipped)}); "
+        "give the folder of another checkpoint, or start again with resume: none"
+    )
+
+
+def _listing(root: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    return sorted((f for f in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", f.name)), key=step_of)
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Put every file on the disk, then the manifest that describes them."""
+    files = {}
+    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+        _fsync(file)
+        files[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
+    _fsync(manifest)
+    for directory in [d for d in folder.rglob("*") if d.is_dir()] + [folder]:
+        _fsync(directory)  # else the names in it may not survive a power cut
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Delete all but the `keep` newest whole checkpoints up to `step`, which has just been committed."""
+    kept = 0
+    for folder in reversed(_listing(root)):
+        if step_of(folder) > step:
+            log.warning("checkpoint %s is of a later step than the one just written (%d): deleted", folder, step)
+        elif step_of(folder) == step or (kept < keep and verify(folder) is None):
+            kept += 1
+            continue
+        # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
+        condemned = folder.rename(root / f"{TEMPORARY}pruned-{folder.name}")
+        shutil.rmtree(condemned)
+    for replaced in root.glob(f"{TEMPORARY}replaced-*"):
+        shutil.rmtree(replaced)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,161 @@
+"""A checkpoint is whole or not there, whatever kills the writer, and damage at rest is seen."""
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from learner import checkpoint
+
+SAVE_LOOP = """
+import os, pathlib, sys
+from learner import checkpoint
+root, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+while True:
+    step += 1
+    with checkpoint.commit(root, step, keep=2) as folder:
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "weights.bin").write_bytes(os.urandom(1 << 20))
+        (folder / "optimizer.bin").write_bytes(os.urandom(2 << 20))
+    print(step, flush=True)
+"""
+
+
+def save(root: Path, step: int, keep: int = 9) -> Path:
+    with checkpoint.commit(root, step, keep) as folder:
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "weights.bin").write_bytes(bytes([step % 256]) * 1000)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+    return root / checkpoint.name_of(step)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    file.write_bytes(data)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_sigkill_at_random_moments_always_leaves_a_whole_newest(tmp_path: Path) -> None:
+    rng, done, stalest = random.Random(7), 0, 0
+    for _ in range(8):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", SAVE_LOOP, str(tmp_path), str(done)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        first = int(writer.stdout.readline())
+        time.sleep(rng.uniform(0.0, 0.15))
+        writer.send_signal(signal.SIGKILL)
+        printed = [first, *map(int, writer.stdout.read().split())]
+        writer.wait()
+        stalest += bool(list(tmp_path.glob(".tmp-*")))
+        found, skipped = checkpoint.newest(tmp_path)
+        assert found is not None and skipped == []
+        done = checkpoint.step_of(found)
+        assert done >= printed[-1]  # what was reported as committed is there
+    assert stalest > 0  # else no kill hit a write, and this test saw nothing
+
+
+def test_an_exception_or_a_cancellation_while_saving_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="disk"), checkpoint.commit(tmp_path, 1, keep=2):
+        raise RuntimeError("disk full")
+
+    async def cancelled() -> None:
+        with checkpoint.commit(tmp_path, 2, keep=2):
+            await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(cancelled())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert names(tmp_path) == []
+    assert checkpoint.newest(tmp_path) == (None, [])
+
+
+def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_chosen(tmp_path: Path) -> None:
+    older, damaged = save(tmp_path, 10), save(tmp_path, 20)
+    flip_a_bit(damaged / "adapter" / "weights.bin")
+    found, skipped = checkpoint.resolve("auto", tmp_path)
+    assert found == older
+    assert skipped == ["step-000020: adapter/weights.bin has another sha256 than when it was written"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: (f / "state.json").write_text("{"), "state.json has 1 bytes, not 12"),
+        (lambda f: (f / "state.json").unlink(), "state.json is missing"),
+        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not usable: JSONDecodeError"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is not usable: FileNotFoundError"),
+        (lambda f: f.rename(f.parent / "step-000011"), "manifest.json is of step 10"),
+    ],
+    ids=["truncated", "missing", "manifest-broken", "manifest-missing", "renamed"],
+)
+def test_damage_has_a_reason(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
+    damage(save(tmp_path, 10))
+    found, skipped = checkpoint.newest(tmp_path)
+    assert found is None
+    assert reason in skipped[0]
+
+
+def test_pruning_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip_a_bit(tmp_path / "step-000003" / "state.json")
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000004"]  # 3 is broken, so it does not count among the two
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step-000001-dead").mkdir()
+    (tmp_path / ".tmp-step-000001-dead" / "weights.bin").write_bytes(b"half")
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_a_resume_from_an_earlier_step_leaves_the_old_lineage_behind(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    flip_a_bit(tmp_path / "step-000020" / "state.json")
+    again = save(tmp_path, 20)  # the run went back to 10; its new step 20 replaces the broken one, 30 is of the past
+    assert names(tmp_path) == ["step-000010", "step-000020"]
+    assert checkpoint.verify(again) is None
+    assert checkpoint.newest(tmp_path) == (again, [])
+
+
+def test_resume_by_path(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step) for step in (10, 20, 30)]
+    assert checkpoint.resolve(str(folders[1]), tmp_path / "elsewhere") == (folders[1], [])
+    flip_a_bit(folders[1] / "state.json")
+    found, skipped = checkpoint.resolve(str(folders[1]), tmp_path)
+    assert found == folders[0]  # the one before it, never a later one
+    assert skipped[0].startswith("step-000020: state.json has another sha256")
+    flip_a_bit(folders[0] / "state.json")
+    with pytest.raises(checkpoint.CheckpointError, match=r"none of 2 in .* does .*step-000010: state\.json"):
+        checkpoint.resolve(str(folders[1]), tmp_path)
+
+
+def test_resume_that_cannot_be_had_is_an_error_with_a_next_step(tmp_path: Path) -> None:
+    assert checkpoint.resolve("none", tmp_path) == (None, [])
+    assert checkpoint.resolve("auto", tmp_path) == (None, [])  # a first start
+    flip_a_bit(save(tmp_path, 10) / "state.json")
+    with pytest.raises(checkpoint.CheckpointError, match="start again with resume: none"):
+        checkpoint.resolve("auto", tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="not there; checkpoints in .*: step-000010"):
+        checkpoint.resolve(str(tmp_path / "step-000077"), tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="must be named like step-000012"):
+        checkpoint.resolve(str(tmp_path), tmp_path)
