@@ -18,6 +18,13 @@ class GpuConfig(Frozen):
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+class CpuConfig(Frozen):
+    """CPU cores of one role instance; also its number of compute threads."""
+
+    generator: Annotated[int, Field(ge=1)] = 1
+    learner: Annotated[int, Field(ge=1)] = 1
+
+
 class DeadlineConfig(Frozen):
     """Seconds that a wait may last before the run says what it waited for and acts."""
 
@@ -32,4 +39,5 @@ class ClusterConfig(Frozen):
 
     address: str = "local"
     gpus: GpuConfig = GpuConfig()
+    cpus: CpuConfig = CpuConfig()
     deadlines: DeadlineConfig = DeadlineConfig()

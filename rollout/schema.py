@@ -106,6 +106,11 @@ def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:
     return views
 
 
+def group_position(table: pa.Table) -> tuple[int, int]:
+    """(position in the stream, attempt) of the group."""
+    return int(table.column("position")[0].as_py()), int(table.column("attempt")[0].as_py())
+
+
 def rewards_of(table: pa.Table) -> npt.NDArray[np.float64]:
     """[G] rewards; nan where a judge failed."""
     values = table.column("reward").to_numpy(zero_copy_only=False)

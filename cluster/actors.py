@@ -1,0 +1,238 @@
+"""Ray at the edge, and nowhere else: connect, place, spawn, call with a deadline, revive, shut down.
+
+What runs remotely is a plain object made by `factory(*args)` in the remote process, whose `async def` methods take and
+return values. `Remote` and `Local` have one interface, so the same loop runs with and without a cluster.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement import Placement, Role, place
+
+log = logging.getLogger("cluster")
+
+OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
+
+
+class ActorDied(RuntimeError):
+    """The process behind an actor died or is restarting: what was in flight on it is lost."""
+
+
+class ActorRestarting(ActorDied):
+    """The process died and Ray is starting it again."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A call gave no answer in time; the text names actor, method, seconds and last sign of life."""
+
+
+class RemoteError(RuntimeError):
+    """A method raised; the text holds the remote traceback."""
+
+
+class Actor(Protocol):
+    """One end of a process border."""
+
+    name: str
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        """Runs `await object.method(*args)`; raises ActorDied, DeadlineExceeded or RemoteError."""
+
+    async def revive(self, hung: bool, deadline_s: float) -> None:
+        """Waits until a fresh process (state as after construction) answers; a hung one is killed first."""
+
+    async def kill(self) -> None:
+        """Ends the process for good."""
+
+
+class Host:
+    """The one Ray actor class: holds any object."""
+
+    def __init__(self, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._object = factory(*args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._object, method)(*args)
+
+    async def ping(self) -> float:
+        return time.time()
+
+
+class Remote:
+    """An object in another process."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+        self._last_answer = time.monotonic()
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        return await self._await(self._handle.call.remote(method, *args), method, deadline_s)
+
+    async def revive(self, hung: bool, deadline_s: float) -> None:
+        if hung:  # Ray never notices a hung process; one that died it restarts by itself
+            ray.kill(self._handle, no_restart=False)
+        give_up = time.monotonic() + deadline_s
+        while True:
+            try:
+                return await self.ready(max(give_up - time.monotonic(), 1.0))
+            except ActorRestarting:
+                if time.monotonic() > give_up:
+                    raise
+                await asyncio.sleep(0.5)  # Ray refuses calls while it restarts a process, instead of queueing them
+
+    async def ready(self, deadline_s: float) -> None:
+        """Waits for the constructor; its exception arrives as RemoteError."""
+        await self._await(self._handle.ping.remote(), "start", deadline_s)
+
+    async def kill(self) -> None:
+        ray.kill(self._handle)
+
+    async def _await(self, ref: Any, method: str, deadline_s: float) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                result = await ref
+        except TimeoutError:
+            ray.cancel(ref)
+            silent = time.monotonic() - self._last_answer
+            raise DeadlineExceeded(
+                f"{self.name}: {method} gave no answer within {deadline_s:g} s (last answer {silent:.0f} s ago)"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
+        except ray.exceptions.ActorUnavailableError as error:
+            raise ActorRestarting(f"{self.name}: process died during {method}; it is being restarted") from error
+        except ray.exceptions.RayActorError as error:
+            raise ActorDied(f"{self.name}: process died during {method}: {error}") from error
+        self._last_answer = time.monotonic()
+        return result
+
+
+class Local:
+    """The same interface over an object in this process: logic tests and runs without a cluster."""
+
+    def __init__(self, name: str, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.name = name
+        self._make = lambda: factory(*args)
+        self._object = self._make()
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await getattr(self._object, method)(*args)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name}: {method} gave no answer within {deadline_s:g} s") from None
+
+    async def revive(self, hung: bool, deadline_s: float) -> None:
+        self._object = self._make()
+
+    async def kill(self) -> None:
+        self._object = None
+
+
+class Session:
+    """A connection to a Ray cluster and what this run has put on it."""
+
+    def __init__(self, mode: str, temp_dir: Path | None) -> None:
+        self.mode = mode  # local | joined
+        self._temp_dir = temp_dir
+        self._actors: list[Remote] = []
+        self._group: PlacementGroup | None = None
+        self._placement: Placement | None = None
+
+    def nodes(self) -> list[Mapping[str, float]]:
+        """Total resources of each living node."""
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    async def reserve(self, roles: Sequence[Role], deadline_s: float) -> None:
+        """Reserves room for every role, or raises PlacementError / TimeoutError instead of waiting for ever."""
+        self._placement = place(roles, self.nodes())
+        self._group = placement_group(self._placement.bundles)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._group.ready()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"placement: {self._placement.bundles} not free after {deadline_s:g} s; free now: "
+                f"{ray.available_resources()}. Stop other jobs or ask for less"
+            ) from None
+
+    def spawn(
+        self, role: Role, factory: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], restarts: int
+    ) -> Remote:
+        """Starts a process for a reserved role; `env` is set before anything is imported there."""
+        assert self._group is not None and self._placement is not None, "reserve() comes first"
+        threads = str(max(1, int(role.cpus)))
+        options: dict[str, Any] = {
+            "num_cpus": role.cpus,
+            "num_gpus": role.gpus,
+            "max_restarts": restarts,
+            "max_task_retries": 0,  # a call that may have run is never run again behind our back
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
+            ),
+            "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": threads}},
+        }
+        remote = Remote(role.name, ray.remote(Host).options(**options).remote(factory, list(args)))
+        self._actors.append(remote)
+        return remote
+
+    async def close(self) -> None:
+        """Kills what this run started, leaves the cluster, and removes a private cluster's folder."""
+        for actor in self._actors:
+            await actor.kill()
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def in_job() -> bool:
+    """True inside the entrypoint of `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def connect(address: str, min_cpus: float) -> Session:
+    """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`.
+
+    Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a role without a GPU must not see one
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
+    if in_job() or address != "local":
+        ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
+        return Session("joined", None)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # of this run alone; nothing is written to the home folder
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    temp_dir = Path(tempfile.mkdtemp(prefix="gl-", dir="/tmp"))  # short: socket paths end at 107 bytes
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.WARNING,
+        log_to_driver=True,
+        _temp_dir=str(temp_dir),
+    )
+    return Session("local", temp_dir)
+
+
+def _cause(error: ray.exceptions.RayTaskError) -> str:
+    """The exception itself first, then where it happened."""
+    cause = getattr(error, "cause", None)
+    head = f"{type(cause).__name__}: {cause}" if cause is not None else "exception"
+    return f"{head}\n{error.traceback_str}"

@@ -1,0 +1,58 @@
+"""The pipe that carries policies up: one slot that holds the newest value; newest wins, nobody polls."""
+
+import asyncio
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Latest(Generic[T]):
+    """One slot with a version, and who has acknowledged which version, for one asyncio event loop."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.acknowledgements: dict[str, int] = {}
+        self._value: T | None = None
+        self._changed = asyncio.Condition()
+
+    def get(self) -> T:
+        """The newest value; before the first publish there is none, which is a bug of the caller."""
+        assert self._value is not None, "nothing was published yet"
+        return self._value
+
+    async def publish(self, version: int, value: T) -> None:
+        """Replaces the value; versions only grow."""
+        if version <= self.version:
+            raise ValueError(f"latest: version must grow, got {version} after {self.version}")
+        async with self._changed:
+            self.version, self._value = version, value
+            self._changed.notify_all()
+
+    async def wait_newer(self, version: int) -> T:
+        """The newest value once it is newer than `version`; versions in between are skipped."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version > version)
+            return self.get()
+
+    async def acknowledge(self, name: str, version: int) -> None:
+        """`name` holds `version` now, and that was proven."""
+        async with self._changed:
+            self.acknowledgements[name] = version
+            self._changed.notify_all()
+
+    async def acknowledged(self, version: int, names: list[str], deadline_s: float) -> None:
+        """Waits until every name holds `version` or newer; TimeoutError says who does not and what it holds."""
+
+        def late() -> list[str]:
+            return [name for name in names if self.acknowledgements.get(name, -1) < version]
+
+        async with self._changed:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._changed.wait_for(lambda: not late())
+            except TimeoutError:
+                held = ", ".join(f"{name} (holds v{self.acknowledgements.get(name, -1)})" for name in late())
+                raise TimeoutError(
+                    f"adapter v{version} not acknowledged after {deadline_s:g} s by {held}; see its log, or raise "
+                    "cluster.deadlines.push"
+                ) from None

@@ -1,0 +1,78 @@
+"""Where each role goes: a pure function of what is asked for and what the nodes have, or one clear error.
+
+Fractions of a GPU are Ray's bookkeeping only; bytes are kept by each role's own budget. Two roles that share a card sit
+in one {GPU: 1} bundle (two fractional bundles of one group may land on different cards).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class PlacementError(ValueError):
+    """The cluster has less than the configuration asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process to place: its name, CPU cores, and share of GPUs (0 to 1)."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Bundles to reserve (in Ray's terms) and, for each role, the index of its bundle."""
+
+    bundles: list[dict[str, float]]
+    bundle_of: dict[str, int]
+
+
+def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placement:
+    """First-fit of roles into bundles: one bundle a card for GPU roles, one bundle a role without a GPU.
+
+    Raises PlacementError when the nodes together, or the largest of them, cannot hold the result.
+    """
+    bundles: list[dict[str, float]] = []
+    free: list[float] = []
+    bundle_of: dict[str, int] = {}
+    for role in sorted(roles, key=lambda r: -r.gpus):
+        fits = [i for i, left in enumerate(free) if role.gpus > 0 and left >= role.gpus - 1e-9]
+        if fits:
+            index = fits[0]
+            bundles[index]["CPU"] += role.cpus
+        else:
+            index = len(bundles)
+            bundles.append({"CPU": role.cpus, **({"GPU": 1.0} if role.gpus > 0 else {})})
+            free.append(1.0 if role.gpus > 0 else 0.0)
+        free[index] -= role.gpus
+        bundle_of[role.name] = index
+    _check(bundles, nodes)
+    return Placement(bundles, bundle_of)
+
+
+def local_node(min_cpus: float) -> dict[str, float]:
+    """What a private cluster on this machine offers. Cores are only counted here: more processes than cores is slow,
+    not wrong."""
+    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return {"CPU": max(float(os.cpu_count() or 1), min_cpus), "GPU": float(cards)}
+
+
+def _check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
+    """Simulates packing, largest bundle first, and says what is missing."""
+    left = [dict(node) for node in nodes]
+    for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0.0), -b["CPU"])):
+        home = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)
+        if home is None:
+            need = {k: sum(b.get(k, 0.0) for b in bundles) for k in ("CPU", "GPU")}
+            have = {k: sum(node.get(k, 0.0) for node in nodes) for k in ("CPU", "GPU")}
+            raise PlacementError(
+                f"placement: the run needs {need['CPU']:g} CPU and {need['GPU']:g} GPU, of which {dict(bundle)} on one "
+                f"node; the cluster has {have['CPU']:g} CPU and {have['GPU']:g} GPU on {len(nodes)} node(s). Lower "
+                "rollout.workers, cluster.cpus or cluster.gpus, or add nodes"
+            )
+        for key, value in bundle.items():
+            home[key] = home.get(key, 0.0) - value

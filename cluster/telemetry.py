@@ -1,0 +1,110 @@
+"""What a run says about itself: metrics.jsonl, TensorBoard events, a timeline of every role, and peak memory."""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """One line a step in metrics.jsonl, and the same numbers to each tracker."""
+
+    def __init__(self, run_dir: Path, trackers: Sequence[str], resume_step: int) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._forget_after(resume_step)
+        self._file = self._path.open("a", buffering=1)
+        self._board = None
+        if "tensorboard" in trackers:
+            from torch.utils.tensorboard import SummaryWriter  # heavy: only when a run asks for it
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+
+    def _forget_after(self, step: int) -> None:
+        """Lines of steps that a resumed run takes again are dropped, so that each step stands there once."""
+        if not self._path.exists():
+            return
+        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        os.replace(partial, self._path)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one step; what is not finite is written as null, since JSON has no NaN."""
+        clean = {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
+        self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **clean}) + "\n")
+        if self._board is not None:
+            for key, value in clean.items():
+                if value is not None:
+                    self._board.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes every sink."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class Timeline:
+    """Spans of every role: kept for overlap figures, and written as a Chrome trace (open it in ui.perfetto.dev)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+        self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
+        self._spans: list[tuple[str, float, float]] = []
+        self._zero = time.perf_counter()
+
+    @contextmanager
+    def span(self, what: str, role: str, **details: Any) -> Iterator[None]:
+        """Records how long the body took."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self._spans.append((what, start, end))
+            event = {"name": what, "ph": "X", "pid": 0, "tid": role, "args": details}
+            event |= {"ts": round((start - self._zero) * 1e6), "dur": round((end - start) * 1e6)}
+            self._file.write(json.dumps(event) + ",\n")
+
+    def busy(self, what: str, start: float, end: float) -> list[tuple[float, float]]:
+        """The union of the spans of one kind inside [start, end], in seconds of time.perf_counter."""
+        merged: list[tuple[float, float]] = []
+        for _, a, b in sorted(s for s in self._spans if s[0] == what and s[2] > start and s[1] < end):
+            a, b = max(a, start), min(b, end)
+            if merged and a <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
+            else:
+                merged.append((a, b))
+        return merged
+
+    def forget_before(self, moment: float) -> None:
+        """Drops spans that ended before `moment`, so that memory does not grow with the run."""
+        self._spans = [span for span in self._spans if span[2] >= moment]
+
+    def close(self) -> None:
+        """Closes the trace file."""
+        self._file.close()
+
+
+def seconds(spans: Sequence[tuple[float, float]]) -> float:
+    """Total length of disjoint spans."""
+    return sum(b - a for a, b in spans)
+
+
+def overlap(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
+    """Seconds during which both were busy."""
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in one for c, d in other)
+
+
+def peak_memory() -> float:
+    """Peak bytes of this process: of the CUDA allocator where it is in use, else resident set size."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return float(torch.cuda.max_memory_allocated())
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

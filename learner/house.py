@@ -1,0 +1,163 @@
+"""Composition: the processes of a run, the pipes between them, and their end. The only reader of the whole config."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cluster.actors import Actor, Session, connect
+from cluster.buffer import Buffer
+from cluster.latest import Latest
+from cluster.placement import Role
+from cluster.telemetry import Metrics, Timeline
+from learner.config import RunConfig
+from learner.loop import Loop, Sinks
+from learner.preflight import Prepared, roles
+from learner.progress import Progress
+from learner.settings import to_yaml
+from learner.trainer import Trainer
+from rollout.cursor import Cursor
+from rollout.engine import EngineSettings, Sampling
+from rollout.engine_env import required_env
+from rollout.producer import Pipes, Producer, group_seed
+from rollout.schema import group_position
+from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
+
+log = logging.getLogger("learner")
+
+BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
+
+
+async def live(prepared: Prepared) -> int:
+    """Builds the house, runs the loop in it, and takes it down whatever happens."""
+    config = prepared.config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    with Progress(prepared.total_steps) as progress:
+        progress.note(f"run folder {config.run_dir}")
+        for skipped in prepared.skipped_checkpoints:
+            progress.note(f"checkpoint skipped: {skipped}")
+        if prepared.finished_steps >= prepared.total_steps:
+            progress.note(f"all {prepared.total_steps} steps are done already: raise steps, or give another name=")
+            return 0
+        progress.note("starting Ray, generators and learner (about 20 s on two cores)")
+        session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
+        try:
+            workers, trainer = await _processes(prepared, session)
+            loop = _wire(prepared, workers, trainer, progress)
+            _obey_signals(loop)
+            await loop.run(prepared.resume_from)
+            loop.sinks.metrics.close()
+            loop.sinks.timeline.close()
+        finally:
+            await session.close()
+    progress.summary(loop.evaluations, config.run_dir)
+    return 0
+
+
+async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor], Actor]:
+    """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
+    config, start = prepared.config, prepared.config.cluster.deadlines.start
+    *generators, learner = roles(config)
+    await session.reserve([*generators, learner], deadline_s=start)
+    env = required_env(cuda=config.cluster.gpus.generator > 0)
+    workers = [
+        session.spawn(role, RolloutWorker, [worker_spec(config, rank)], env, restarts=-1)
+        for rank, role in enumerate(generators)
+    ]
+    spawn_trainer = partial(
+        session.spawn, learner, make_trainer, [config, prepared.total_steps], {}, restarts=0
+    )
+    if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
+        trainer = spawn_trainer()
+        await asyncio.gather(*(actor.ready(start) for actor in [*workers, trainer]))
+    else:
+        for worker in workers:
+            await worker.ready(start)
+        trainer = spawn_trainer()
+        await trainer.ready(start)
+    return list(workers), trainer
+
+
+def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
+    """What generator number `rank` is built from."""
+    rollout = config.rollout
+    return WorkerSpec(
+        rank=rank,
+        run_id=config.run_dir.name,
+        engine=EngineSettings(
+            model=config.model.path,
+            dtype=config.model.dtype,
+            max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
+            kv_cache_bytes=rollout.kv_cache,
+            max_num_seqs=rollout.max_num_seqs,
+            max_lora_rank=config.learner.lora.rank,
+            adapter_window=config.max_staleness + 2,
+            seed=config.seed * 1000 + rank,
+        ),
+        rewards=tuple(config.rewards),
+        reward_workers=rollout.reward_workers,
+        make_engine=vllm_engine,
+    )
+
+
+def make_trainer(config: RunConfig, total_steps: int) -> Trainer:
+    """The learner, built in its own process."""
+    return Trainer(
+        config.model,
+        config.learner,
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+        total_steps=total_steps,
+        seed=config.seed,
+        device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
+    )
+
+
+def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress: Progress) -> Loop:
+    """The two pipes, a producer beside each generator, and the loop; from here on the run folder exists."""
+    config = prepared.config
+    folder = config.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    timeline = Timeline(folder / "timeline.json")
+    sinks = Sinks(folder, Metrics(folder, config.trackers, prepared.finished_steps), timeline, progress)
+    cursor = Cursor()
+    buffer = Buffer(
+        slots=config.learner.groups_per_step * (1 + config.max_staleness),
+        max_bytes=BUFFER_BYTES,
+        on_drop=lambda group: cursor.again(*group_position(group)),
+    )
+    pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
+    producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]
+    return Loop(config, prepared.total_steps, trainer, producers, pipes, sinks, prepared.heldout)
+
+
+def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
+    """(position, attempt) -> how that group is sampled; a pure function, so rollouts are reproducible."""
+    rollout = config.rollout
+
+    def sampling(position: int, attempt: int) -> Sampling:
+        return Sampling(
+            n=rollout.num_generations,
+            max_tokens=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            seed=group_seed(config.seed, position, attempt),
+        )
+
+    return sampling
+
+
+def _obey_signals(loop: Loop) -> None:
+    """First Ctrl-C or SIGTERM: finish the step, checkpoint, leave. Second: leave now. (Ray has set its own before.)"""
+    running, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def on_signal() -> None:
+        if loop.stop.is_set():
+            task.cancel()
+        loop.stop.set()
+        loop.sinks.progress.note("stopping after this step, with a checkpoint; once more to stop at once")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running.add_signal_handler(number, on_signal)

@@ -1,0 +1,238 @@
+"""The algorithm as prose: take -> learn -> publish -> (evaluate | checkpoint).
+
+    producers --groups--> Buffer --take--> Trainer.step --adapter--> Latest --> producers
+
+There is one loop. Synchronous training is max_staleness 0: the slots of the consumed groups are released only when the
+new policy is proven to be with every generator, so nothing is generated before that. With max_staleness k the Buffer
+has room for k more batches, and generation goes on while this loop trains.
+"""
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from cluster.actors import Actor
+from cluster.telemetry import Metrics, Timeline, overlap, seconds
+from learner import checkpoint
+from learner.config import RunConfig
+from learner.evaluate import Evaluation, evaluate
+from learner.metrics import batch_metrics
+from learner.progress import Progress
+from rollout import ledger
+from rollout.delivery import Push
+from rollout.producer import Pipes, Producer
+from rollout.schema import Problem, group_position
+
+log = logging.getLogger("learner")
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Sinks:
+    """Where a run leaves its traces."""
+
+    folder: Path
+    metrics: Metrics
+    timeline: Timeline
+    progress: Progress
+
+
+class Loop:
+    """The learner's side of the run: consumes groups, produces policies.
+
+    Waits for: groups (Buffer.take), the trainer, and the proof that each policy was delivered.
+    Unblocks: producers, by releasing the slots of what was consumed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        total_steps: int,
+        trainer: Actor,
+        producers: Sequence[Producer],
+        pipes: Pipes,
+        sinks: Sinks,
+        heldout: Sequence[Problem],
+    ) -> None:
+        self.config, self.total_steps, self.trainer = config, total_steps, trainer
+        self.producers, self.pipes, self.sinks, self.heldout = producers, pipes, sinks, heldout
+        self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
+        self.step = 0
+        self.evaluations: list[Evaluation] = []
+        self._probe_ids = pipes.problems.at(0).prompt_ids[:64]
+        self._previous: npt.NDArray[np.float32] | None = None
+        self._saved: int | None = None
+
+    async def run(self, resume_from: Path | None) -> None:
+        """The whole run, from `resume_from` or from the start, to the last step or until stopped."""
+        if resume_from is not None:
+            await self._load(resume_from)
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
+            await self._train()
+            for task in background:
+                task.cancel()
+
+    async def _train(self) -> None:
+        delivery = asyncio.create_task(self._deliver(await self._policy(), release=0))
+        await delivery
+        if self.step == 0:
+            await self._evaluate()
+        while self.step < self.total_steps and not self.stop.is_set():
+            started = time.perf_counter()
+            groups = await self._unless_stopped(self._take())
+            if groups is None:
+                break
+            taken = time.perf_counter()
+            metrics = await self._learn(groups)
+            trained = time.perf_counter()
+            await delivery  # of the policy before this one
+            delivery = asyncio.create_task(self._deliver(await self._policy(), release=len(groups)))
+            metrics |= self._times(metrics["rollout/tokens"], started, taken, trained)
+            if self._due(self.config.data.eval.every) or self.step == self.total_steps:
+                await delivery  # what is evaluated must be with every generator
+                metrics |= await self._evaluate()
+            await self._log(metrics)
+            if self.step % self.config.checkpoint.every == 0 or self.step == self.total_steps:
+                await self._save()
+        await delivery
+        if self._saved != self.step:
+            await self._save()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
+        """The result, or None if the run was asked to stop first."""
+        task, stopped = asyncio.ensure_future(work), asyncio.create_task(self.stop.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+    async def _take(self) -> list[pa.Table]:
+        """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""
+        deadlines, buffer = self.config.cluster.deadlines, self.pipes.buffer
+        try:
+            async with asyncio.timeout(deadlines.start + deadlines.group):
+                groups = await buffer.take(
+                    self.config.learner.groups_per_step, oldest_version=self.step - self.config.max_staleness
+                )
+        except TimeoutError:
+            raise TimeoutError(
+                f"step {self.step + 1}: waited {deadlines.start + deadlines.group:g} s for "
+                f"{self.config.learner.groups_per_step} groups; {len(buffer)} lie in the buffer, {buffer.in_use} of "
+                f"{buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are long"
+            ) from None
+        return sorted(groups, key=group_position)
+
+    async def _learn(self, groups: Sequence[pa.Table]) -> dict[str, float]:
+        """One update; the batch is at rest before anything is learned from it."""
+        with self.sinks.timeline.span("ledger", "loop", step=self.step + 1):
+            await asyncio.to_thread(ledger.write, self.sinks.folder / "rollouts", self.step + 1, groups)
+        metrics = batch_metrics(groups, self.step)
+        with self.sinks.timeline.span("train", "learner", step=self.step + 1):
+            metrics |= await self.trainer.call("step", list(groups), deadline_s=self.config.cluster.deadlines.step)
+        for group in groups:
+            self.pipes.cursor.finish(group_position(group)[0])
+        self.step += 1
+        return metrics
+
+    async def _policy(self) -> Push:
+        """The learner's adapter as it is now, with what it says of the probe tokens."""
+        deadline = self.config.cluster.deadlines.push
+        with self.sinks.timeline.span("policy", "learner", version=self.step):
+            adapter = await self.trainer.call("adapter", deadline_s=deadline)
+            logprobs = await self.trainer.call("probe", list(self._probe_ids), deadline_s=deadline)
+        push = Push(adapter, self._probe_ids, logprobs, self._previous, self.config.model.dtype)
+        self._previous = logprobs
+        return push
+
+    async def _deliver(self, push: Push, release: int) -> None:
+        """Up to every generator, proven; only then may the groups it learned from make room for new ones."""
+        version = push.adapter.version
+        await self.pipes.latest.publish(version, push)
+        deadlines = self.config.cluster.deadlines
+        patience = deadlines.push + deadlines.start  # a generator may be restarting
+        await self.pipes.latest.acknowledged(version, [p.actor.name for p in self.producers], patience)
+        await self.pipes.buffer.release(release)
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Held-out score of the current policy, through the same workers."""
+        if not self.heldout or self.config.data.eval.every == 0:
+            return {}
+        with self.sinks.timeline.span("evaluate", "loop", step=self.step):
+            result = await evaluate(self.producers, self.heldout, self.config, self.step)
+        self.evaluations.append(result)
+        if self.step == 0:
+            await self._log(result.metrics)
+        return result.metrics
+
+    async def _log(self, metrics: dict[str, float]) -> None:
+        if self.step > 0:
+            metrics["memory/generator_peak"] = max(
+                [await p.actor.call("peak_memory", deadline_s=60.0) for p in self.producers]
+            )
+            metrics["buffer/dropped_stale"] = float(self.pipes.buffer.dropped_stale)
+            metrics["buffer/groups"] = float(len(self.pipes.buffer))
+            metrics["rollout/restarts"] = float(sum(p.restarts for p in self.producers))
+        self.sinks.metrics.log(self.step, metrics)
+        self.sinks.progress.step(self.step, metrics)
+
+    def _times(self, tokens: float, started: float, taken: float, trained: float) -> dict[str, float]:
+        """Where the seconds of this step went; overlap is time in which generator and learner were both busy."""
+        now, timeline = time.perf_counter(), self.sinks.timeline
+        generate, train, push = (timeline.busy(what, started, now) for what in ("generate", "train", "push"))
+        timeline.forget_before(started)
+        return {
+            "rollout/tokens_per_s": tokens / (now - started),
+            "time/step": now - started,
+            "time/wait": taken - started,
+            "time/generate": seconds(generate),
+            "time/train": trained - taken,
+            "time/push": seconds(push),
+            "time/overlap": overlap(generate, train),
+        }
+
+    async def _save(self) -> None:
+        """Weights, optimizer, RNG and the place in the problem stream in one atomic folder; and the newest adapter."""
+        config, deadline = self.config, self.config.cluster.deadlines.step
+        with checkpoint.commit(self.sinks.folder / "checkpoints", self.step, config.checkpoint.keep) as folder:
+            await self.trainer.call("save", folder / "trainer", deadline_s=deadline)
+            state = {
+                "step": self.step,
+                "cursor": self.pipes.cursor.state(),
+                "dropped_stale": self.pipes.buffer.dropped_stale,
+                "evaluations": [e.to_dict() for e in self.evaluations],
+            }
+            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "config.json").write_text(config.model_dump_json())
+        fresh, final = self.sinks.folder / ".adapter", self.sinks.folder / "adapter"
+        shutil.rmtree(fresh, ignore_errors=True)
+        await self.trainer.call("export", fresh, deadline_s=deadline)
+        shutil.rmtree(final, ignore_errors=True)
+        fresh.rename(final)
+        self._saved = self.step
+        self.sinks.progress.note(f"checkpoint of step {self.step}")
+
+    async def _load(self, folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        await self.trainer.call("load", folder / "trainer", deadline_s=self.config.cluster.deadlines.step)
+        self.step = self._saved = int(state["step"])
+        self.pipes.cursor.restore(**state["cursor"])
+        self.pipes.buffer.dropped_stale = int(state["dropped_stale"])
+        self.evaluations = [Evaluation(**e) for e in state["evaluations"]]
+        self.sinks.progress.note(f"resumed at step {self.step} from {folder}")

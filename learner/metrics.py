@@ -1,0 +1,56 @@
+"""Numbers of a batch of rollout groups, before anything is learned from it. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout.schema import parts_of, rewards_of
+
+
+class JudgesFailing(RuntimeError):
+    """Most completions of a batch got no reward: a broken reward must not train silently."""
+
+
+def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
+    """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
+
+    Raises JudgesFailing if more than half of the completions have no reward.
+    """
+    rows = pa.concat_tables(groups)
+    rewards = rewards_of(rows)
+    status = Counter(rows.column("reward_status").to_pylist())
+    failed = np.isnan(rewards)
+    if failed.mean() > 0.5:
+        raise JudgesFailing(
+            f"{int(failed.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
+            "sentences are in the log above. Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
+        )
+    lengths = pc.list_value_length(rows.column("completion_ids")).to_numpy()
+    staleness = version - rows.column("policy_version_min").to_numpy()
+    finished = np.asarray(rows.column("finish_reason").to_pylist())
+    metrics = {
+        "reward/mean": float(np.nanmean(rewards)),
+        "reward/std": float(np.nanstd(rewards)),
+        "reward/failed": float(failed.mean()),
+        "reward/ms": float(np.mean(rows.column("reward_ms").to_numpy())),
+        "rollout/completion_length": float(lengths.mean()),
+        "rollout/completion_length_max": float(lengths.max()),
+        "rollout/truncated": float((finished == "length").mean()),
+        "rollout/tokens": float(lengths.sum()),
+        "policy/staleness_mean": float(staleness.mean()),
+        "policy/staleness_max": float(staleness.max()),
+    }
+    metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
+    return metrics | judge_means(rows)
+
+
+def judge_means(rows: pa.Table) -> dict[str, float]:
+    """`reward/<judge>`: mean of each judge's own number over the completions it could judge."""
+    values: dict[str, list[float]] = {}
+    for parts in parts_of(rows):
+        for judge, value in parts.items():
+            values.setdefault(f"reward/{judge}", []).append(np.nan if value is None else value)
+    return {key: float(np.nanmean(v)) for key, v in values.items() if not np.all(np.isnan(v))}

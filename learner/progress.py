@@ -1,0 +1,89 @@
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere, a summary at the end."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from learner.evaluate import Evaluation
+
+COLUMNS = {
+    "reward": ("reward/mean", "{:.3f}"),
+    "accuracy": ("eval/accuracy", "{:.3f}"),
+    "tokens/s": ("rollout/tokens_per_s", "{:.0f}"),
+    "length": ("rollout/completion_length", "{:.0f}"),
+    "staleness": ("policy/staleness_mean", "{:.1f}"),
+    "mismatch": ("policy/mismatch_max", "{:.1e}"),
+    "generate s": ("time/generate", "{:.2f}"),
+    "train s": ("time/train", "{:.2f}"),
+    "push s": ("time/push", "{:.2f}"),
+}
+ROWS = 12
+
+
+class Progress:
+    """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.console = console or Console()
+        self._rows: deque[list[str]] = deque(maxlen=ROWS)
+        self._status = "starting"
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        if self.console.is_terminal:
+            self._live = Live(self._picture(), console=self.console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            self._live = None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One finished step."""
+        cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
+        where = f"{step}/{self.total_steps}"
+        if self._live is None:
+            words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
+            self.console.print(f"step {where} {words}", highlight=False, soft_wrap=True)
+        else:
+            self._rows.append([where, *cells])
+            self._status = f"step {step} of {self.total_steps}"
+            self._live.update(self._picture())
+
+    def note(self, text: str) -> None:
+        """A passing remark: the status line on a terminal, a line of its own elsewhere."""
+        if self._live is None:
+            self.console.print(text, highlight=False, soft_wrap=True)
+        else:
+            self._status = text
+            self._live.update(self._picture())
+
+    def _picture(self) -> Group:
+        table = Table("step", *COLUMNS, title="gleaner", title_justify="left")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, Text(self._status))
+
+    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path) -> None:
+        """Before and after: scores, three completions, and where the adapter is."""
+        if evaluations:
+            first, last = evaluations[0], evaluations[-1]
+            table = Table("held-out", f"step {first.step}", f"step {last.step}", "change", title="summary")
+            for key in sorted(last.metrics):
+                before, after = first.metrics.get(key, float("nan")), last.metrics[key]
+                table.add_row(key, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+            self.console.print(table)
+            for old, new in zip(first.samples, last.samples, strict=True):
+                self.console.print(Text(f"prompt  {old['prompt']}", style="bold"))
+                self.console.print(Text(f"before  {old['completion']}  (reward {old['reward']})"))
+                self.console.print(Text(f"after   {new['completion']}  (reward {new['reward']})\n"))
+        self.console.print(f"adapter  {run_dir / 'adapter'}", highlight=False, soft_wrap=True)
+        self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)

@@ -1,0 +1,127 @@
+"""Producer: the near end of one rollout worker, beside the Buffer. Keeps it busy, supplied with policies, and alive.
+
+    lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
+    follow   waits for a newer policy in Latest -> delivers it -> proves the delivery -> acknowledges
+
+A lost process loses only the groups it had in flight; each is issued again by its position.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+import pyarrow as pa
+
+from cluster.actors import Actor, ActorDied, DeadlineExceeded
+from cluster.buffer import Buffer
+from cluster.config import DeadlineConfig
+from cluster.latest import Latest
+from cluster.telemetry import Timeline
+from rollout.cursor import Cursor
+from rollout.delivery import Push
+from rollout.engine import Sampling
+from rollout.problems import Problems
+from rollout.schema import Problem
+
+log = logging.getLogger("rollout")
+
+MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
+
+
+@dataclass(slots=True)
+class Pipes:
+    """What all producers of a run share: the stream of problems and the two pipes."""
+
+    problems: Problems
+    cursor: Cursor
+    buffer: Buffer
+    latest: Latest[Push]
+    timeline: Timeline
+
+
+def group_seed(run_seed: int, position: int, attempt: int) -> int:
+    """Sampling seed of a group: independent of worker and timing; 47 bits, so neighbours (seed + j) never meet."""
+    text = f"{run_seed}-{position}-{attempt}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:6]) >> 1
+
+
+class Producer:
+    """One rollout worker as the rest of the house sees it."""
+
+    def __init__(
+        self, actor: Actor, pipes: Pipes, sampling: Callable[[int, int], Sampling], deadlines: DeadlineConfig
+    ) -> None:
+        self.actor, self.pipes, self.sampling, self.deadlines = actor, pipes, sampling, deadlines
+        self.restarts = 0
+        self._life = 0
+        self._revivals = 0  # since the last finished group
+        self._reviving = asyncio.Lock()
+
+    async def run(self, workers: int) -> None:
+        """Produces until cancelled; returns only by exception (a fault that restarts do not cure)."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            for _ in range(ceil(self.pipes.buffer.slots / workers)):
+                tasks.create_task(self._lane())
+
+    async def _lane(self) -> None:
+        while True:
+            await self.pipes.buffer.admit()
+            position, attempt = self.pipes.cursor.issue()
+            problem = self.pipes.problems.at(position)
+            group = await self.request(problem, self.sampling(position, attempt), attempt)
+            if group is None:
+                self.pipes.cursor.again(position, attempt)
+                await self.pipes.buffer.release(1)
+            else:
+                await self.pipes.buffer.put(group)
+
+    async def _follow(self) -> None:
+        version = self.pipes.latest.acknowledgements.get(self.actor.name, -1)
+        while True:
+            push = await self.pipes.latest.wait_newer(version)
+            life = self._life
+            try:
+                await self.deliver(push)
+            except (ActorDied, DeadlineExceeded) as error:
+                await self._revive(life, error)  # which delivers what is newest by then
+            version = push.adapter.version
+
+    async def deliver(self, push: Push) -> None:
+        """Sends an adapter, proves that the worker generates with it, and acknowledges it."""
+        with self.pipes.timeline.span("push", self.actor.name, version=push.adapter.version):
+            digest = await self.actor.call("load_adapter", push.adapter, deadline_s=self.deadlines.push)
+            answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
+            push.verify(self.actor.name, digest, answer)
+        await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)
+
+    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+        """One group, or None if the process was lost meanwhile (it is alive again when this returns)."""
+        life = self._life
+        try:
+            with self.pipes.timeline.span("generate", self.actor.name, position=problem.position):
+                group = await self.actor.call("rollout", problem, sampling, attempt, deadline_s=self.deadlines.group)
+        except (ActorDied, DeadlineExceeded) as error:
+            await self._revive(life, error)
+            return None
+        self._revivals = 0
+        return group
+
+    async def _revive(self, life: int, error: Exception) -> None:
+        """One fresh process for all calls that were lost together; it gets the newest policy before its first group."""
+        async with self._reviving:
+            if self._life != life:
+                return
+            self._revivals += 1
+            if self._revivals > MAX_REVIVALS:
+                raise RuntimeError(
+                    f"{self.actor.name}: lost {self._revivals} times in a row without finishing a group; last: {error}"
+                ) from error
+            log.warning("%s; restarting it (%d of %d), its groups are issued again", error, self._revivals, MAX_REVIVALS)
+            await self.actor.revive(isinstance(error, DeadlineExceeded), self.deadlines.start)
+            await self.deliver(self.pipes.latest.get())
+            self.restarts += 1
+            self._life += 1

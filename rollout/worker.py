@@ -1,0 +1,119 @@
+"""RolloutWorker: a problem in, a scored group out, as one Arrow table. Knows nothing of GRPO."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from cluster.telemetry import peak_memory
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool
+from rollout.chat import Chat
+from rollout.engine import Adapter, Completion, Engine, EngineSettings, Sampling
+from rollout.schema import Problem, build_group
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a rollout process needs to build itself; small, picklable, of border types only."""
+
+    rank: int
+    run_id: str
+    engine: EngineSettings
+    rewards: tuple[RewardConfig, ...]
+    reward_workers: int
+    make_engine: Callable[[EngineSettings], Engine]
+
+
+class RolloutWorker:
+    """Stands at the top of the Buffer: generates a group, has it judged, hands it over.
+
+    Consumes: problems (by call) and adapters. Produces: tables of rollout.schema. Waits for: engine and judges only.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.chat = Chat.load(spec.engine.model)
+        self.engine = spec.make_engine(spec.engine)
+        self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        """One group of `sampling.n` completions of the problem, scored."""
+        start = time.perf_counter()
+        completions = await self.engine.generate(problem.prompt_ids, sampling)
+        generate_ms = (time.perf_counter() - start) * 1e3
+        texts = [self.chat.decode(c.token_ids) for c in completions]
+        chatty = not isinstance(problem.messages, str)
+        prompt = list(problem.messages) if chatty else problem.messages
+        scores = await self.pool.score(
+            prompts=[prompt] * len(texts),
+            completions=[[{"role": "assistant", "content": text}] for text in texts] if chatty else texts,
+            completion_ids=[c.token_ids.tolist() for c in completions],
+            columns={key: [value] * len(texts) for key, value in problem.columns.items()},
+        )
+        rows = self._facts(problem, sampling, attempt, completions, generate_ms)
+        rows |= {
+            "completion": texts,
+            "reward": scores.reward,
+            "reward_parts": [[(k, v[i]) for k, v in scores.parts.items()] for i in range(len(texts))],
+            "reward_status": scores.status,
+            "reward_ms": [scores.ms] * len(texts),
+        }
+        return build_group(rows)
+
+    def _facts(
+        self, problem: Problem, sampling: Sampling, attempt: int, completions: Sequence[Completion], generate_ms: float
+    ) -> dict[str, Sequence[Any]]:
+        """Everything the generator knows of the group: schema column -> G values."""
+        size = len(completions)
+        same: dict[str, Any] = {
+            "run_id": self.spec.run_id,
+            "group_id": problem.group_id(attempt),
+            "problem_id": problem.id,
+            "epoch": problem.epoch,
+            "position": problem.position,
+            "attempt": attempt,
+            "problem": problem.to_json(),
+            "prompt_ids": list(problem.prompt_ids),
+            "generate_ms": generate_ms,
+            "worker": self.spec.rank,
+            "seed": -1 if sampling.seed is None else sampling.seed,
+            "created_at": time.time(),
+        }
+        return {key: [value] * size for key, value in same.items()} | {
+            "sample": list(range(size)),
+            "completion_ids": [c.token_ids for c in completions],
+            "behavior_logprobs": [c.logprobs for c in completions],
+            "token_versions": [np.full(len(c.token_ids), c.policy_version, np.int32) for c in completions],
+            "policy_version_min": [c.policy_version for c in completions],
+            "policy_version_max": [c.policy_version for c in completions],
+            "finish_reason": [c.finish_reason for c in completions],
+        }
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        """Takes a newer policy; requests under way finish on theirs. Returns the digest of what was loaded."""
+        return await self.engine.load_adapter(adapter)
+
+    async def probe(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """[N-1] logprobs of token i+1 after tokens 0..i under the newest policy, temperature 1."""
+        return await self.engine.probe(token_ids)
+
+    async def peak_memory(self) -> float:
+        """Peak bytes of this process."""
+        return peak_memory()
+
+    async def close(self) -> None:
+        """Ends judges and engine."""
+        self.pool.close()
+        await self.engine.close()
+
+
+def vllm_engine(settings: EngineSettings) -> Engine:
+    """The real engine; vLLM is imported in the process that runs it and nowhere else."""
+    from rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(settings)
