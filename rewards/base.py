@@ -1,0 +1,39 @@
+"""What a reward is, and the errors of this package.
+
+A reward is a function (plain or `async def`) of a group of completions, in TRL's convention, so that functions
+written for TRL or open-r1 work unchanged:
+
+    def my_reward(prompts, completions, completion_ids, answer, **kwargs) -> list[float | None]
+
+* It is called with keyword arguments only: `prompts`, `completions`, `completion_ids` (token ids of each completion)
+  and one list per data column, each already repeated once per completion. All lists have the same length.
+* A function without `**kwargs` receives only the parameters that it names; one with `**kwargs` receives every column.
+  The columns `prompt`, `completion` and `completion_ids` of the data are not passed on, as in TRL.
+* Plain data: prompts and completions are strings. Conversational data: a prompt is a list of messages and a completion
+  is `[{"role": "assistant", "content": "..."}]`. `text.text_of` reads both.
+* `args` of the configuration are passed on every call and win over a column of the same name.
+* It returns one number per completion. None, NaN, infinity or anything that is not a number means "no judgement":
+  the sample gets status `nan` and no reward. (TRL instead sums the other rewards over a None.)
+
+Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a judge runs in its
+own process, far from the trainer. A function that demands one of them is refused before training starts.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+Values = Sequence[float | None]
+Reward = Callable[..., Values | Awaitable[Values]]
+
+TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
+class RewardError(Exception):
+    """A reward that cannot be used. Carries one sentence and nothing else, so that it survives pickling."""
+
+
+class RewardLoadError(RewardError):
+    """`use` does not lead to a function."""
+
+
+class RewardFailed(RewardError):
+    """A judge with `on_error: fail` gave no judgement for at least one sample."""

@@ -1,0 +1,122 @@
+"""One judge called on one group: choose its arguments, call it, read what it returns. Plain functions of values."""
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rewards.base import TRL_EXTRAS, Reward, RewardError
+
+Status = Literal["ok", "nan", "timeout", "error"]
+_OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
+_LONGEST = 500  # characters of an exception's text that are worth carrying
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is judged: lists of the same length, one entry per completion; columns already repeated."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one call: values (None where there is no judgement) and, unless ok, what was wrong, in words."""
+
+    status: Status
+    values: list[float | None]
+    problem: str = ""
+
+
+def judge(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
+    """Calls `reward` on `group`. Whatever the judge does short of killing its process becomes a Verdict."""
+    size = len(group.completions)
+    try:
+        returned = reward(**_arguments(reward, group, args, built_in=built_in))
+        if isinstance(returned, Awaitable):
+            returned = asyncio.run(_wait(returned))
+        return _read(returned, size)
+    except BaseException as error:  # sys.exit() in a judge is its failure, not the worker's end
+        return Verdict("error", [None] * size, _described(error))
+
+
+async def _wait(returned: Awaitable[Any]) -> Any:
+    return await returned
+
+
+def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> dict[str, Any]:
+    """The keyword arguments for `reward`, by its signature. Raises RewardError if it wants what is not there."""
+    parameters = inspect.signature(reward).parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    # A built-in's settings are its keyword-only parameters: a data column that happens to be called `tag` is none.
+    settings = {p.name for p in parameters if built_in and p.kind is p.KEYWORD_ONLY}
+    allowed = settings if built_in else names
+    unknown = sorted(set(args) - allowed)
+    if unknown and (built_in or not open_ended):
+        taken = ", ".join(sorted(allowed - {*_OWN})) or "none"
+        raise RewardError(f"args: unknown {', '.join(unknown)}; this reward takes {taken}")
+    given: dict[str, Any] = {n: v for n, v in group.columns.items() if n not in _OWN and n not in settings}
+    given |= {"prompts": group.prompts, "completions": group.completions, "completion_ids": group.completion_ids}
+    given |= args
+    required = [p.name for p in parameters if p.name in names and p.default is p.empty]
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise RewardError(_missing(missing, group, settings))
+    return given if open_ended else {n: v for n, v in given.items() if n in names}
+
+
+def _missing(names: Sequence[str], group: Group, settings: set[str]) -> str:
+    listed = ", ".join(names)
+    if set(names) <= settings:
+        return f"args: must give {listed}"
+    if extras := [name for name in names if name in TRL_EXTRAS]:
+        listed = ", ".join(extras)
+        return f"asks for {listed}, which only TRL's trainer provides; give the parameter a default or drop it"
+    return f"asks for {listed}, but the data has the columns {', '.join(sorted(group.columns)) or 'none'}"
+
+
+def _read(returned: Any, size: int) -> Verdict:
+    values = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy and torch
+    if not isinstance(values, list | tuple):
+        problem = f"returned {type(returned).__name__}, must return a list with one number per completion"
+        return Verdict("error", [None] * size, problem)
+    if len(values) != size:
+        problem = f"returned {len(values)} values for {size} completions, must return one for each"
+        return Verdict("error", [None] * size, problem)
+    numbers = [_number(value) for value in values]
+    bad = [i for i, number in enumerate(numbers) if number is None]
+    if not bad:
+        return Verdict("ok", numbers)
+    first = f"sample {bad[0]}: {values[bad[0]]!r}"[:_LONGEST]
+    return Verdict("nan", numbers, f"{len(bad)} of {size} values are not finite numbers, first {first}")
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a finite float, or None. Text is never a number, even if it reads like one."""
+    if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):  # a tensor of two elements; an int beyond float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _described(error: BaseException) -> str:
+    """`ValueError: boom (my_rewards.py, line 3)`: where it was raised, in one line."""
+    text = " ".join(str(error).split())[:_LONGEST]
+    if isinstance(error, MemoryError) and not text:
+        text = "the memory cap of its process is reached"
+    if isinstance(error, RewardError):  # our own sentence, complete as it is
+        return text
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"

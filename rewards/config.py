@@ -1,0 +1,41 @@
+"""What the user writes about a reward. Light: needs pydantic and nothing else."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+
+class RewardConfig(BaseModel):
+    """One judge of the `rewards` list.
+
+    Raises pydantic.ValidationError on an unknown key or a value out of its range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    use: Annotated[str, Field(min_length=1)]
+    """A built-in name, `package.module:function`, or `path/file.py:function` (relative to the working directory)."""
+    weight: FiniteFloat = 1.0
+    """Factor of this judge in the weighted sum; may be negative."""
+    timeout_s: Annotated[FiniteFloat, Field(gt=0)] = 10.0
+    """Seconds for one call, which judges one group. Loading the judge is not charged."""
+    on_error: Literal["fail", "skip"] = "skip"
+    """fail: stop the run. skip: the samples concerned get no reward, and a status that says why."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    """Name in the metrics; by default the built-in's or the function's name."""
+    args: dict[str, Any] = {}
+    """Keyword arguments given to the reward on every call."""
+
+
+def resolved_names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """The metrics name of each reward, in order and unique: a second `accuracy` becomes `accuracy_2`."""
+    names: list[str] = []
+    for reward in rewards:
+        wanted = reward.name or reward.use.rsplit(":", 1)[-1]
+        name, count = wanted, 1
+        while name in names:
+            count += 1
+            name = f"{wanted}_{count}"
+        names.append(name)
+    return names

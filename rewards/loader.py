@@ -1,0 +1,131 @@
+"""`use` -> function. Runs in the worker process, never in the driver, since importing a judge runs its code."""
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from rewards.base import Reward, RewardLoadError
+
+BUILT_INS = {
+    "format": "rewards.format:format_",
+    "length": "rewards.length:length",
+    "math": "rewards.math:math",
+    "number": "rewards.number:number",
+    "reasoning_gym": "rewards.reasoning_gym:reasoning_gym",
+    "regex": "rewards.regex:regex",
+}
+EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
+
+
+def load(use: str) -> Reward:
+    """The function that `use` names: a built-in, `package.module:function` or `path/file.py:function`.
+
+    Raises RewardLoadError with one sentence: what is missing, and what there is instead.
+    """
+    if use in BUILT_INS:
+        return _built_in(use)
+    place, _, function = use.rpartition(":")
+    if not place:
+        place, function = use, ""
+    if place.endswith(".py"):
+        return _function(_import_file(Path(place)), function, use)
+    if not function:
+        nearest = difflib.get_close_matches(use, BUILT_INS, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise RewardLoadError(
+            f"{use!r} is no built-in reward; {hint}Built-ins: {', '.join(sorted(BUILT_INS))}. "
+            "Your own: path/file.py:function or package.module:function"
+        )
+    return _function(_import_module(place), function, use)
+
+
+def _built_in(name: str) -> Reward:
+    module, _, function = BUILT_INS[name].partition(":")
+    try:
+        return cast(Reward, getattr(importlib.import_module(module), function))
+    except ModuleNotFoundError as error:
+        raise RewardLoadError(
+            f"reward {name!r} needs the package {error.name}, which is not installed; "
+            f"run: pip install {EXTRAS.get(name, error.name)}"
+        ) from error
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        with _on_path(Path.cwd()):  # `python -m` has it, a console script or a Ray worker may not
+            return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise RewardLoadError(f"module {name!r} does not import: {_reason(error)}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise RewardLoadError(f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}")
+    # Unique by path: two files may be called rewards.py, and neither may hide a package of that name.
+    name = f"gleaner_reward_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RewardLoadError(f"Python has no loader for {path}; the file name must end in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    try:
+        with _on_path(path.parent):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise RewardLoadError(f"{path} does not import: {_reason(error)}") from error
+    finally:
+        _forget_siblings(before, path.parent)
+    return module
+
+
+def _forget_siblings(before: set[str], folder: Path) -> None:
+    """Drops the helpers that a file imported from beside it: the next file's `helpers` may be another file."""
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).resolve().parent == folder:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _function(module: ModuleType, name: str, use: str) -> Reward:
+    found = getattr(module, name, None) if name else None
+    if callable(found):
+        return cast(Reward, found)
+    own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    there = f"functions there: {', '.join(own) or 'none'}"
+    if found is not None:
+        raise RewardLoadError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a function; {there}")
+    if not name:
+        raise RewardLoadError(f"{use!r} names no function; write it after a colon, as in {use}:my_reward; {there}")
+    raise RewardLoadError(f"{module.__file__} has no function {name!r}; {there}")
+
+
+def _reason(error: BaseException) -> str:
+    """`NameError: name 'x' is not defined (rewards.py, line 3)`."""
+    where = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError):  # its text already ends with file and line
+        return f"{type(error).__name__}: {error}"
+    frames = [frame for frame in where if not frame.filename.startswith("<frozen")]
+    return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

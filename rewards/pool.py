@@ -1,0 +1,147 @@
+"""Groups are judged here: every judge in a worker process, under a deadline, every failure with its name."""
+
+import asyncio
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from rewards.base import RewardFailed
+from rewards.call import Group, Status, Verdict
+from rewards.config import RewardConfig, resolved_names
+from rewards.slot import Slot
+
+_WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
+_ADVICE = {
+    "nan": "Return a finite number for each completion",
+    "timeout": "Make the judge faster or raise its timeout_s",
+    "error": "Correct the judge or its configuration",
+}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The judgement of one group; all lists have one entry per completion."""
+
+    reward: list[float | None]
+    """Weighted sum; None if any judge gave no judgement."""
+    parts: dict[str, list[float | None]]
+    """Each judge's own numbers, unweighted, by its metrics name."""
+    status: list[str]
+    """ok, nan, timeout or error: the worst of the judges."""
+    ms: float
+    """Milliseconds from asking to answer, waiting for a free worker included."""
+    failures: tuple[str, ...]
+    """One sentence for each judge that was not ok."""
+
+
+class RewardPool:
+    """Worker processes that judge groups. Made once; used from one event loop; closed at the end.
+
+    A judge that hangs, dies or eats memory costs its own group and a new process, nothing else. These are resource
+    limits, not a security boundary.
+    """
+
+    def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = 4 << 30) -> None:
+        """`workers`: processes, each judging one group at a time. `memory_bytes`: address space of each; a judge that
+        imports torch with CUDA needs far more of it than it uses. Raises ValueError on no reward or no worker."""
+        if not rewards:
+            raise ValueError("rewards: must list at least one reward, got none; add for example {use: number}")
+        if workers < 1:
+            raise ValueError(f"workers: must be >= 1, got {workers}")
+        self.names = resolved_names(rewards)
+        self._rewards = tuple(rewards)
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
+        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers)]
+        self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()  # last in, first out: prefer the warm worker
+        for slot in self._slots:
+            self._free.put_nowait(slot)
+
+    async def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Scores:
+        """Judges one group: lists of one length, the columns repeated once per completion.
+
+        Raises RewardFailed if a judge with `on_error: fail` was not ok, ValueError if the lengths differ. Cancelling it
+        stops the judges.
+        """
+        begin = time.perf_counter()
+        verdicts = await self.verdicts(prompts, completions, completion_ids, columns)
+        for i, (reward, verdict) in enumerate(zip(self._rewards, verdicts, strict=True)):
+            if verdict.status != "ok" and reward.on_error == "fail":
+                raise RewardFailed(self.sentence(i, verdict))
+        return self.combine(verdicts, (time.perf_counter() - begin) * 1e3)
+
+    async def verdicts(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> list[Verdict]:
+        """What each judge said of a group, in the order of the rewards, whatever their `on_error`."""
+        size = len(completions)
+        given = {"prompts": prompts, "completion_ids": completion_ids, **columns}
+        if uneven := {name: len(values) for name, values in given.items() if len(values) != size}:
+            raise ValueError(f"score: each list must have one entry per completion ({size}), got lengths {uneven}")
+        group = pickle.dumps(Group(prompts, completions, completion_ids, dict(columns)), pickle.HIGHEST_PROTOCOL)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._ask(reward, group, size)) for reward in self._rewards]
+        return [task.result() for task in asked]
+
+    async def _ask(self, reward: RewardConfig, group: bytes, size: int) -> Verdict:
+        slot = await self._free.get()
+        try:
+            return await slot.judge(reward.use, reward.args, group, size, reward.timeout_s)
+        finally:
+            self._free.put_nowait(slot)
+
+    def combine(self, verdicts: Sequence[Verdict], ms: float) -> Scores:
+        """Scores of what all judges said of one group, which took `ms` milliseconds."""
+        rows = [self._row(verdicts, i) for i in range(len(verdicts[0].values))]
+        return Scores(
+            reward=[reward for reward, _ in rows],
+            parts={name: verdict.values for name, verdict in zip(self.names, verdicts, strict=True)},
+            status=[status for _, status in rows],
+            ms=ms,
+            failures=tuple(self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"),
+        )
+
+    def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, Status]:
+        """Reward and status of sample `i`."""
+        total = 0.0
+        status: Status = "ok"
+        for reward, verdict in zip(self._rewards, verdicts, strict=True):
+            value = verdict.values[i]
+            if value is None:
+                status = max(status, verdict.status, key=_WORSE.index)
+            else:
+                total += reward.weight * value
+        return (total if status == "ok" else None), status
+
+    def sentence(self, i: int, verdict: Verdict) -> str:
+        """For people: which judge (the i-th), the outcome, the reason, and what to do."""
+        reward = self._rewards[i]
+        label = f"reward {self.names[i]!r}" + (f" ({reward.use})" if reward.use != self.names[i] else "")
+        return f"{label}: {verdict.status}: {verdict.problem}. {_ADVICE[verdict.status]}."
+
+    def close(self) -> None:
+        """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
+        with ThreadPoolExecutor(len(self._slots)) as threads:
+            list(threads.map(Slot.close, self._slots))
+        self._starter.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,150 @@
+"""One worker process that judges one group at a time, under a deadline.
+
+Each slot is a pebble pool of its own, of one process: pebble declares a whole pool broken when an idle worker dies
+(the kernel's out-of-memory killer, say), and here that costs one slot, which is made anew.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+from rewards import worker
+from rewards.call import Verdict
+
+T = TypeVar("T")
+START_S = 60.0  # for a process to start, and again for a judge to load
+
+
+class Slot:
+    """A worker process and its replacement, and the next. Used by one caller at a time."""
+
+    def __init__(self, memory_bytes: int, starter: ThreadPoolExecutor) -> None:
+        """`starter`: its thread must live as long as the slot. The kernel takes the end of the *thread* that made a
+        process for the end of its parent, and PDEATHSIG would kill the worker."""
+        self._memory_bytes = memory_bytes
+        self._starter = starter
+        self._closed = False
+        self._running: Future[Any] | None = None
+        self._pid: int | None = None
+        self._pool = self._start()
+
+    def _start(self) -> ProcessPool:
+        pool = ProcessPool(
+            max_workers=1,
+            initializer=worker.confine,
+            initargs=(self._memory_bytes, os.getpid()),
+            context=multiprocessing.get_context("spawn"),
+        )
+        self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it
+        return pool
+
+    async def judge(self, use: str, args: Mapping[str, Any], group: bytes, size: int, timeout_s: float) -> Verdict:
+        """Judges one pickled group of `size` samples within `timeout_s` seconds; loading is not charged."""
+        failed = [None] * size
+        problem = await self._prepare(use)
+        if problem:
+            return Verdict("error", [*failed], problem)
+        try:
+            return await self._run(worker.score, (use, args, group), timeout_s)
+        except TimeoutError:
+            self._sweep()
+            return Verdict("timeout", [*failed], f"no answer within {timeout_s:g} s, so its process was killed")
+        except (ProcessExpired, BrokenProcessPool) as error:
+            self._sweep()
+            return Verdict("error", [*failed], f"its process died: {_death(error)}")
+        except _Closed:
+            return Verdict("error", [*failed], "the reward pool was closed before it answered")
+
+    async def _prepare(self, use: str) -> str:
+        """Brings up a worker that has loaded `use`. Returns what went wrong, or ''."""
+        death = ""
+        for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this judge
+            try:
+                pid, problem = await self._run(worker.prepare, (use,), START_S)
+            except TimeoutError:
+                self._sweep()
+                return f"did not load within {START_S:g} s; move slow work out of the top level of its module"
+            except (ProcessExpired, BrokenProcessPool) as error:
+                self._sweep()
+                death = f"its process died while loading: {_death(error)}"
+                continue
+            except _Closed:
+                return "the reward pool is closed"
+            if self._pid not in (None, pid):
+                self._sweep()
+            self._pid = pid
+            return problem
+        return death
+
+    async def _run(self, function: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T:
+        """Raises TimeoutError, ProcessExpired, BrokenProcessPool or _Closed. Cancelling it kills the worker's task."""
+        if self._closed:
+            raise _Closed
+        if not self._pool.active:
+            await asyncio.to_thread(self._restart)
+        try:
+            self._running = self._pool.schedule(function, args=args, timeout=timeout_s)
+        except RuntimeError as error:  # the pool broke between the two lines
+            raise BrokenProcessPool(str(error)) from error
+        waiting = asyncio.wrap_future(self._running)
+        try:
+            # pebble's clock starts when the worker takes the task; ours also sees a worker that never does.
+            await asyncio.wait([waiting], timeout=timeout_s + START_S)
+            if not waiting.done():
+                await asyncio.to_thread(self._restart)
+                raise TimeoutError
+            # close() cancels what pebble leaves unanswered; what pebble breaks off is answered with an exception.
+            if waiting.cancelled() or (self._closed and waiting.exception() is not None):
+                raise _Closed
+            answer: T = waiting.result()
+            return answer
+        finally:
+            waiting.cancel()
+
+    def _restart(self) -> None:
+        _stop(self._pool)
+        self._sweep()
+        if not self._closed:
+            self._pool = self._start()
+
+    def _sweep(self) -> None:
+        """Kills what the dead worker's judges started and left behind."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # nothing was left
+                os.killpg(self._pid, signal.SIGKILL)
+        self._pid = None
+
+    def close(self) -> None:
+        """Ends the worker whatever it is doing, and tells who waits for it. Blocks for about 0.2 s."""
+        self._closed = True
+        _stop(self._pool)
+        self._sweep()
+        if self._running is not None:
+            self._running.cancel()
+
+
+class _Closed(Exception):
+    pass
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()
+
+
+def _death(error: ProcessExpired | BrokenProcessPool) -> str:
+    code = getattr(error, "exitcode", None)
+    if code is None:
+        return "it ended without a word"
+    if code >= 0:
+        return f"exit code {code}"
+    hint = "; the kernel kills so when the machine is out of memory" if -code == signal.SIGKILL else ""
+    return f"signal {signal.Signals(-code).name}{hint}"

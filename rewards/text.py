@@ -1,0 +1,54 @@
+"""What several judges need to read of a completion or of a gold answer."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a completion, plain or conversational.
+
+    Of a conversation only the assistant's messages count (tool output is not the policy's work); they are joined by
+    newlines. Content given in parts contributes its text parts.
+    """
+    if isinstance(completion, str):
+        return completion
+    said = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    return "\n".join(_content(message.get("content")) for message in said)
+
+
+def _content(content: Any) -> str:
+    if content is None:  # an assistant message that only calls tools
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """The stripped text inside the last closed `<tag>...</tag>`, or None if there is none."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
+
+
+def gold_text(gold: object) -> str:
+    """The gold answer as text; of GSM8K's worked solutions what follows the last `####`."""
+    return str(gold).rsplit("####", 1)[-1].strip()
+
+
+def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
+    """A data column by its configured name. Raises ValueError naming the columns that exist."""
+    if name not in columns:
+        raise ValueError(f"args.column: the data has no column {name!r}; it has {sorted(columns)}")
+    return columns[name]
+
+
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+def check_tag(tag: object) -> str:
+    """A tag name as it may stand in a configuration. Raises ValueError for anything else, such as `<answer>`."""
+    if not isinstance(tag, str) or not _NAME.fullmatch(tag):
+        raise ValueError(f"args: a tag must be a plain name such as 'answer', got {tag!r}; leave out the brackets")
+    return tag

@@ -1,0 +1,192 @@
+"""Built-in judges against cases worked out by hand."""
+
+import json
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.format import format_
+from rewards.length import length
+from rewards.number import last_number, number, parse_number
+from rewards.regex import regex
+from rewards.text import tagged, text_of
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+GOOD = "<reasoning>2+2\nis 4</reasoning>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (GOOD, 1.0),
+        (f"\n {GOOD} \n", 1.0),
+        ("<reasoning></reasoning><answer></answer>", 1.0),
+        (f"Sure: {GOOD}", 0.0),
+        (f"{GOOD} done", 0.0),
+        ("<answer>4</answer><reasoning>r</reasoning>", 0.0),  # order
+        (GOOD + GOOD, 0.0),  # twice
+        ("<reasoning>a<answer>b</reasoning><answer>4</answer>", 0.0),  # a tag inside
+        ("<reasoning>r</reasoning><answer>4", 0.0),  # cut off
+        ("", 0.0),
+    ],
+)
+def test_format_wants_the_layout_and_nothing_around_it(text, score):
+    assert format_([text, said(text)]) == [score, score]
+
+
+def test_format_takes_other_tags_and_refuses_brackets():
+    assert format_(["<think>a</think><answer>b</answer>", GOOD], tags=["think", "answer"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"args: a tag must be a plain name .* got '<think>'"):
+        format_([""], tags=["<think>"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("72", "72"),
+        (" 72. ", "72"),
+        ("1,234.50", "1234.5"),
+        ("$1,000", "1000"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("\u22123", "-3"),
+        ("50%", "50"),
+        (".5", "0.5"),
+        ("007", "7"),
+        ("12,34", None),  # a list, not thousands
+        ("1,2345", None),
+        ("3 4", None),
+        ("42 apples", None),
+        ("--5", None),
+        ("1e3", None),
+        ("1/2", None),
+        ("\u0664", None),  # four, in Arabic-Indic digits
+        ("", None),
+    ],
+)
+def test_parse_number(text, value):
+    assert parse_number(text) == (None if value is None else Decimal(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("I have 3 apples and 12.", "12"),
+        ("so 10-3=7", "7"),
+        ("it is 10-3", "3"),  # a minus between numbers subtracts
+        ("x = -3.", "-3"),
+        ("costs $1,250.75 today", "1250.75"),
+        ("cost: -$5", "-5"),
+        ("step2", None),
+        ("none", None),
+    ],
+)
+def test_last_number(text, value):
+    assert last_number(text) == (None if value is None else Decimal(value))
+
+
+@given(st.text(alphabet=st.sampled_from("0123456789.,$%+-\u2212# \nab<>/\u0664"), max_size=60) | st.text(max_size=40))
+def test_reading_numbers_never_raises(text):
+    parse_number(text)
+    last_number(text)
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(0, 10**6))
+def test_a_written_number_is_read_back_exactly(whole, decimals):
+    text = f"{whole:,}.{decimals:06d}"
+    assert parse_number(f"${text}%" if whole >= 0 else text) == Decimal(f"{whole}.{decimals:06d}")
+    assert last_number(f"so the result is {text}.") == Decimal(f"{whole}.{decimals:06d}")
+
+
+def test_number_reads_tag_gold_and_conversation():
+    gold = "He has 48/2 = 24, so 48+24 = 72.\n#### 72"
+    texts = [
+        "<answer>72</answer>",
+        "<answer>7</answer> no: <answer> $72.00 </answer>",
+        "it is 72.",
+        "<answer>72 or 73</answer>",
+    ]
+    assert number(texts, answer=[gold] * 4) == [1.0, 1.0, 1.0, 0.0]
+    assert number([said("<a>0.30</a>")], column="gold", tag="a", gold=[0.3]) == [1.0]
+    assert number(["9007199254740993"], answer=["9007199254740992"]) == [0.0]  # equal as floats
+
+
+def test_number_refuses_bad_gold_and_a_missing_column():
+    with pytest.raises(ValueError, match="column 'answer': the gold answer must be a number, got 'blue'"):
+        number(["1"], answer=["blue"])
+    with pytest.raises(ValueError, match=r"no column 'answer'; it has \['gold'\]"):
+        number(["1"], gold=["1"])
+
+
+def test_math_compares_by_meaning():
+    from rewards.math import math
+
+    cases = [
+        (r"<answer>\frac{1}{2}</answer>", "0.5", 1.0),
+        ("<answer>0.5</answer>", r"\frac{1}{2}", 1.0),
+        (r"Hence $\boxed{x^2+2x+1}$", "$(x+1)^2$", 1.0),
+        ("<answer>3</answer>", "#### 4", 0.0),
+        ("<answer></answer>", "4", 0.0),
+        ("I do not know", "4", 0.0),
+    ]
+    texts, golds, scores = map(list, zip(*cases, strict=True))
+    assert math([said(text) for text in texts], answer=golds) == scores
+
+
+def test_math_gives_no_judgement_where_it_runs_out_of_time():
+    from rewards.math import math
+
+    assert math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1) in ([None], [0.0])
+
+
+def test_length_penalises_the_excess_only():
+    ids = [[0] * 10, [0] * 15, [0] * 20, [0] * 99]
+    assert length([""] * 4, ids, target=10) == [0.0, -0.5, -1.0, -1.0]
+    assert length([""] * 4, ids, target=10, kind="step") == [0.0, -1.0, -1.0, -1.0]
+    assert length(["abcd", said("abcdef")], [[], []], target=4, unit="characters") == [0.0, -0.5]
+    with pytest.raises(ValueError, match=r"args.target: must be a whole number of tokens >= 1, got 0"):
+        length([""], [[]], target=0)
+
+
+def test_regex_finds_or_matches_all():
+    assert regex(["say 12", said("12"), "x"], pattern=r"\d+") == [1.0, 1.0, 0.0]
+    assert regex(["say 12", said("12")], pattern=r"\d+", full=True) == [0.0, 1.0]
+    with pytest.raises(ValueError, match=r"args.pattern: '\(' is not a regular expression"):
+        regex([""], pattern="(")
+
+
+def test_reasoning_gym_scores_by_the_task():
+    gym = pytest.importorskip("reasoning_gym")
+    from rewards.reasoning_gym import reasoning_gym
+
+    entry = gym.create_dataset("spell_backward", size=1, seed=1)[0]
+    right = f"<answer>{entry['answer']}</answer>"
+    near = f"<answer>{entry['answer'][:-1]}</answer>"
+    columns = {"answer": [entry["answer"]] * 3, "metadata": [entry["metadata"]] * 3}
+    assert reasoning_gym([said(right), near, entry["answer"]], **columns) == [1.0, 0.0, 0.0]
+    partial = reasoning_gym([right, near, ""], **columns, strict=False)
+    assert partial[0] == 1.0
+    assert 0.0 < partial[1] < 1.0
+    assert partial[2] == 0.0
+    text = json.dumps(entry["metadata"])
+    assert reasoning_gym([right], answer=[entry["answer"]], metadata=[text]) == [1.0]
+    with pytest.raises(ValueError, match="column 'metadata': needs the key source_dataset"):
+        reasoning_gym([right], answer=["x"], metadata=["{}"])
+
+
+def test_text_helpers():
+    talk = [
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": None},
+    ]
+    assert text_of(talk) == "a\n"
+    assert text_of([{"role": "assistant", "content": [{"type": "text", "text": "b"}]}]) == "b"
+    assert tagged("<answer>1</answer><answer>2", "answer") == "1"
+    assert tagged("</answer>", "answer") is None

@@ -1,0 +1,89 @@
+"""One call: which arguments a judge gets, and what its return value means."""
+
+import pytest
+
+from rewards.call import Group, judge
+from rewards.number import number
+
+GROUP = Group(
+    ["p", "p"], ["a", "b"], [[1], [2, 3]], {"answer": ["x", "y"], "tag": ["t", "t"], "prompt": ["raw", "raw"]}
+)
+
+
+def call(reward, args=None, built_in=False):
+    return judge(reward, GROUP, args or {}, built_in=built_in)
+
+
+def returning(value):
+    return lambda completions: value
+
+
+def test_a_trl_function_gets_every_column():
+    seen = {}
+
+    def trl_style(prompts, completions, completion_ids, answer, **kwargs):
+        seen.update(kwargs, prompts=prompts, ids=completion_ids, answer=answer)
+        return [float(len(c)) for c in completions]
+
+    assert call(trl_style, {"answer": "arg wins"}).values == [1.0, 1.0]
+    assert seen == {"prompts": ["p", "p"], "ids": [[1], [2, 3]], "answer": "arg wins", "tag": ["t", "t"]}
+
+
+def test_a_plain_function_gets_what_it_names():
+    assert call(lambda answer: [len(answer), 0]).values == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "values", "status"),
+    [
+        ([True, 2], [1.0, 2.0], "ok"),
+        ((None, 1.0), [None, 1.0], "nan"),
+        ([float("nan"), float("-inf")], [None, None], "nan"),
+        (["1.0", 10**400], [None, None], "nan"),
+        ([1.0], [None, None], "error"),
+        (1.0, [None, None], "error"),
+        ("ab", [None, None], "error"),
+    ],
+)
+def test_return_values(value, values, status):
+    verdict = call(returning(value))
+    assert (verdict.values, verdict.status) == (values, status)
+    assert bool(verdict.problem) == (status != "ok")
+
+
+def test_numpy_values_count_and_an_array_is_a_list():
+    np = pytest.importorskip("numpy")
+    assert call(returning(np.array([0.5, 1.0]))).values == [0.5, 1.0]
+    assert call(returning([np.float32(0.5), np.bool_(True)])).values == [0.5, 1.0]
+    assert call(returning(np.array(1.0))).status == "error"
+
+
+def test_async_judges_are_awaited():
+    async def slow(completions):
+        return [0.25] * len(completions)
+
+    assert call(slow).values == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("reward", "args", "built_in", "sentence"),
+    [
+        (lambda gold: [], {}, False, "asks for gold, but the data has the columns answer, prompt, tag"),
+        (lambda completions, log_extra: [], {}, False, "asks for log_extra, which only TRL's trainer provides"),
+        (lambda completions: [], {"targt": 1}, False, "args: unknown targt; this reward takes none"),
+        (number, {"colum": "x"}, True, "args: unknown colum; this reward takes column, tag"),
+        (returning([1.0]), {}, False, "returned 1 values for 2 completions"),
+        (lambda completions: 1 / 0, {}, False, "ZeroDivisionError: division by zero (test_reward_call.py, line "),
+        (lambda completions: exit(), {}, False, "SystemExit"),
+    ],
+)
+def test_problems_are_told(reward, args, built_in, sentence):
+    verdict = call(reward, args, built_in)
+    assert verdict.status == "error"
+    assert verdict.values == [None, None]
+    assert sentence in verdict.problem
+
+
+def test_a_column_is_no_setting_of_a_built_in():
+    group = Group([""], ["<answer>1</answer>"], [[]], {"answer": ["1"], "tag": ["nonsense"]})
+    assert judge(number, group, {}, built_in=True).values == [1.0]

@@ -1,0 +1,57 @@
+"""`use` leads to a function, or to a sentence that says what is missing."""
+
+import sys
+
+import pytest
+
+from rewards.base import RewardLoadError
+from rewards.loader import BUILT_INS, load
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"math", "reasoning_gym"}))
+def test_built_ins_load(name):
+    assert callable(load(name))
+
+
+def test_module_and_relative_file_load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def one(completions): return [1.0]")
+    assert load("mine.py:one")(completions=[""]) == [1.0]
+    assert load("rewards.regex:regex") is load("regex")
+
+
+def test_each_file_gets_its_own_helpers(tmp_path):
+    for name, value in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_helper.py").write_text(f"VALUE = {value}")
+        (tmp_path / name / "judge.py").write_text("from my_helper import VALUE\ndef f(completions): return [VALUE]")
+    path = list(sys.path)
+    assert [load(f"{tmp_path / name}/judge.py:f")(completions=[""]) for name in "ab"] == [[1], [2]]
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        ("nunber", r"'nunber' is no built-in reward; did you mean 'number'\? Built-ins: format, length, math"),
+        ("gone.py:f", "there is no file .*gone.py; a relative path starts at the working directory"),
+        ("syntax.py:f", r"syntax.py does not import: SyntaxError: .*\(syntax.py, line 2\)"),
+        ("raises.py:f", r"raises.py does not import: ZeroDivisionError: division by zero \(raises.py, line 3\)"),
+        ("exits.py:f", "exits.py does not import: SystemExit: 3"),
+        ("good.py:f", "good.py has no function 'f'; functions there: accuracy, style"),
+        (
+            "good.py",
+            "'good.py' names no function; write it after a colon, as in good.py:my_reward; functions there: acc",
+        ),
+        ("good.py:LIMIT", "good.py: 'LIMIT' is a int, not a function; functions there: accuracy, style"),
+        ("no_such_package.x:f", "module 'no_such_package.x' does not import: ModuleNotFoundError: No module named"),
+    ],
+)
+def test_errors_say_what_is_there(tmp_path, monkeypatch, use, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.py").write_text("LIMIT = 3\ndef accuracy(): ...\ndef style(): ...")
+    (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "raises.py").write_text("def f(): ...\n\nx = 1 / 0")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")
+    with pytest.raises(RewardLoadError, match=sentence):
+        load(use)

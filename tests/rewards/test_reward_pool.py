@@ -1,0 +1,219 @@
+"""The pool with real processes: whatever a judge does, its group gets a name for it and the next group is judged."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rewards.base import RewardError, RewardFailed
+from rewards.check import try_rewards
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool
+
+JUDGES = """
+import asyncio, ctypes, os, subprocess, time
+from pathlib import Path
+
+def good(completions, **kwargs): return [len(c) for c in completions]
+def spoken(prompts, completions, answer, **kwargs):
+    return [float(c[0]["content"] == a and p[-1]["role"] == "user") for p, c, a in zip(prompts, completions, answer)]
+async def later(completions):
+    await asyncio.sleep(0.01)
+    return [0.5] * len(completions)
+def none(completions): return [None, 1.0]
+def short(completions): return [1.0]
+def boom(completions): raise ValueError("boom")
+def loop(completions):
+    while True: pass
+def c_loop(completions): return [len(str(7 ** (10 ** 9)))]
+def leave(completions): os._exit(3)
+def crash(completions): ctypes.string_at(0)
+def hog(completions): return [len(bytearray(8 << 30))]
+class Odd(Exception):
+    def __init__(self, a, b): super().__init__(a)
+def odd(completions): raise Odd("cannot be unpickled", 2)
+def child(completions, where):
+    Path(where).write_text(f"{os.getpid()} {subprocess.Popen(['sleep', '600']).pid}")
+    while True: time.sleep(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory):
+    path = tmp_path_factory.mktemp("judges") / "judges.py"
+    path.write_text(JUDGES)
+    return lambda function, **more: RewardConfig(use=f"{path}:{function}", **more)
+
+
+async def score(pool, completions=("a", "bb"), **columns):
+    return await pool.score(["p"] * len(completions), completions, [[1]] * len(completions), columns)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids, within_s):
+    end = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def workers():
+    """Our child processes, without multiprocessing's resource tracker, which serves the whole interpreter."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").parent.parent.glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
+    expected = {
+        "good": ("ok", ""),
+        "none": ("nan", "1 of 2 values are not finite numbers, first sample 0: None"),
+        "short": ("error", "returned 1 values for 2 completions"),
+        "boom": ("error", "ValueError: boom (judges.py, line 13)"),
+        "odd": ("error", "Odd: cannot be unpickled"),
+        "loop": ("timeout", "no answer within 0.5 s, so its process was killed"),
+        "c_loop": ("timeout", "no answer within 0.5 s"),
+        "leave": ("error", "its process died: exit code 3"),
+        "crash": ("error", "its process died: signal SIGSEGV"),
+        "hog": ("error", "MemoryError: the memory cap of its process is reached"),
+        "later": ("ok", ""),
+    }
+
+    async def main():
+        async with RewardPool([judges(name, timeout_s=0.5) for name in expected], workers=2) as pool:
+            return await score(pool)
+
+    scores = asyncio.run(main())
+    for name, (status, sentence) in expected.items():
+        told = [failure for failure in scores.failures if failure.startswith(f"reward {name!r} ")]
+        assert [f": {status}: " in f and sentence in f for f in told] == ([] if status == "ok" else [True]), told
+    assert scores.parts["good"] == [1.0, 2.0]
+    assert scores.parts["later"] == [0.5, 0.5]
+    assert scores.parts["none"] == [None, 1.0]
+    assert scores.parts["loop"] == [None, None]
+    assert scores.reward == [None, None]
+    assert scores.status == ["error", "error"]
+
+
+def test_weights_status_and_conversations(judges):
+    rewards = [judges("spoken", weight=2.0), judges("later", weight=-1.0), judges("none")]
+    chat = [{"role": "user", "content": "?"}]
+    said = [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
+
+    async def main():
+        async with RewardPool(rewards) as pool:
+            scores = await pool.score([chat, chat], said, [[1], [2]], {"answer": ["yes", "yes"]})
+            with pytest.raises(ValueError, match=r"one entry per completion \(2\), got lengths {'answer': 1}"):
+                await pool.score([chat, chat], said, [[1], [2]], {"answer": ["yes"]})
+            return scores
+
+    scores = asyncio.run(main())
+    assert scores.parts == {"spoken": [1.0, 0.0], "later": [0.5, 0.5], "none": [None, 1.0]}
+    assert scores.reward == [None, 2.0 * 0.0 - 0.5 + 1.0]
+    assert scores.status == ["nan", "ok"]
+
+
+def test_slow_loading_is_not_charged_and_fail_raises(judges, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time; time.sleep(0.6)\ndef f(completions): return [1.0] * len(completions)"
+    )
+
+    async def main():
+        slow = RewardConfig(use=f"{tmp_path}/slow.py:f", timeout_s=0.3)
+        async with RewardPool([slow, judges("boom", on_error="fail", name="acc")]) as pool:
+            with pytest.raises(RewardFailed, match=r"reward 'acc' \(.*judges.py:boom\): error: ValueError: boom"):
+                await score(pool)
+            return await pool.verdicts(["p"], ["c"], [[1]], {})
+
+    assert asyncio.run(main())[0].status == "ok"
+
+
+def test_a_worker_that_dies_while_idle_costs_nothing(judges):
+    async def main():
+        async with RewardPool([judges("good")]) as pool:
+            await score(pool)
+            (pid,) = workers()
+            os.kill(pid, signal.SIGKILL)
+            first = await score(pool)
+            await asyncio.sleep(0.3)
+            return first, await score(pool)
+
+    assert [scores.status for scores in asyncio.run(main())] == [["ok", "ok"]] * 2
+
+
+def test_close_and_deadline_leave_no_process_behind(judges, tmp_path):
+    async def main(timeout_s):
+        note = tmp_path / f"pids_{timeout_s}"
+        pool = RewardPool([judges("child", timeout_s=timeout_s, args={"where": str(note)})])
+        scoring = asyncio.create_task(score(pool))
+        if timeout_s > 1:
+            while not note.exists() or len(note.read_text().split()) < 2:
+                await asyncio.sleep(0.02)  # the judge has started, and its child
+            begin = time.monotonic()
+            pool.close()
+            assert time.monotonic() - begin < 2
+        scores = await scoring
+        assert gone([int(pid) for pid in note.read_text().split()], within_s=1), "closed or late, yet alive"
+        pool.close()
+        return scores.failures[0]
+
+    assert "no answer within 0.5 s" in asyncio.run(main(0.5))
+    assert "the reward pool was closed before it answered" in asyncio.run(main(60.0))
+    assert workers() == []
+
+
+def test_workers_die_with_a_killed_driver(judges, tmp_path):
+    note = tmp_path / "pids"
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import asyncio
+        from rewards.config import RewardConfig
+        from rewards.pool import RewardPool
+        if __name__ == "__main__":
+            uses = [RewardConfig(use={judges("child").use!r}, timeout_s=60, args={{"where": {str(note)!r}}})]
+            asyncio.run(RewardPool(uses).score(["p"], ["c"], [[1]], {{}}))
+        """)
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    driver = subprocess.Popen([sys.executable, str(script)], env=env, cwd=Path.cwd())
+    try:
+        end = time.monotonic() + 20
+        while not (note.exists() and len(note.read_text().split()) == 2) and time.monotonic() < end:
+            time.sleep(0.05)
+        worker, grandchild = map(int, note.read_text().split())
+    finally:
+        driver.kill()
+        driver.wait()
+    os.kill(grandchild, signal.SIGKILL)  # a judge's own children outlive a killed driver: documented
+    assert gone([worker], within_s=2)
+
+
+def test_the_trial_tells_a_broken_reward_in_one_line(judges, tmp_path):
+    row = (["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
+    (tmp_path / "bad.py").write_text("import nothing_of_this_name")
+    assert try_rewards([judges("good"), RewardConfig(use="number")], *row).reward == [1.0]
+    for reward, sentence in [
+        (judges("boom"), "ValueError: boom"),
+        (RewardConfig(use=f"{tmp_path}/bad.py:f"), "bad.py does not import: ModuleNotFoundError"),
+        (
+            RewardConfig(use="format", args={"tag": "a"}),
+            "reward 'format': error: args: unknown tag; this reward takes tags",
+        ),
+    ]:
+        with pytest.raises(RewardError) as caught:
+            try_rewards([judges("good"), reward], *row)
+        assert sentence in str(caught.value)
+        assert "\n" not in str(caught.value)
