@@ -100,8 +100,8 @@ def _read(returned: Any, size: int) -> Verdict:
 
 
 def _number(value: Any) -> float | None:
-    """`value` as a finite float, or None. Text is never a number, even if it reads like one."""
-    if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    """`value` as a finite float, or None. Text is never a number (it has no __float__), even if it reads like one."""
+    if not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)

@@ -41,8 +41,9 @@ class Scores:
 class RewardPool:
     """Worker processes that judge groups. Made once; used from one event loop; closed at the end.
 
-    A judge that hangs, dies or eats memory costs its own group and a new process, nothing else. These are resource
-    limits, not a security boundary.
+    A judge that hangs, dies or eats memory costs its own group and a new process, nothing else. What a judge
+    itself starts is killed with it; only if the driver is killed (SIGKILL) may such grandchildren outlive it. These are
+    resource limits, not a security boundary.
     """
 
     def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = 4 << 30) -> None:

@@ -198,7 +198,10 @@ def test_workers_die_with_a_killed_driver(judges, tmp_path):
         driver.kill()
         driver.wait()
     os.kill(grandchild, signal.SIGKILL)  # a judge's own children outlive a killed driver: documented
-    assert gone([worker], within_s=2)
+    died = gone([worker], within_s=2)
+    if not died:
+        os.kill(worker, signal.SIGKILL)  # a failing test leaves nothing behind either
+    assert died
 
 
 def test_the_trial_tells_a_broken_reward_in_one_line(judges, tmp_path):
