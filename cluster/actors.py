@@ -2,6 +2,9 @@
 
 What runs remotely is a plain object made by `factory(*args)` in the remote process, whose `async def` methods take and
 return values. `Remote` and `Local` have one interface, so the same loop runs with and without a cluster.
+
+Ray reads its authentication mode from the environment once, as it is imported; hence every import of it stands inside
+a function that runs after `connect` has set that environment.
 """
 
 import asyncio
@@ -14,10 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement import Placement, Role, place
 
@@ -83,6 +82,8 @@ class Remote:
 
     async def revive(self, hung: bool, deadline_s: float) -> None:
         if hung:  # Ray never notices a hung process; one that died it restarts by itself
+            import ray
+
             ray.kill(self._handle, no_restart=False)
         give_up = time.monotonic() + deadline_s
         while True:
@@ -98,9 +99,13 @@ class Remote:
         await self._await(self._handle.ping.remote(), "start", deadline_s)
 
     async def kill(self) -> None:
+        import ray
+
         ray.kill(self._handle)
 
     async def _await(self, ref: Any, method: str, deadline_s: float) -> Any:
+        import ray
+
         try:
             async with asyncio.timeout(deadline_s):
                 result = await ref
@@ -149,15 +154,20 @@ class Session:
         self.mode = mode  # local | joined
         self._temp_dir = temp_dir
         self._actors: list[Remote] = []
-        self._group: PlacementGroup | None = None
+        self._group: Any = None
         self._placement: Placement | None = None
 
     def nodes(self) -> list[Mapping[str, float]]:
         """Total resources of each living node."""
+        import ray
+
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     async def reserve(self, roles: Sequence[Role], deadline_s: float) -> None:
         """Reserves room for every role, or raises PlacementError / TimeoutError instead of waiting for ever."""
+        import ray
+        from ray.util.placement_group import placement_group
+
         self._placement = place(roles, self.nodes())
         self._group = placement_group(self._placement.bundles)
         try:
@@ -173,6 +183,9 @@ class Session:
         self, role: Role, factory: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], restarts: int
     ) -> Remote:
         """Starts a process for a reserved role; `env` is set before anything is imported there."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         assert self._group is not None and self._placement is not None, "reserve() comes first"
         threads = str(max(1, int(role.cpus)))
         options: dict[str, Any] = {
@@ -191,6 +204,9 @@ class Session:
 
     async def close(self) -> None:
         """Kills what this run started, leaves the cluster, and removes a private cluster's folder."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
         for actor in self._actors:
             await actor.kill()
         if self._group is not None:
@@ -213,11 +229,16 @@ def connect(address: str, min_cpus: float) -> Session:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a role without a GPU must not see one
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     if in_job() or address != "local":
+        import ray
+
         ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
         return Session("joined", None)
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # of this run alone; nothing is written to the home folder
+    # Of this process alone, and nothing is written to the home folder. Ray keeps the first token it sees.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
     temp_dir = Path(tempfile.mkdtemp(prefix="gl-", dir="/tmp"))  # short: socket paths end at 107 bytes
     ray.init(
         address="local",
@@ -231,8 +252,7 @@ def connect(address: str, min_cpus: float) -> Session:
     return Session("local", temp_dir)
 
 
-def _cause(error: ray.exceptions.RayTaskError) -> str:
+def _cause(error: Any) -> str:
     """The exception itself first, then where it happened."""
     cause = getattr(error, "cause", None)
-    head = f"{type(cause).__name__}: {cause}" if cause is not None else "exception"
-    return f"{head}\n{error.traceback_str}"
+    return f"{type(cause).__name__}: {cause}\n{error}" if cause is not None else str(error)

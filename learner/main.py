@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: BaseException) -> int:
     """The whole story for whoever debugs, and its one sentence last, where the eye is."""
     traceback.print_exception(error, file=sys.stderr)
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
     return 2 if isinstance(error, ValueError) else 1
 
 

@@ -50,6 +50,8 @@ def roles(config: RunConfig) -> list[Role]:
 
 def prepare(config: RunConfig) -> Prepared:
     """Checks output folder, placement, checkpoints, model, data and rewards, cheapest first."""
+    if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
+        config = config.model_copy(update={"output_dir": str(Path.home() / config.output_dir)})
     _check_output(config.run_dir)
     if config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
         place(roles(config), [local_node(sum(role.cpus for role in roles(config)))])
@@ -92,13 +94,6 @@ def _check_output(run_dir: Path) -> None:
     there = next(path for path in [run_dir, *run_dir.parents] if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise PreflightError(f"output_dir: {run_dir} cannot be written ({there} is not a writable folder)")
-    if in_job() and not Path(run_dir).is_relative_to(Path.cwd()):
-        return
-    if in_job():
-        raise PreflightError(
-            f"output_dir: a submitted job's working directory is thrown away, and {run_dir} lies in it; give an "
-            "absolute output_dir= (or one that starts with ~)"
-        )
 
 
 def _check_same_run(config: RunConfig, folder: Path) -> None:

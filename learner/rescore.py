@@ -1,0 +1,84 @@
+"""Scores saved rollouts with a reward, as training would, and draws the distribution: try a reward before a run."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ValidationError
+
+from learner.settings import parse_value
+from rewards.base import RewardError
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool, Scores
+from rollout import ledger
+from rollout.schema import rewards_of
+
+BINS = 10
+WIDTH = 40
+
+
+class RescoreError(ValueError):
+    """The rollouts or the reward are not usable."""
+
+
+def rescore(use: str, folder: str, num_steps: int, timeout_s: float, arguments: Sequence[str]) -> str:
+    """A printable report of the reward `use` over the newest `num_steps` step files of `folder`."""
+    files = ledger.steps(Path(folder))[-num_steps:]
+    if not files:
+        raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
+    groups = [group for file in files for group in _groups(ledger.read(file))]
+    try:
+        args = {key: parse_value(text) for key, _, text in (item.partition("=") for item in arguments)}
+        config = RewardConfig(use=use, timeout_s=timeout_s, args=args)
+        scores = asyncio.run(_score(config, groups))
+    except (RewardError, ValidationError) as error:
+        raise RescoreError(str(error)) from None
+    return _report(use, files, groups, scores)
+
+
+def _groups(rows: pa.Table) -> list[pa.Table]:
+    ids = rows.column("group_id").to_pylist()
+    starts = [i for i, group in enumerate(ids) if i == 0 or group != ids[i - 1]]
+    return [rows.slice(a, b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+
+
+async def _score(config: RewardConfig, groups: Sequence[pa.Table]) -> list[Scores]:
+    async with RewardPool([config]) as pool:
+        return [await _score_group(pool, group) for group in groups]
+
+
+async def _score_group(pool: RewardPool, group: pa.Table) -> Scores:
+    problem = json.loads(group.column("problem")[0].as_py())
+    texts = group.column("completion").to_pylist()
+    chatty = not isinstance(problem["messages"], str)
+    return await pool.score(
+        prompts=[problem["messages"]] * len(texts),
+        completions=[[{"role": "assistant", "content": text}] for text in texts] if chatty else texts,
+        completion_ids=group.column("completion_ids").to_pylist(),
+        columns={key: [value] * len(texts) for key, value in problem["columns"].items()},
+    )
+
+
+def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores: Sequence[Scores]) -> str:
+    rewards = np.asarray([np.nan if r is None else r for s in scores for r in s.reward], dtype=float)
+    status = Counter(word for s in scores for word in s.status)
+    lines = [f"{use}: {len(rewards)} completions of {len(groups)} groups, {files[0].name} to {files[-1].name}"]
+    lines += [f"outcomes   {', '.join(f'{name} {count}' for name, count in status.most_common())}"]
+    lines += sorted({sentence for s in scores for sentence in s.failures})[:3]
+    valid = rewards[~np.isnan(rewards)]
+    if len(valid):
+        flat = sum(np.ptp(r) == 0 for s in scores if len(r := [x for x in s.reward if x is not None]))
+        lines += [f"mean {valid.mean():.4f}  std {valid.std():.4f}  min {valid.min():.4f}  max {valid.max():.4f}"]
+        lines += [f"groups without a signal (all rewards equal): {flat} of {len(groups)}"]
+        counts, edges = np.histogram(valid, bins=BINS)
+        for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+            lines += [f"{low:9.3f} .. {high:9.3f} {count:6d} {'#' * round(WIDTH * count / counts.max())}"]
+    recorded = np.concatenate([rewards_of(group) for group in groups])
+    both = ~np.isnan(rewards) & ~np.isnan(recorded)
+    if both.sum() > 1 and rewards[both].std() > 0 and recorded[both].std() > 0:
+        lines += [f"correlation with the recorded reward: {np.corrcoef(rewards[both], recorded[both])[0, 1]:.3f}"]
+    return "\n".join(lines)

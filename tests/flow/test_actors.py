@@ -1,0 +1,96 @@
+"""Real Ray processes: death, hanging and errors of an actor, seen from the caller."""
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.actors import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Session, connect
+from cluster.placement import PlacementError, Role
+
+
+class Toy:
+    """Counts its calls, so that a fresh process is told from an old one."""
+
+    def __init__(self, broken: bool = False) -> None:
+        if broken:
+            raise ValueError("the constructor does not like this")
+        self.calls = 0
+
+    async def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    async def fail(self) -> None:
+        raise KeyError("no such thing")
+
+    async def die(self) -> None:
+        os._exit(1)
+
+
+ROLES = [Role("toy", 1, 0), Role("once", 0.5, 0), Role("broken", 0.5, 0)]
+
+
+@pytest.fixture(scope="module")
+async def session() -> AsyncIterator[Session]:
+    """One private cluster for the whole file."""
+    session = connect("local", min_cpus=2)
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this file is no module in an actor's process
+    await session.reserve(ROLES, deadline_s=60)
+    yield session
+    await session.close()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
+    toy = session.spawn(ROLES[0], Toy, [], {"GREETING": "hello"}, restarts=-1)
+    await toy.ready(60)
+    assert [await toy.call("count", deadline_s=10) for _ in range(2)] == [1, 2]
+    assert await toy.call("variable", "GREETING", deadline_s=10) == "hello"
+    assert await toy.call("variable", "CUDA_VISIBLE_DEVICES", deadline_s=10) == ""  # no GPU asked for, none seen
+    with pytest.raises(RemoteError, match=r"(?s)toy: fail failed: KeyError.*no such thing"):
+        await toy.call("fail", deadline_s=10)
+
+    with pytest.raises(ActorRestarting, match="toy: process died during die"):
+        await toy.call("die", deadline_s=10)
+    await toy.revive(hung=False, deadline_s=60)
+    assert await toy.call("count", deadline_s=10) == 1
+
+    hung = await toy.call("pid", deadline_s=10)
+    os.kill(hung, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded, match=r"toy: count gave no answer within 1 s \(last answer \d s ago\)"):
+        await toy.call("count", deadline_s=1)
+    await toy.revive(hung=True, deadline_s=60)
+    assert await toy.call("pid", deadline_s=10) != hung
+    await toy.kill()
+
+
+async def test_what_must_not_be_restarted_stays_dead(session: Session) -> None:
+    once = session.spawn(ROLES[1], Toy, [], {}, restarts=0)
+    await once.ready(60)
+    with pytest.raises(ActorDied) as error:
+        await once.call("die", deadline_s=10)
+    assert not isinstance(error.value, ActorRestarting)
+
+
+async def test_a_failing_constructor_tells_why(session: Session) -> None:
+    broken = session.spawn(ROLES[2], Toy, [True], {}, restarts=-1)
+    with pytest.raises((ActorDied, RemoteError), match="does not like this"):
+        await broken.ready(60)
+
+
+async def test_more_than_the_cluster_has_is_refused_at_once(session: Session) -> None:
+    with pytest.raises(PlacementError, match="needs 1 CPU and 1 GPU"):
+        await session.reserve([Role("greedy", 1, 1.0)], deadline_s=5)
