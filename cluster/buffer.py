@@ -59,17 +59,22 @@ class Buffer:
             raise ValueError(f"buffer: take must ask for 1 to {self.slots} groups (its slots), got {count}")
         taken: list[pa.Table] = []
         async with self._changed:
-            while len(taken) < count:
-                await self._changed.wait_for(lambda: bool(self._groups))
-                group = self._groups.popleft()
-                self.bytes -= group.nbytes
-                if min(group.column("policy_version_min").to_pylist()) >= oldest_version:
-                    taken.append(group)
-                else:
-                    self.dropped_stale += 1
-                    self.in_use -= 1
-                    self.on_drop(group)
-                self._changed.notify_all()
+            try:
+                while len(taken) < count:
+                    await self._changed.wait_for(lambda: bool(self._groups))
+                    group = self._groups.popleft()
+                    self.bytes -= group.nbytes
+                    if min(group.column("policy_version_min").to_pylist()) >= oldest_version:
+                        taken.append(group)
+                    else:
+                        self.dropped_stale += 1
+                        self.in_use -= 1
+                        self.on_drop(group)
+                    self._changed.notify_all()
+            except asyncio.CancelledError:  # a take that is given up takes nothing
+                self._groups.extendleft(reversed(taken))
+                self.bytes += sum(group.nbytes for group in taken)
+                raise
         return taken
 
     async def release(self, count: int) -> None:

@@ -26,10 +26,14 @@ class Metrics:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
 
     def _forget_after(self, step: int) -> None:
-        """Lines of steps that a resumed run takes again are dropped, so that each step stands there once."""
+        """Lines of steps that a resumed run takes again are dropped, so that each step stands there once.
+
+        A run that starts at 0 takes step 0 again; a line that a kill cut short is none.
+        """
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        whole = (line for line in self._path.read_text().splitlines() if line.endswith("}"))
+        kept = [line for line in whole if json.loads(line)["step"] <= step and step > 0]
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(line + "\n" for line in kept))
         os.replace(partial, self._path)
@@ -57,25 +61,30 @@ class Timeline:
         self._file = path.open("w", buffering=1)
         self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
         self._spans: list[tuple[str, float, float]] = []
+        self._open: dict[object, tuple[str, float]] = {}
         self._zero = time.perf_counter()
 
     @contextmanager
     def span(self, what: str, role: str, **details: Any) -> Iterator[None]:
         """Records how long the body took."""
-        start = time.perf_counter()
+        start, mark = time.perf_counter(), object()
+        self._open[mark] = (what, start)
         try:
             yield
         finally:
             end = time.perf_counter()
+            del self._open[mark]
             self._spans.append((what, start, end))
             event = {"name": what, "ph": "X", "pid": 0, "tid": role, "args": details}
             event |= {"ts": round((start - self._zero) * 1e6), "dur": round((end - start) * 1e6)}
             self._file.write(json.dumps(event) + ",\n")
 
     def busy(self, what: str, start: float, end: float) -> list[tuple[float, float]]:
-        """The union of the spans of one kind inside [start, end], in seconds of time.perf_counter."""
+        """The union of the spans of one kind inside [start, end], in seconds of time.perf_counter; what is not over
+        yet counts up to `end`."""
         merged: list[tuple[float, float]] = []
-        for _, a, b in sorted(s for s in self._spans if s[0] == what and s[2] > start and s[1] < end):
+        spans = self._spans + [(name, begin, end) for name, begin in self._open.values()]
+        for _, a, b in sorted(s for s in spans if s[0] == what and s[2] > start and s[1] < end):
             a, b = max(a, start), min(b, end)
             if merged and a <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(b, merged[-1][1]))

@@ -1,0 +1,188 @@
+"""The pipe of samples: nothing is lost or doubled, slots and bytes are bounded, staleness is bound by arithmetic."""
+
+import asyncio
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.buffer import Buffer
+
+
+def group(position: int, version: int = 0) -> pa.Table:
+    """A group as the buffer sees it: 16 bytes."""
+    return pa.table({"position": [position], "policy_version_min": [version]})
+
+
+def position(table: pa.Table) -> int:
+    return int(table.column("position")[0].as_py())
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 4)),  # policy version of the group
+        st.tuples(st.just("take"), st.integers(1, 3)),
+        st.tuples(st.just("cancelled take"), st.integers(1, 3)),
+        st.tuples(st.just("release"), st.integers(1, 3)),
+        st.tuples(st.just("step"), st.just(0)),  # the learner's version grows
+    ),
+    max_size=40,
+)
+
+
+@given(slots=st.integers(3, 6), max_groups=st.integers(1, 4), moves=MOVES)
+@settings(max_examples=60, deadline=None)
+def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, moves: list[tuple[str, int]]) -> None:
+    async def scenario() -> None:
+        taken: list[int] = []
+        dropped: list[int] = []
+        buffer = Buffer(slots, 16 * max_groups, on_drop=lambda t: dropped.append(position(t)))
+        produced, held, oldest = 0, 0, 0
+
+        async def produce(number: int, version: int) -> None:
+            await buffer.admit()
+            await buffer.put(group(number, version))
+
+        async def consume(count: int) -> None:
+            nonlocal held
+            got = await buffer.take(count, oldest)
+            assert len(got) == count
+            assert all(t.column("policy_version_min")[0].as_py() >= oldest for t in got)
+            taken.extend(map(position, got))
+            held += count
+
+        producers: list[asyncio.Task[None]] = []
+        for what, number in moves:
+            if what == "put":
+                producers.append(asyncio.create_task(produce(produced, number)))
+                produced += 1
+            elif what == "step":
+                oldest += 1
+            elif what == "release":
+                count = min(number, held)
+                await buffer.release(count)
+                held -= count
+            else:
+                task = asyncio.create_task(consume(number))
+                await settle()
+                task.cancel()  # a take that found enough is done by now
+                await asyncio.gather(task, return_exceptions=True)
+            await settle()
+            assert 0 <= buffer.in_use <= slots
+            assert buffer.bytes == 16 * len(buffer)
+        await buffer.release(held)  # and drain: what is left is taken, one at a time
+        while True:
+            task = asyncio.create_task(buffer.take(1, oldest))
+            await settle()
+            if not task.done():
+                task.cancel()
+                break
+            taken.append(position(task.result()[0]))
+            await buffer.release(1)
+        await asyncio.gather(*producers)
+        assert sorted(taken + dropped) == list(range(produced))
+        assert buffer.dropped_stale == len(dropped)
+        assert (buffer.in_use, buffer.bytes, len(buffer)) == (0, 0, 0)
+
+    asyncio.run(scenario())
+
+
+@given(
+    max_staleness=st.sampled_from([0, 1, 3]),
+    per_step=st.integers(1, 3),
+    paces=st.lists(st.integers(0, 4), min_size=12, max_size=12),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, paces: list[int]) -> None:
+    """Groups enter in the order of their admission; whatever the learner's pace, none is dropped or trained too old."""
+
+    async def scenario() -> None:
+        dropped: list[pa.Table] = []
+        buffer = Buffer(per_step * (1 + max_staleness), 2**20, dropped.append)
+        released = 0  # the version that every generator holds
+
+        async def produce() -> None:
+            number = 0
+            while True:
+                await buffer.admit()
+                await buffer.put(group(number, released))
+                number += 1
+
+        producer = asyncio.create_task(produce())
+        seen: list[int] = []
+        ages: list[int] = []
+        for step, pace in enumerate(paces):
+            groups = await buffer.take(per_step, step - max_staleness)
+            seen += map(position, groups)
+            ages += [step - g.column("policy_version_min")[0].as_py() for g in groups]
+            for _ in range(pace):  # the learner works; in sync mode nobody else does
+                await asyncio.sleep(0)
+            if max_staleness == 0:
+                assert (len(buffer), buffer.in_use) == (0, per_step)
+            released = step + 1
+            await buffer.release(per_step)
+        producer.cancel()
+        assert seen == list(range(per_step * len(paces)))
+        assert not dropped
+        assert max(ages) == max_staleness  # reached (12 steps are enough), never passed
+        assert min(ages) >= 0
+
+    asyncio.run(scenario())
+
+
+async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
+    buffer = Buffer(slots=3, max_bytes=20, on_drop=print)
+    for _ in range(3):
+        await buffer.admit()
+    await buffer.put(group(0))
+    second = asyncio.create_task(buffer.put(group(1)))
+    await settle()
+    assert not second.done()  # 16 + 16 > 20
+    assert list(map(position, await buffer.take(1, 0))) == [0]
+    await second
+    giant = asyncio.create_task(buffer.put(pa.concat_tables([group(2)] * 5)))
+    await settle()
+    assert not giant.done()
+    assert list(map(position, await buffer.take(2, 0))) == [1, 2]
+    await giant
+
+
+async def test_a_cancelled_take_gives_back_what_it_held() -> None:
+    buffer = Buffer(slots=3, max_bytes=2**20, on_drop=print)
+    for number in range(2):
+        await buffer.admit()
+        await buffer.put(group(number))
+    waiting = asyncio.create_task(buffer.take(3, 0))
+    await settle()
+    assert not waiting.done()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (len(buffer), buffer.bytes, buffer.in_use) == (2, 32, 2)
+    assert list(map(position, await buffer.take(2, 0))) == [0, 1]
+
+
+async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
+    dropped: list[pa.Table] = []
+    buffer = Buffer(slots=1, max_bytes=2**20, on_drop=dropped.append)
+    await buffer.admit()
+    await buffer.put(group(7, version=3))
+    take = asyncio.create_task(buffer.take(1, oldest_version=4))
+    await buffer.admit()  # would wait for ever if the slot of the dropped group were kept
+    await buffer.put(group(7, version=4))
+    assert list(map(position, await take)) == [7]
+    assert (list(map(position, dropped)), buffer.dropped_stale) == ([7], 1)
+
+
+async def test_what_can_never_be_satisfied_is_refused() -> None:
+    buffer = Buffer(slots=2, max_bytes=1, on_drop=print)
+    with pytest.raises(ValueError, match="1 to 2 groups"):
+        await buffer.take(3, 0)
+    with pytest.raises(ValueError, match="cannot release 1 slots, 0 are in use"):
+        await buffer.release(1)

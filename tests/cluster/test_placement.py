@@ -1,0 +1,39 @@
+"""Where roles go: a pure function, or one clear error."""
+
+import pytest
+
+from cluster.placement import PlacementError, Role, place
+
+
+def test_two_roles_on_one_card_share_one_bundle() -> None:
+    found = place([Role("generator-0", 2, 0.4), Role("learner", 3, 0.6)], [{"CPU": 5.0, "GPU": 1.0}])
+    assert found.bundles == [{"CPU": 5.0, "GPU": 1.0}]
+    assert found.bundle_of == {"generator-0": 0, "learner": 0}
+
+
+def test_fractions_that_do_not_fit_one_card_take_another_and_cpu_roles_their_own() -> None:
+    roles = [Role("cpu", 1, 0.0), *(Role(f"generator-{i}", 1, 0.3) for i in range(4)), Role("learner", 1, 0.6)]
+    found = place(roles, [{"CPU": 8.0, "GPU": 2.0}])
+    assert found.bundle_of == {
+        "learner": 0, "generator-0": 0, "generator-1": 1, "generator-2": 1, "generator-3": 1, "cpu": 2
+    }  # fmt: skip
+    assert found.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}]
+
+
+def test_ten_tenths_are_one_card() -> None:  # although 10 * 0.1 != 1.0 by repeated subtraction
+    found = place([Role(f"generator-{i}", 1, 0.1) for i in range(10)], [{"CPU": 10.0, "GPU": 1.0}])
+    assert len(found.bundles) == 1
+
+
+def test_no_gpu_is_one_clear_error() -> None:
+    with pytest.raises(PlacementError, match=r"needs 2 CPU and 1 GPU.*has 64 CPU and 0 GPU on 1 node.*cluster\.gpus"):
+        place([Role("generator-0", 1, 0.5), Role("learner", 1, 0.5)], [{"CPU": 64.0}])
+
+
+def test_cores_together_are_not_cores_on_one_node() -> None:
+    small = [{"CPU": 2.0}, {"CPU": 2.0}]
+    assert place([Role("generator-0", 2, 0), Role("learner", 2, 0)], small).bundles == [{"CPU": 2.0}, {"CPU": 2.0}]
+    with pytest.raises(PlacementError, match=r"needs 3 CPU and 0 GPU, of which \{'CPU': 3\} on one node"):
+        place([Role("learner", 3, 0)], small)
+    with pytest.raises(PlacementError, match="the cluster has 4 CPU"):
+        place([Role(f"generator-{i}", 1, 0) for i in range(5)], small)

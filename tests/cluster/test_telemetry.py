@@ -1,0 +1,84 @@
+"""What a run says about itself: each step once, JSON that is JSON, and seconds that add up."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.telemetry import Metrics, Timeline, overlap, seconds
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def record(folder: Path, resume_step: int, numbers: range) -> None:
+    metrics = Metrics(folder, [], resume_step)
+    for number in numbers:
+        metrics.log(number, {"reward/mean": 1.0})
+    metrics.close()
+
+
+def test_each_step_stands_in_metrics_once_whatever_was_undone(tmp_path: Path) -> None:
+    record(tmp_path, 0, range(5))
+    record(tmp_path, 2, range(3, 5))
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+    record(tmp_path, 0, range(2))  # died before its first checkpoint: step 0 is taken again, too
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_a_line_that_a_kill_cut_short_does_not_stop_the_resume(tmp_path: Path) -> None:
+    record(tmp_path, 0, range(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/me')
+    record(tmp_path, 2, range(3, 4))
+    assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, [], 0)
+    metrics.log(1, {"b": float("nan"), "a": 0.5, "c": float("inf")})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert line.pop("at") > 0
+    assert line == {"step": 1, "a": 0.5, "b": None, "c": None}
+    metrics.close()
+
+
+def fixed_clock(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
+    monkeypatch.setattr("cluster.telemetry.time.perf_counter", lambda: now[0])
+
+
+def test_busy_is_the_union_of_spans_open_ones_included(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    fixed_clock(monkeypatch, now)
+    timeline = Timeline(tmp_path / "timeline.json")
+    spans = {name: timeline.span(name[:3], "role") for name in ("gen-a", "gen-b", "gen-c", "gen-d", "tra-a")}
+    for at, act, name in [
+        (1, "in", "gen-a"), (2, "in", "gen-b"), (3, "out", "gen-a"), (5, "out", "gen-b"),  # 1..5 together
+        (6, "in", "tra-a"), (7, "in", "gen-c"), (8, "out", "gen-c"),  # 7..8
+        (9, "in", "gen-d"), (10, "out", "tra-a"),  # from 9, not over at 10
+    ]:  # fmt: skip
+        now[0] = float(at)
+        spans[name].__enter__() if act == "in" else spans[name].__exit__(None, None, None)
+    generate, train = timeline.busy("gen", 2.0, 10.0), timeline.busy("tra", 2.0, 10.0)
+    assert generate == [(2.0, 5.0), (7.0, 8.0), (9.0, 10.0)]
+    assert train == [(6.0, 10.0)]
+    assert (seconds(generate), overlap(generate, train)) == (5.0, 2.0)
+    timeline.forget_before(6.0)
+    assert timeline.busy("gen", 0.0, 10.0) == [(7.0, 8.0), (9.0, 10.0)]
+    spans["gen-d"].__exit__(None, None, None)
+    timeline.close()
+
+
+def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [2.0]
+    fixed_clock(monkeypatch, now)
+    timeline = Timeline(tmp_path / "timeline.json")
+    with contextlib.suppress(KeyError), timeline.span("train", "learner", step=3):
+        now[0] = 2.5
+        raise KeyError
+    text = (tmp_path / "timeline.json").read_text()  # not closed
+    assert json.loads(text.rstrip().rstrip(",") + "]") == [
+        {"name": "train", "ph": "X", "pid": 0, "tid": "learner", "args": {"step": 3}, "ts": 0, "dur": 500000}
+    ]
