@@ -65,7 +65,8 @@ def step_of(folder: Path) -> int:
     match = re.fullmatch(r"step-(\d{6,})", folder.name)
     if not match:
         raise CheckpointError(
-            f"resume: a checkpoint's folder must be named like {name_of(12)}, got {folder}; give one of those in checkpoints/"
+            f"resume: a checkpoint's folder must be named like {name_of(12)}, got {folder}; "
+            "give one of those in the run's checkpoints/"
         )
     return int(match[1])
 

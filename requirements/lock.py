@@ -1,6 +1,6 @@
 """Write requirements/cpu.txt from pip's own resolution: `make lock`.
 
-    pip install --dry-run --report REPORT ... && python requirements/lock.py REPORT > requirements/cpu.txt
+pip install --dry-run --report REPORT ... && python requirements/lock.py REPORT > requirements/cpu.txt
 """
 
 import json

@@ -60,7 +60,8 @@ def test_sigkill_at_random_moments_always_leaves_a_whole_newest(tmp_path: Path) 
         writer.wait()
         stalest += bool(list(tmp_path.glob(".tmp-*")))
         found, skipped = checkpoint.newest(tmp_path)
-        assert found is not None and skipped == []
+        assert found is not None
+        assert skipped == []
         done = checkpoint.step_of(found)
         assert done >= printed[-1]  # what was reported as committed is there
     assert stalest > 0  # else no kill hit a write, and this test saw nothing

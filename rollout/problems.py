@@ -1,0 +1,193 @@
+"""The stream of problems: any source -> rows, tokenised once, in an order that is a function of (seed, epoch).
+
+Because the order is a function, the place in the stream is the whole state: position 12345 is the same problem after a
+restart, on another machine and for any number of workers.
+"""
+
+import random
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout import sources
+from rollout.chat import Messages, Prompt
+from rollout.config import DataConfig
+from rollout.schema import Problem
+from rollout.sources import ProblemsError, Row
+
+__all__ = ["Problems", "ProblemsError", "load"]
+
+
+class Renderer(Protocol):
+    """What turns messages into the model's prompt and its token ids: rollout.chat.Chat."""
+
+    def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
+        """Messages -> what the model is given, and its token ids [P]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A problem without its place in the stream."""
+
+    id: str
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    columns: Row
+
+    def at(self, position: int, epoch: int) -> Problem:
+        """The problem at a place of the stream."""
+        return Problem(self.id, self.prompt, self.columns, self.prompt_ids, position, epoch)
+
+
+class Problems:
+    """The training problems, epoch after epoch without end, each epoch in a seeded order of its own."""
+
+    def __init__(self, items: Sequence[Item], seed: int) -> None:
+        self._items, self._seed = items, seed
+
+    def __len__(self) -> int:
+        """Problems of one epoch."""
+        return len(self._items)
+
+    def at(self, position: int) -> Problem:
+        """The problem at this position, counted over epochs from 0."""
+        epoch, place = divmod(position, len(self._items))
+        index = int(_order(self._seed, epoch, len(self._items))[place])
+        return self._items[index].at(position, epoch)
+
+
+@lru_cache(maxsize=4)  # around the end of an epoch, two are in use
+def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(length)
+
+
+def load(config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int) -> tuple[Problems, list[Problem]]:
+    """Training problems, and the held-out ones for evaluation (none where `eval.every` is 0). Raises ProblemsError.
+
+    Held-out problems come from `eval.path`; where that is null, from a reasoning_gym task with another seed, and from
+    any other source as a seeded choice of a tenth of its distinct prompts, at most `eval.size`, which training never
+    sees. Their epoch is -1, so that their groups are never taken for groups of the stream.
+    """
+    wanted = config.eval.every > 0
+    generated = config.path.startswith(sources.GENERATED)
+    rows = sources.read(config.path, config.split, config.args, config.size, seed)
+    items = _items(rows, config, chat, max_prompt_length, sources.label(config.path, config.split))
+    if not wanted:
+        return Problems(items, seed), []
+    if config.eval.path is None and not generated:
+        items, held_out = _hold_out(items, config.eval.size, seed)
+    else:
+        path = config.path if config.eval.path is None else config.eval.path
+        args = config.args if path == config.path else {}  # another source has settings of its own
+        # A generator may repeat itself and training: the surplus leaves enough after those are dropped.
+        fresh = path.startswith(sources.GENERATED)
+        size, eval_seed = config.eval.size * (4 if fresh else 1), sources.other_seed(seed)
+        rows = sources.read(path, config.eval.split, args, size, eval_seed)
+        name = sources.label(path, config.eval.split)
+        candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}")
+        held_out = _unseen(candidates, items)[: config.eval.size] if fresh else candidates
+        if not held_out:
+            raise ProblemsError(
+                f"data.eval: {path} must have questions that training lacks, and all {len(candidates)} generated ones "
+                "occur in training; lower data.size, or widen the task in data.args"
+            )
+    return Problems(items, seed), [item.at(index, epoch=-1) for index, item in enumerate(held_out)]
+
+
+def _hold_out(items: list[Item], size: int, seed: int) -> tuple[list[Item], list[Item]]:
+    """Training and held-out items; a prompt that is held out is nowhere in training, however often it occurs."""
+    distinct = _unseen(items, ())
+    if len(distinct) < 2:
+        raise ProblemsError(
+            "data.path: must hold at least 2 different prompts, since some are held out for evaluation, got 1; "
+            "set data.eval.path, or data.eval.every: 0"
+        )
+    chosen = random.Random(f"held-out-{seed}").sample(distinct, min(size, max(1, len(distinct) // 10)))
+    return _unseen(items, chosen, distinct=False), chosen
+
+
+def _unseen(items: Iterable[Item], known: Iterable[Item], distinct: bool = True) -> list[Item]:
+    """Items whose prompt is not among the known ones and, if `distinct`, has not come before."""
+    seen, kept = {item.prompt_ids for item in known}, []
+    for item in items:
+        if item.prompt_ids not in seen:
+            kept.append(item)
+            if distinct:
+                seen.add(item.prompt_ids)
+    return kept
+
+
+def _items(rows: Sequence[Row], config: DataConfig, chat: Renderer, longest: int, name: str) -> list[Item]:
+    items = []
+    for index, row in enumerate(rows):
+        prompt, ids = chat.render(_messages(row, config, f"{name}-{index}"))
+        items.append(Item(f"{name}-{index}", prompt, ids, row))
+    too_long = [item for item in items if len(item.prompt_ids) > longest]
+    if too_long:
+        most = max(len(item.prompt_ids) for item in too_long)
+        first = ", ".join(item.id for item in too_long[:5])
+        raise ProblemsError(
+            f"rollout.max_prompt_length: every prompt must fit into {longest} tokens, and {len(too_long)} of "
+            f"{len(items)} do not ({first}{', ...' if len(too_long) > 5 else ''}; the longest has {most}); set "
+            f"rollout.max_prompt_length: {most}, or take those problems out of the data"
+        )
+    return items
+
+
+def _messages(row: Row, config: DataConfig, where: str) -> list[dict[str, str]]:
+    value = _prompt(row, config.prompt)
+    if isinstance(value, str) and value.strip():
+        messages = [{"role": "user", "content": value}]
+    elif isinstance(value, list) and value and all(map(_is_message, value)):
+        messages = [{"role": message["role"], "content": message["content"]} for message in value]
+    else:
+        shown = repr(value)[:80]
+        raise ProblemsError(
+            f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
+            f"{where} gives {shown}; name another column, or repair that row"
+        )
+    if config.system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise ProblemsError(
+            f"data.system: must be null where the data brings its own system message, and {where} does; "
+            "remove one of them"
+        )
+    return [{"role": "system", "content": config.system}, *messages]
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(value.get(key), str) for key in ("role", "content"))
+        and bool(value["content"].strip())
+    )
+
+
+def _prompt(row: Row, prompt: str) -> Any:
+    """A column's value, or a template filled from the columns."""
+    if prompt in row:
+        return row[prompt]
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise ProblemsError(
+            f"data.prompt: must be a column or a template such as 'Solve: {{question}}', got {prompt!r} ({error}); "
+            "write a literal brace twice"
+        ) from error
+    fields = [field for _, field, _, _ in parts if field is not None]
+    for field in fields or [prompt]:
+        if field not in row:
+            near = get_close_matches(field, row, n=1)
+            raise ProblemsError(
+                f"data.prompt: must be a column or a template over columns, and there is no column {field!r}; columns "
+                f"are {', '.join(row)}" + (f"; did you mean {near[0]!r}?" if near else "; name one of them")
+            )
+    return None if any(row[field] is None for field in fields) else prompt.format_map(row)

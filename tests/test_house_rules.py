@@ -1,0 +1,74 @@
+"""The house rules that no linter knows: sizes, who may import ray and vllm, configuration that loads nothing heavy."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("learner", "rollout", "rewards", "cluster")
+SOURCES = sorted(file for folder in (*PACKAGES, "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+MAX_FILE, MAX_FUNCTION = 300, 50
+HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
+ONLY_IN = {"ray": "cluster/actors.py", "vllm": "rollout/vllm_*.py"}
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Top-level names of what is imported anywhere in a file, functions included, with the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield node.module.partition(".")[0], node.lineno
+
+
+def breaches(name: str, text: str) -> list[str]:
+    """What in this source file is against the rules."""
+    tree = ast.parse(text)
+    lines = len(text.splitlines())
+    found = [f"{name}: {lines} lines, at most {MAX_FILE}"] if lines > MAX_FILE else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION:
+                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION}")
+    for module, line in imports(tree):
+        home = ONLY_IN.get(module)
+        if home is not None and name.startswith(tuple(f"{p}/" for p in PACKAGES)) and not fnmatch(name, home):
+            found.append(f"{name}:{line}: {module} is imported by {home} only")
+    return found
+
+
+def test_every_source_file_keeps_the_rules() -> None:
+    assert len(SOURCES) > 20
+    assert [breach for file in SOURCES for breach in breaches(name_of(file), file.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "breach"),
+    [
+        ("learner/a.py", "x = 1\n" * 301, "301 lines"),
+        ("learner/a.py", "async def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
+        ("learner/a.py", "def f():\n    from ray.util import queue\n", "ray is imported by cluster/actors.py only"),
+        ("rollout/worker.py", "import vllm.lora\n", r"vllm is imported by rollout/vllm_*.py only"),
+    ],
+)
+def test_a_breach_is_seen(name: str, text: str, breach: str) -> None:
+    assert [breach in found for found in breaches(name, text)] == [True]
+
+
+def test_configuration_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, learner.config, rewards.config, rollout.config, cluster.config\n"
+        f"print(*[name for name in {HEAVY} if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert told.stdout.split() == []
