@@ -1,0 +1,209 @@
+"""What a rollout worker asks of a generator, and the values that cross that border. Numpy only.
+
+Letters: P prompt tokens, T completion tokens, G completions per prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# vLLM raises any temperature in (0, 0.01) to 0.01 with no more than a log line; the recorded logprobs would then
+# belong to another temperature than the learner assumes.
+MIN_TEMPERATURE = 0.01
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class EngineError(RuntimeError):
+    """Base of everything an engine raises about itself; a bad argument is a ValueError."""
+
+
+class EngineDied(EngineError):
+    """The engine stopped on an internal error; pending and later calls all fail with it. Restart the worker."""
+
+
+class EngineClosed(EngineError):
+    """The call came after close(), or close() came before the call finished."""
+
+
+class EngineEnvError(EngineError):
+    """The process environment is not the one that rollout.engine_env.required_env asks for."""
+
+
+class NoAdapter(EngineError):
+    """generate or probe before the first load_adapter."""
+
+
+class AdapterRefused(EngineError):
+    """The adapter is intact but cannot be used: stale version, other modules than before, or a rank above the limit."""
+
+
+class AdapterCorrupt(EngineError):
+    """The payload does not match the digest that came with it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One sampled continuation of a prompt. Compared by identity, since == of arrays is not one truth value.
+
+    Attributes:
+        token_ids: [T] int32, the end token included if it was sampled.
+        logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
+            greedy sampling (temperature 0) records the logprobs at temperature 1.
+        finish_reason: "stop" (an end token), "length" (max_tokens reached) or "abort".
+        policy_version: version of the adapter that sampled every token of it.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample the completions of one prompt.
+
+    Attributes:
+        n: completions per prompt (G).
+        max_tokens: tokens per completion, the end token included.
+        temperature: 0 is greedy (then n must be 1), otherwise at least 0.01.
+        top_p: nucleus mass in (0, 1].
+        seed: completion j is sampled with seed + j, so seeds of different prompts must differ by at least n,
+            or two prompts share random streams. None: drawn from the engine's own seed.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1:
+            raise ValueError(f"n and max_tokens must be at least 1, got n={self.n}, max_tokens={self.max_tokens}")
+        if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"greedy sampling gives {self.n} equal completions; set n=1 or temperature > 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be None or at least 0, got {self.seed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter on its way from the learner to the generators.
+
+    Attributes:
+        version: policy version, from 0, growing; each version is loaded once per engine.
+        digest: sha256 of payload, hex.
+        payload: safetensors bytes with PEFT's names (base_model.model.….lora_A.weight).
+        config: the content of adapter_config.json; must be JSON.
+    """
+
+    version: int
+    digest: str
+    payload: bytes
+    config: dict[str, Any]
+
+    @classmethod
+    def build(cls, version: int, payload: bytes, config: dict[str, Any]) -> Adapter:
+        """Computes the digest. Raises ValueError for a negative version."""
+        if version < 0:
+            raise ValueError(f"adapter version must be at least 0, got {version}")
+        return cls(version=version, digest=digest_of(payload), payload=payload, config=config)
+
+    def verify(self) -> None:
+        """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
+        found = digest_of(self.payload)
+        if found != self.digest:
+            raise AdapterCorrupt(
+                f"adapter v{self.version}: sha256 of its {len(self.payload)} payload bytes must be "
+                f"{self.digest[:12]}…, got {found[:12]}…; send it again from the learner"
+            )
+
+
+def digest_of(payload: bytes) -> str:
+    """sha256 of the payload, hex."""
+    return hashlib.sha256(payload).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine needs to start; resolved, no "auto".
+
+    Attributes:
+        model: path or hub name of the base model.
+        dtype: "float32", "bfloat16" or "float16", for weights, KV cache and adapters.
+        max_model_len: prompt and completion together, tokens.
+        kv_cache_bytes: bytes of KV cache per device.
+        max_num_seqs: sequences decoded at once.
+        max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports).
+        adapter_window: adapter versions resident at once, at least 2: load_adapter waits while all others are in
+            use. max_staleness + 2 is enough.
+        seed: must contain the worker's rank: two engines with one seed sample the same tokens.
+        gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
+            kv_cache_bytes is explicit; kept small so that a learner may share the card.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_lora_rank: int
+    adapter_window: int
+    seed: int
+    gpu_memory_utilization: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.adapter_window < 2:
+            raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
+        for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "max_lora_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Engine(Protocol):
+    """A generator. Safe to call from many tasks of one event loop at once."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """sampling.n completions of prompt_ids [P], all under the newest adapter at the time of the call.
+
+        Raises ValueError for a prompt that cannot be served, NoAdapter, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        """Makes the adapter the newest; returns the sha256 hex of the bytes that were loaded.
+
+        Calls that began before finish on the version they began with. Loading the newest version again is a no-op.
+        Raises AdapterCorrupt, AdapterRefused, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """[len - 1] float32, nats: logprob of token i+1 given tokens <= i, newest adapter, temperature 1.
+
+        Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stops the engine; calls still running fail with EngineClosed. Idempotent."""
+        ...

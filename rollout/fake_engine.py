@@ -1,0 +1,99 @@
+"""A generator without a model: instant, deterministic, numpy only. For pure-logic tests and simulations of scale."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engine import Adapter, Completion, EngineClosed, NoAdapter, Sampling, digest_of
+
+
+def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:
+    """[vocab_size] logits of the token after `token` under policy version `policy`; the whole fake model."""
+    return np.random.default_rng((policy, token)).standard_normal(vocab_size)
+
+
+class FakeEngine:
+    """An Engine whose completions are a pure function of (prompt, seed, version); seed None counts as 0.
+
+    The policy depends on the adapter's version only, not on its bytes.
+
+    Args:
+        vocab_size: tokens 0 .. vocab_size - 1.
+        eos_id: the token that ends a completion.
+        drop_adapter_at: this version is acknowledged and reported by completions, but the policy before it stays in
+            force: the silent non-delivery that the probe must catch.
+        delay_s: seconds that generate waits before it answers.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, eos_id: int = 0, drop_adapter_at: int | None = None, delay_s: float = 0.0
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._eos_id = eos_id
+        self._drop_adapter_at = drop_adapter_at
+        self._delay_s = delay_s
+        self._version: int | None = None
+        self._policy = -1  # -1: the base model, before any adapter took effect
+        self._closed = False
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+        version, policy = self._newest(), self._policy
+        if not prompt_ids:
+            raise ValueError("the prompt must hold at least 1 token, got 0")
+        await asyncio.sleep(self._delay_s)
+        self._newest()
+        return [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        if self._closed:
+            raise EngineClosed("load_adapter after close()")
+        adapter.verify()
+        self._version = adapter.version
+        if adapter.version != self._drop_adapter_at:
+            self._policy = adapter.version
+        return digest_of(adapter.payload)
+
+    async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        self._newest()
+        if len(token_ids) < 2:
+            raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
+        return np.array([self._logprobs(a, self._policy, 1.0, 1.0)[b] for a, b in pairwise(token_ids)], np.float32)
+
+    async def close(self) -> None:
+        self._closed = True
+
+    def _newest(self) -> int:
+        if self._closed:
+            raise EngineClosed("the engine was closed")
+        if self._version is None:
+            raise NoAdapter("no adapter is loaded; await load_adapter first")
+        return self._version
+
+    def _complete(self, prompt: Sequence[int], sampling: Sampling, j: int, version: int, policy: int) -> Completion:
+        rng = np.random.default_rng((policy + 1, (sampling.seed or 0) + j, *prompt))
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while len(tokens) < sampling.max_tokens and tokens[-1:] != [self._eos_id]:
+            row = self._logprobs((tokens or prompt)[-1], policy, sampling.temperature, sampling.top_p)
+            greedy = sampling.temperature == 0
+            tokens.append(int(row.argmax() if greedy else rng.choice(self.vocab_size, p=np.exp(row))))
+            logprobs.append(float(row[tokens[-1]]))
+        finish = "stop" if tokens[-1] == self._eos_id else "length"
+        return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), finish, version)
+
+    def _logprobs(self, token: int, policy: int, temperature: float, top_p: float) -> NDArray[np.float64]:
+        """[vocab_size] float64 nats; temperature 0 gives those at temperature 1, as the real engine does."""
+        logits = fake_logits(token, policy + 1, self.vocab_size) / (temperature or 1.0)
+        probs = np.exp(logits - logits.max())
+        probs /= probs.sum()
+        order = np.argsort(-probs)
+        # A token stays while the mass before it is below top_p, so the most likely one always does.
+        probs[order[np.cumsum(probs[order]) - probs[order] >= top_p]] = 0.0
+        with np.errstate(divide="ignore"):
+            logprobs: NDArray[np.float64] = np.log(probs / probs.sum())
+        return logprobs

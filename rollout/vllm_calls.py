@@ -1,0 +1,154 @@
+"""Between our values and vLLM's: engine arguments, sampling parameters, adapter requests, outputs.
+
+Everything is passed by keyword, since positions differ between vLLM 0.26 and 0.33.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engine import Completion, EngineError, EngineSettings, Sampling
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
+_PREFILL_TOKENS = 4096  # tokens of one step; bounds the activations of prefill
+_FINISH_REASONS = ("stop", "length", "abort")
+
+
+def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
+    """Keywords of vllm.EngineArgs. Raises ValueError for a LoRA rank above vLLM's highest."""
+    if settings.max_lora_rank > _LORA_RANKS[-1]:
+        raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs),
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "enable_lora": True,
+        "max_loras": settings.adapter_window,
+        "max_cpu_loras": settings.adapter_window,
+        "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
+        # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # Completions of a group share the KV blocks of their prompt.
+        "enable_prefix_caching": True,
+        # Tokens in, tokens out. End tokens still come from the model's generation config.
+        "skip_tokenizer_init": True,
+        "generation_config": "auto",
+        "disable_log_stats": True,
+    }
+    if cuda:
+        return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    return arguments | {
+        # LoRA switches compilation off on CPU anyway, after half a minute of compiling.
+        "enforce_eager": True,
+        # A seeded request whose prefill is split kills the engine: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs, settings.max_model_len),
+    }
+
+
+def build_engine(arguments: dict[str, Any]) -> Any:
+    """A vllm LLMEngine in this process; the calling thread owns it from here on."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    preload = os.environ.get("LD_PRELOAD")
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    finally:
+        # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; judges started
+        # from this process would inherit it, tcmalloc's large reservations included.
+        os.environ.pop("LD_PRELOAD", None)
+        if preload is not None:
+            os.environ["LD_PRELOAD"] = preload
+
+
+def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_size: int) -> list[int]:
+    """The prompt as a list of int. Raises ValueError for one that vLLM would refuse late, or whose completion it
+    would cut below max_tokens without a word."""
+    ids = [int(token) for token in token_ids]
+    if not ids:
+        raise ValueError("the prompt must hold at least 1 token, got 0")
+    if len(ids) + max_tokens > max_model_len:
+        raise ValueError(
+            f"prompt and completion must fit in max_model_len={max_model_len} tokens, got {len(ids)} + {max_tokens}; "
+            "raise max_model_len, or filter longer prompts"
+        )
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(
+            f"token ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}; "
+            "use the tokenizer of the engine's model"
+        )
+    return ids
+
+
+def completion_params(sampling: Sampling) -> Any:
+    """vllm SamplingParams: all n completions at once when the last is done, with the sampled tokens' logprobs."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=sampling.n,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        logprobs=0,  # of the sampled token and no other
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def probe_params() -> Any:
+    """vllm SamplingParams that ask for the prompt's own logprobs, which ignore the temperature."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def lora_id(version: int) -> int:
+    """vLLM's integer id of a policy version: from 1, never used twice."""
+    return version + 1
+
+
+def lora_request(version: int, folder: Path) -> Any:
+    """vllm LoRARequest. The name carries the version because the prefix cache is keyed by it, not by id or content."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=f"policy-v{version}", lora_int_id=lora_id(version), lora_path=str(folder))
+
+
+def read_completions(output: Any, version: int) -> list[Completion]:
+    """The G completions of a finished RequestOutput, in order. Raises EngineError if vLLM failed one of them."""
+    return [_read_completion(part, version) for part in sorted(output.outputs, key=lambda part: part.index)]
+
+
+def _read_completion(part: Any, version: int) -> Completion:
+    if part.finish_reason not in _FINISH_REASONS:
+        raise EngineError(
+            f"vLLM must finish a completion with one of {', '.join(_FINISH_REASONS)}, got {part.finish_reason!r} "
+            f"after {len(part.token_ids)} tokens; ask again"
+        )
+    tokens = np.fromiter(part.token_ids, np.int32, len(part.token_ids))
+    pairs = zip(part.logprobs or (), part.token_ids, strict=True)
+    logprobs = np.fromiter((row[token].logprob for row, token in pairs), np.float32, len(tokens))
+    return Completion(tokens, logprobs, part.finish_reason, version)
+
+
+def read_probe(output: Any, _version: int) -> NDArray[np.float32]:
+    """[len - 1] float32 nats. vLLM's first entry is None: nothing precedes the first token."""
+    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return np.fromiter((row[token].logprob for row, token in pairs), np.float32, len(output.prompt_token_ids) - 1)

@@ -1,0 +1,25 @@
+"""The engine that the tests of this folder share: starting one costs seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollout.engine import NoAdapter, Sampling
+from tests.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    pytest.importorskip("vllm")
+    from tests.rollout.house import PROMPT, House, run
+
+    house = House(make_tiny_model(tmp_path_factory.mktemp("model")))
+    with pytest.raises(NoAdapter, match="load_adapter first"):
+        run(house.engine.generate(PROMPT, Sampling(n=1, max_tokens=4)))
+    adapter = house.next_adapter()
+    assert run(house.engine.load_adapter(adapter)) == adapter.digest
+    yield house
+    run(house.engine.close())

@@ -1,0 +1,174 @@
+"""The values at the engine's border, the environment check, the adapter window and the CPU LoRA op: no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from rollout.adapter_window import AdapterWindow
+from rollout.engine import Adapter, AdapterCorrupt, AdapterRefused, EngineEnvError, EngineSettings, Sampling
+from rollout.engine_env import check_env, required_env
+
+
+def adapter(version: int, *names: str) -> Adapter:
+    payload = save({name: np.full(2, version, np.float32) for name in names or ("q.lora_A", "q.lora_B")})
+    return Adapter.build(version, payload, {"r": 8})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": 0.001}, "at least 0.01"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 0.0}, "set n=1"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_sampling_refuses_what_vllm_would_change_or_refuse_late(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**({"n": 2, "max_tokens": 4} | fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dtype": "fp8"}, {"adapter_window": 1}, {"kv_cache_bytes": 0}, {"max_num_seqs": 0}]
+)
+def test_settings_name_the_field_that_is_wrong(fields: dict[str, Any]) -> None:
+    good = EngineSettings("m", "float32", 64, 1 << 20, 8, 8, 2, 0)
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        dataclasses.replace(good, **fields)
+
+
+def test_an_adapter_knows_when_its_payload_was_damaged() -> None:
+    good = adapter(3)
+    assert good.digest == hashlib.sha256(good.payload).hexdigest()
+    good.verify()
+    with pytest.raises(AdapterCorrupt, match=r"adapter v3: .* send it again"):
+        dataclasses.replace(good, payload=good.payload + b"\0").verify()
+    with pytest.raises(ValueError, match="at least 0"):
+        adapter(-1)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_the_required_environment_passes_its_own_check(cuda: bool) -> None:
+    check_env(cuda, required_env(cuda))
+    for name in required_env(cuda):
+        with pytest.raises(EngineEnvError, match=name):
+            check_env(cuda, {k: v for k, v in required_env(cuda).items() if k != name})
+
+
+def test_the_environment_may_differ_where_that_is_harmless() -> None:
+    check_env(False, required_env(False) | {"OMP_NUM_THREADS": "8", "VLLM_LOGGING_LEVEL": "DEBUG"})
+    with pytest.raises(EngineEnvError, match="must be '0', got '1'"):
+        check_env(False, required_env(False) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    with pytest.raises(EngineEnvError, match="must not be set on CUDA"):
+        check_env(True, required_env(True) | {"TORCH_COMPILE_DISABLE": "1"})
+
+
+def test_staging_writes_what_peft_reads_and_digests_what_was_written() -> None:
+    window = AdapterWindow(2)
+    staged = window.stage(adapter(0))
+    assert staged.digest == adapter(0).digest
+    assert staged.keys == {"q.lora_A", "q.lora_B"}
+    assert (staged.folder / "adapter_model.safetensors").read_bytes() == adapter(0).payload
+    assert json.loads((staged.folder / "adapter_config.json").read_text()) == {"r": 8}
+    window.clear()
+    assert not staged.folder.exists()
+
+
+def test_the_window_spares_the_newest_and_those_in_use() -> None:
+    window = AdapterWindow(3)
+    residents = [window.stage(adapter(version)) for version in range(3)]
+    for resident in residents:
+        assert not window.is_full()
+        window.check(resident)
+        window.add(resident)
+    assert window.is_full()
+    assert window.newest is residents[2]
+    assert window.victim() is residents[0]
+    residents[0].users = 1
+    assert window.victim() is residents[1]
+    residents[1].users = 1
+    assert window.victim() is None
+    residents[0].users = 0
+    window.drop(residents[0])
+    assert window.versions == [1, 2]
+    assert not residents[0].folder.exists()
+    window.clear()
+
+
+def test_the_window_refuses_old_versions_other_modules_and_rubbish() -> None:
+    window = AdapterWindow(2)
+    window.add(window.stage(adapter(5)))
+    with pytest.raises(AdapterRefused, match="above v5"):
+        window.check(window.stage(adapter(5)))
+    with pytest.raises(AdapterRefused, match=r"1 missing \['q.lora_B'\], 1 unknown \['k.lora_B'\]"):
+        window.check(window.stage(adapter(6, "q.lora_A", "k.lora_B")))
+    for payload in (b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{{"):
+        with pytest.raises(AdapterRefused, match="must be safetensors"):
+            window.stage(Adapter.build(6, payload, {}))
+    root = Path(window._root.name)
+    assert len(list(root.iterdir())) == 3, "a payload that cannot be staged leaves no folder"
+    window.clear()
+
+
+class TestCpuLora:
+    @pytest.fixture
+    def wrapper(self) -> Any:
+        pytest.importorskip("vllm")
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            pytest.skip("the op replaces vLLM's CPU backend only")
+        from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+        return PunicaWrapperCPU
+
+    @pytest.fixture
+    def as_upstream(self, wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Upstream's op in place, whatever an earlier test installed, and whatever this one installs undone."""
+        from rollout import vllm_cpu_lora
+
+        metadata = wrapper._update_prefill_metadata
+        closure = metadata.__closure__
+        if wrapper.add_lora_linear is vllm_cpu_lora._add_lora_linear:
+            metadata = closure[0].cell_contents
+        monkeypatch.setattr(wrapper, "_update_prefill_metadata", metadata)
+        monkeypatch.setattr(wrapper, "add_lora_linear", _slow_reference)
+        return vllm_cpu_lora
+
+    def test_it_installs_and_agrees_with_a_dense_computation(self, wrapper: Any, as_upstream: Any) -> None:
+        assert as_upstream.install_fast_cpu_lora()
+        assert as_upstream._self_check(wrapper) < 1e-5
+        assert as_upstream.install_fast_cpu_lora(), "twice is once"
+
+    def test_an_unknown_release_keeps_upstreams_op(
+        self, wrapper: Any, as_upstream: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("vllm.__version__", "0.99.1")
+        assert not as_upstream.install_fast_cpu_lora()
+        assert wrapper.add_lora_linear is _slow_reference
+        assert "0.26 to 0.32, this is 0.99.1" in caplog.text
+
+    def test_an_op_that_is_off_is_taken_out_again(
+        self, wrapper: Any, as_upstream: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(as_upstream, "_runs", lambda _: [(0, 9, 0)])
+        assert not as_upstream.install_fast_cpu_lora()
+        assert wrapper.add_lora_linear is _slow_reference
+        assert "from a dense computation" in caplog.text
+
+
+def _slow_reference(*_: Any) -> None:
+    """Stands for upstream's op."""

@@ -1,0 +1,99 @@
+"""The fake must behave as the protocol says, or tests built on it prove nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollout.engine import Adapter, AdapterCorrupt, Completion, Engine, EngineClosed, NoAdapter, Sampling
+from rollout.fake_engine import FakeEngine
+
+PROMPT = [3, 1, 4]
+
+
+def adapter(version: int) -> Adapter:
+    return Adapter.build(version, b"weights %d" % version, {})
+
+
+async def engine_at(version: int, **options: int | float) -> FakeEngine:
+    engine = FakeEngine(16, **options)  # type: ignore[arg-type]
+    assert await engine.load_adapter(adapter(version)) == adapter(version).digest
+    return engine
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [c.token_ids.tolist() for c in completions]
+
+
+async def test_completions_depend_on_prompt_seed_and_version_only() -> None:
+    engine: Engine = await engine_at(0)
+    sampling = Sampling(n=4, max_tokens=20, seed=7)
+    first = tokens(await engine.generate(PROMPT, sampling))
+    assert tokens(await engine.generate(PROMPT, sampling)) == first
+    assert tokens(await (await engine_at(0)).generate(PROMPT, sampling)) == first
+    assert tokens(await engine.generate([3, 1, 5], sampling)) != first
+    assert tokens(await engine.generate(PROMPT, Sampling(n=4, max_tokens=20, seed=8)))[:3] == first[1:]
+    assert tokens(await (await engine_at(1)).generate(PROMPT, sampling)) != first
+
+
+async def test_logprobs_agree_with_the_probe() -> None:
+    engine = await engine_at(0)
+    for completion in await engine.generate(PROMPT, Sampling(n=8, max_tokens=20, seed=1)):
+        probed = await engine.probe([*PROMPT, *completion.token_ids.tolist()])
+        np.testing.assert_allclose(completion.logprobs, probed[len(PROMPT) - 1 :], rtol=1e-6)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 0 else "length")
+        assert 0 not in completion.token_ids[:-1]
+
+
+async def test_nucleus_and_greedy() -> None:
+    engine = await engine_at(0)
+    (greedy,) = await engine.generate(PROMPT, Sampling(n=1, max_tokens=1, temperature=0.0))
+    (narrow,) = await engine.generate(PROMPT, Sampling(n=1, max_tokens=1, top_p=1e-9))
+    assert tokens([greedy]) == tokens([narrow])
+    assert narrow.logprobs[0] == 0.0
+    assert greedy.logprobs[0] == pytest.approx(float((await engine.probe([*PROMPT, int(greedy.token_ids[0])]))[-1]))
+
+
+async def test_a_dropped_adapter_is_acknowledged_and_only_the_probe_tells() -> None:
+    engine = FakeEngine(16, drop_adapter_at=1)
+    await engine.load_adapter(adapter(0))
+    before = await engine.probe(PROMPT)
+    assert await engine.load_adapter(adapter(1)) == adapter(1).digest
+    (completion,) = await engine.generate(PROMPT, Sampling(n=1, max_tokens=2))
+    assert completion.policy_version == 1
+    assert np.array_equal(await engine.probe(PROMPT), before)
+    await engine.load_adapter(adapter(2))
+    assert not np.array_equal(await engine.probe(PROMPT), before)
+
+
+async def test_a_call_in_flight_keeps_its_version() -> None:
+    engine = await engine_at(0, delay_s=0.01)
+    call = asyncio.create_task(engine.generate(PROMPT, Sampling(n=2, max_tokens=9, seed=1)))
+    await asyncio.sleep(0)
+    await engine.load_adapter(adapter(1))
+    completions = await call
+    assert {c.policy_version for c in completions} == {0}
+    assert tokens(completions) == tokens(
+        await (await engine_at(0)).generate(PROMPT, Sampling(n=2, max_tokens=9, seed=1))
+    )
+
+
+async def test_it_fails_as_the_real_one_does() -> None:
+    engine = FakeEngine(16)
+    with pytest.raises(NoAdapter):
+        await engine.generate(PROMPT, Sampling(n=1, max_tokens=1))
+    with pytest.raises(AdapterCorrupt):
+        await engine.load_adapter(Adapter(0, "0" * 64, b"x", {}))
+    await engine.load_adapter(adapter(0))
+    with pytest.raises(ValueError, match="at least 1"):
+        await engine.generate([], Sampling(n=1, max_tokens=1))
+    with pytest.raises(ValueError, match="at least 2"):
+        await engine.probe([1])
+    await engine.close()
+    for call in (engine.generate(PROMPT, Sampling(n=1, max_tokens=1)), engine.probe(PROMPT)):
+        with pytest.raises(EngineClosed):
+            await call
+    with pytest.raises(EngineClosed):
+        await engine.load_adapter(adapter(1))

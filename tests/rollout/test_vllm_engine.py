@@ -1,0 +1,105 @@
+"""What VllmEngine samples, and under which adapter, against Hugging Face + PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollout.engine import Completion, Sampling
+from tests.rollout.house import PROMPT, TOLERANCE, House, run
+from tests.tiny import EOS_IDS, VOCAB_SIZE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampled_distribution(house: House, temperature: float) -> None:
+    completions = run(house.engine.generate(PROMPT, Sampling(n=4, max_tokens=48, temperature=temperature)))
+    assert len(completions) == 4
+    assert len({tuple(c.token_ids) for c in completions}) == 4
+    for completion in completions:
+        assert (str(completion.token_ids.dtype), str(completion.logprobs.dtype)) == ("int32", "float32")
+        house.check(completion, PROMPT, house.newest, temperature)
+
+
+def test_nucleus_sampling_records_the_truncated_distribution(house: House) -> None:
+    for completion in run(house.engine.generate(PROMPT, Sampling(n=4, max_tokens=1, top_p=0.5, seed=3))):
+        whole = run(house.engine.probe([*PROMPT, int(completion.token_ids[0])]))[-1]
+        # What is left holds a mass of 0.5 or a little more, so each of its tokens gains at most ln 2.
+        assert 0.4 < completion.logprobs[0] - whole < np.log(2) + TOLERANCE
+
+
+def test_greedy_takes_the_likeliest_token(house: House) -> None:
+    (completion,) = run(house.engine.generate(PROMPT, Sampling(n=1, max_tokens=8, temperature=0.0)))
+    house.check(completion, PROMPT, house.newest)
+    best = max(float(run(house.engine.probe([*PROMPT, token]))[-1]) for token in range(0, VOCAB_SIZE, 5))
+    assert completion.logprobs[0] >= best - TOLERANCE
+
+
+def test_probe_equals_the_reference(house: House) -> None:
+    ids = [*PROMPT, *range(100, 160)]
+    found = run(house.engine.probe(ids))
+    assert (found.shape, str(found.dtype)) == ((len(ids) - 1,), "float32")
+    assert np.abs(found - house.logprobs(house.newest, ids)).max() < TOLERANCE
+
+
+def test_both_end_tokens_end_a_completion(house: House) -> None:
+    completions = run(house.engine.generate(PROMPT, Sampling(n=48, max_tokens=400, seed=0)))
+    last = {int(c.token_ids[-1]) for c in completions if c.finish_reason == "stop"}
+    assert last == set(EOS_IDS)
+    for c in completions:
+        assert not set(c.token_ids[:-1].tolist()) & set(EOS_IDS)
+        assert (c.finish_reason == "stop") == (int(c.token_ids[-1]) in EOS_IDS)
+
+
+def test_seeds_decide_the_tokens(house: House) -> None:
+    def tokens(seed: int) -> list[list[int]]:
+        return [
+            c.token_ids.tolist() for c in run(house.engine.generate(PROMPT, Sampling(n=4, max_tokens=24, seed=seed)))
+        ]
+
+    once = tokens(1000)
+    assert tokens(1000) == once
+    assert tokens(2000) != once
+    assert tokens(1001)[:3] == once[1:], "completion j is sampled with seed + j, so callers keep a stride of n"
+
+
+def test_forty_seeded_prompts_at_once(house: House) -> None:
+    """Their prefill exceeds one step's token budget: splitting a seeded one kills vLLM on CPU."""
+
+    async def ask() -> list[list[Completion]]:
+        prompts = [[i, *range(250), *range(100)] for i in range(40)]
+        sampling = [Sampling(n=2, max_tokens=4, seed=10 * i) for i in range(40)]
+        return await asyncio.gather(*map(house.engine.generate, prompts, sampling))
+
+    groups = run(ask())
+    assert [len(group) for group in groups] == [2] * 40
+    house.check(groups[7][1], [7, *range(250), *range(100)], house.newest)
+
+
+def test_a_new_adapter_governs_the_next_call_despite_the_prefix_cache(house: House) -> None:
+    prompt = [i % 256 for i in range(300)]  # two full KV blocks of 128, so the cache really has something to leak
+    (old,) = run(house.engine.generate(prompt, Sampling(n=1, max_tokens=24, seed=5)))
+    house.check(old, prompt, house.newest)
+    run(house.engine.load_adapter(house.next_adapter()))
+    (new,) = run(house.engine.generate(prompt, Sampling(n=1, max_tokens=24, seed=5)))
+    house.check(new, prompt, house.newest)
+    assert np.abs(house.logprobs(house.newest, prompt) - house.logprobs(house.newest - 1, prompt)).max() > 0.1
+
+
+def test_calls_in_flight_finish_on_the_version_they_began_with(house: House) -> None:
+    async def swap() -> tuple[list[Completion], list[Completion]]:
+        adapter = house.next_adapter()  # made beforehand: it takes as long as a short generation
+        before = asyncio.create_task(house.engine.generate(PROMPT, Sampling(n=16, max_tokens=400, seed=0)))
+        await asyncio.sleep(0.05)
+        await house.engine.load_adapter(adapter)
+        assert not before.done(), "the swap must happen while the first call runs"
+        after = await house.engine.generate(PROMPT, Sampling(n=4, max_tokens=12))
+        assert not before.done(), "both versions must have been decoded in the same steps"
+        return await before, after
+
+    before, after = run(swap())
+    for completion in before:
+        house.check(completion, PROMPT, house.newest - 1)
+    for completion in after:
+        house.check(completion, PROMPT, house.newest)
