@@ -142,8 +142,8 @@ def _stop(pool: ProcessPool) -> None:
 
 def _death(error: ProcessExpired | BrokenProcessPool) -> str:
     code = getattr(error, "exitcode", None)
-    if code is None:
-        return "it ended without a word"
+    if code is None:  # it was dead before pebble had noted that it took the task
+        return "it ended too soon for its exit code to be seen"
     if code >= 0:
         return f"exit code {code}"
     hint = "; the kernel kills so when the machine is out of memory" if -code == signal.SIGKILL else ""
