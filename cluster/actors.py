@@ -60,6 +60,7 @@ class Host:
     """The one Ray actor class: holds any object."""
 
     def __init__(self, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         self._object = factory(*args)
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -198,7 +199,8 @@ class Session:
             ),
             "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": threads}},
         }
-        remote = Remote(role.name, ray.remote(Host).options(**options).remote(factory, list(args)))
+        named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
+        remote = Remote(role.name, ray.remote(named).options(**options).remote(factory, list(args)))
         self._actors.append(remote)
         return remote
 

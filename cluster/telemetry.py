@@ -21,9 +21,9 @@ class Metrics:
         self._file = self._path.open("a", buffering=1)
         self._board = None
         if "tensorboard" in trackers:
-            from torch.utils.tensorboard import SummaryWriter  # heavy: only when a run asks for it
+            from tensorboard.summary import Writer  # torch's own writer would load torch into this process
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+            self._board = Writer(str(run_dir / "tensorboard"))
 
     def _forget_after(self, step: int) -> None:
         """Lines of steps that a resumed run takes again are dropped, so that each step stands there once.

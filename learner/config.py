@@ -78,7 +78,7 @@ class CheckpointConfig(Frozen):
 class RunConfig(Frozen):
     """Everything that defines a run. Only `model.path` and `data.path` and `rewards` have no default."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\{seed\})?$")] = "run"  # may end in {seed}
     output_dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -103,7 +103,7 @@ class RunConfig(Frozen):
     @property
     def run_dir(self) -> Path:
         """Absolute folder of the run (a submitted job's working directory is thrown away)."""
-        return (Path(self.output_dir).expanduser() / self.name).absolute()
+        return (Path(self.output_dir).expanduser() / self.name.format(seed=self.seed)).absolute()
 
     @property
     def num_steps(self) -> int | None:

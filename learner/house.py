@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cluster.actors import Actor, Session, connect
 from cluster.buffer import Buffer
@@ -16,7 +17,6 @@ from learner.loop import Loop, Sinks
 from learner.preflight import Prepared, roles
 from learner.progress import Progress
 from learner.settings import to_yaml
-from learner.trainer import Trainer
 from rollout.cursor import Cursor
 from rollout.engine import EngineSettings, Sampling
 from rollout.engine_env import required_env
@@ -24,7 +24,8 @@ from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import group_position
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
-log = logging.getLogger("learner")
+if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this one
+    from learner.trainer import Trainer
 
 BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
 
@@ -101,8 +102,10 @@ def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
     )
 
 
-def make_trainer(config: RunConfig, total_steps: int) -> Trainer:
+def make_trainer(config: RunConfig, total_steps: int) -> "Trainer":
     """The learner, built in its own process."""
+    from learner.trainer import Trainer
+
     return Trainer(
         config.model,
         config.learner,

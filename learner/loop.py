@@ -73,6 +73,7 @@ class Loop:
         self._probe_ids = pipes.problems.at(0).prompt_ids[:64]
         self._previous: npt.NDArray[np.float32] | None = None
         self._saved: int | None = None
+        self._accounted = 0.0  # time.perf_counter up to which the seconds of the run are accounted for
 
     async def run(self, resume_from: Path | None) -> None:
         """The whole run, from `resume_from` or from the start, to the last step or until stopped."""
@@ -87,24 +88,22 @@ class Loop:
     async def _train(self) -> None:
         delivery = asyncio.create_task(self._deliver(await self._policy(), release=0))
         await delivery
+        self._accounted = time.perf_counter()
         if self.step == 0:
             await self._evaluate()
         while self.step < self.total_steps and not self.stop.is_set():
-            started = time.perf_counter()
             groups = await self._unless_stopped(self._take())
             if groups is None:
                 break
-            taken = time.perf_counter()
             metrics = await self._learn(groups)
-            trained = time.perf_counter()
             await delivery  # of the policy before this one
             delivery = asyncio.create_task(self._deliver(await self._policy(), release=len(groups)))
-            metrics |= self._times(metrics["rollout/tokens"], started, taken, trained)
+            metrics |= self._times(metrics["rollout/tokens"])
             if self._due(self.config.data.eval.every) or self.step == self.total_steps:
                 await delivery  # what is evaluated must be with every generator
                 metrics |= await self._evaluate()
             await self._log(metrics)
-            if self.step % self.config.checkpoint.every == 0 or self.step == self.total_steps:
+            if self._due(self.config.checkpoint.every) or self.step == self.total_steps:
                 await self._save()
         await delivery
         if self._saved != self.step:
@@ -126,11 +125,11 @@ class Loop:
     async def _take(self) -> list[pa.Table]:
         """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""
         deadlines, buffer = self.config.cluster.deadlines, self.pipes.buffer
+        oldest = self.step - self.config.max_staleness
         try:
             async with asyncio.timeout(deadlines.start + deadlines.group):
-                groups = await buffer.take(
-                    self.config.learner.groups_per_step, oldest_version=self.step - self.config.max_staleness
-                )
+                with self.sinks.timeline.span("wait", "loop", step=self.step + 1):
+                    groups = await buffer.take(self.config.learner.groups_per_step, oldest)
         except TimeoutError:
             raise TimeoutError(
                 f"step {self.step + 1}: waited {deadlines.start + deadlines.group:g} s for "
@@ -183,32 +182,36 @@ class Loop:
 
     async def _log(self, metrics: dict[str, float]) -> None:
         if self.step > 0:
-            metrics["memory/generator_peak"] = max(
-                [await p.actor.call("peak_memory", deadline_s=60.0) for p in self.producers]
-            )
+            metrics["memory/generator_peak"] = max([await p.peak_memory() for p in self.producers])
             metrics["buffer/dropped_stale"] = float(self.pipes.buffer.dropped_stale)
             metrics["buffer/groups"] = float(len(self.pipes.buffer))
             metrics["rollout/restarts"] = float(sum(p.restarts for p in self.producers))
         self.sinks.metrics.log(self.step, metrics)
         self.sinks.progress.step(self.step, metrics)
 
-    def _times(self, tokens: float, started: float, taken: float, trained: float) -> dict[str, float]:
-        """Where the seconds of this step went; overlap is time in which generator and learner were both busy."""
-        now, timeline = time.perf_counter(), self.sinks.timeline
-        generate, train, push = (timeline.busy(what, started, now) for what in ("generate", "train", "push"))
-        timeline.forget_before(started)
-        return {
-            "rollout/tokens_per_s": tokens / (now - started),
-            "time/step": now - started,
-            "time/wait": taken - started,
-            "time/generate": seconds(generate),
-            "time/train": trained - taken,
-            "time/push": seconds(push),
-            "time/overlap": overlap(generate, train),
+    def _times(self, tokens: float) -> dict[str, float]:
+        """Where the seconds since the step before went; overlap is time in which generator and learner were busy."""
+        start, now, timeline = self._accounted, time.perf_counter(), self.sinks.timeline
+        kinds = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
+        busy = {kind: timeline.busy(kind, start, now) for kind in kinds}
+        apart = seconds(busy["evaluate"]) + seconds(busy["checkpoint"])
+        timeline.forget_before(start)
+        self._accounted = now
+        return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
+            "time/step": now - start,
+            "time/overlap": overlap(busy["generate"], busy["train"]),
+            "rollout/tokens_per_s": tokens / (now - start - apart),
         }
 
     async def _save(self) -> None:
         """Weights, optimizer, RNG and the place in the problem stream in one atomic folder; and the newest adapter."""
+        with self.sinks.timeline.span("checkpoint", "loop", step=self.step):
+            await self._commit()
+            await self._export()
+        self._saved = self.step
+        self.sinks.progress.note(f"checkpoint of step {self.step}")
+
+    async def _commit(self) -> None:
         config, deadline = self.config, self.config.cluster.deadlines.step
         with checkpoint.commit(self.sinks.folder / "checkpoints", self.step, config.checkpoint.keep) as folder:
             await self.trainer.call("save", folder / "trainer", deadline_s=deadline)
@@ -220,13 +223,13 @@ class Loop:
             }
             (folder / "state.json").write_text(json.dumps(state))
             (folder / "config.json").write_text(config.model_dump_json())
+
+    async def _export(self) -> None:
         fresh, final = self.sinks.folder / ".adapter", self.sinks.folder / "adapter"
         shutil.rmtree(fresh, ignore_errors=True)
-        await self.trainer.call("export", fresh, deadline_s=deadline)
+        await self.trainer.call("export", fresh, deadline_s=self.config.cluster.deadlines.step)
         shutil.rmtree(final, ignore_errors=True)
         fresh.rename(final)
-        self._saved = self.step
-        self.sinks.progress.note(f"checkpoint of step {self.step}")
 
     async def _load(self, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text())

@@ -26,6 +26,7 @@ class Cursor:
         """The next (position, attempt): what failed or went stale first, then the stream in order."""
         if self._again:
             return heapq.heappop(self._again)
+        self._next = max(self._next, self.low)  # finishing one position may close a gap up to restored ones
         while self._next in self._done:
             self._next += 1
         self._next += 1

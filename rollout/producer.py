@@ -7,6 +7,7 @@ A lost process loses only the groups it had in flight; each is issued again by i
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from rollout.schema import Problem
 log = logging.getLogger("rollout")
 
 MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
+PEAK_DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -59,11 +61,14 @@ class Producer:
         self._life = 0
         self._revivals = 0  # since the last finished group
         self._reviving = asyncio.Lock()
+        self._peak_memory = 0.0
 
     async def run(self, workers: int) -> None:
         """Produces until cancelled; returns only by exception (a fault that restarts do not cure)."""
+        first = await self.pipes.latest.wait_newer(-1)
+        await self.deliver(first)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow())
+            tasks.create_task(self._follow(first.adapter.version))
             for _ in range(ceil(self.pipes.buffer.slots / workers)):
                 tasks.create_task(self._lane())
 
@@ -79,11 +84,11 @@ class Producer:
             else:
                 await self.pipes.buffer.put(group)
 
-    async def _follow(self) -> None:
-        version = self.pipes.latest.acknowledgements.get(self.actor.name, -1)
+    async def _follow(self, version: int) -> None:
         while True:
             push = await self.pipes.latest.wait_newer(version)
-            life = self._life
+            async with self._reviving:  # a fresh process is being given its policy: two pushes at once would race
+                life = self._life
             try:
                 await self.deliver(push)
             except (ActorDied, DeadlineExceeded) as error:
@@ -100,7 +105,8 @@ class Producer:
 
     async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         """One group, or None if the process was lost meanwhile (it is alive again when this returns)."""
-        life = self._life
+        async with self._reviving:  # a fresh process has no policy yet
+            life = self._life
         try:
             with self.pipes.timeline.span("generate", self.actor.name, position=problem.position):
                 group = await self.actor.call("rollout", problem, sampling, attempt, deadline_s=self.deadlines.group)
@@ -113,15 +119,27 @@ class Producer:
     async def _revive(self, life: int, error: Exception) -> None:
         """One fresh process for all calls that were lost together; it gets the newest policy before its first group."""
         async with self._reviving:
-            if self._life != life:
-                return
-            self._revivals += 1
-            if self._revivals > MAX_REVIVALS:
-                raise RuntimeError(
-                    f"{self.actor.name}: lost {self._revivals} times in a row without finishing a group; last: {error}"
-                ) from error
-            log.warning("%s; restarting it (%d of %d), its groups are issued again", error, self._revivals, MAX_REVIVALS)
-            await self.actor.revive(isinstance(error, DeadlineExceeded), self.deadlines.start)
-            await self.deliver(self.pipes.latest.get())
-            self.restarts += 1
-            self._life += 1
+            while self._life == life:
+                self._revivals += 1
+                if self._revivals > MAX_REVIVALS:
+                    raise RuntimeError(
+                        f"{self.actor.name}: lost {self._revivals} times in a row without finishing a group; "
+                        f"last: {error}"
+                    ) from error
+                log.warning(
+                    "%s; restarting it (%d of %d), its groups are issued again", error, self._revivals, MAX_REVIVALS
+                )
+                try:
+                    await self.actor.revive(isinstance(error, DeadlineExceeded), self.deadlines.start)
+                    await self.deliver(self.pipes.latest.get())
+                except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
+                    error = again
+                else:
+                    self.restarts += 1
+                    self._life += 1
+
+    async def peak_memory(self) -> float:
+        """Peak bytes of the process; while it is lost, what it last said (whoever waits for a group revives it)."""
+        with contextlib.suppress(ActorDied, DeadlineExceeded):
+            self._peak_memory = await self.actor.call("peak_memory", deadline_s=PEAK_DEADLINE_S)
+        return self._peak_memory

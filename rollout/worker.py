@@ -1,5 +1,6 @@
 """RolloutWorker: a problem in, a scored group out, as one Arrow table. Knows nothing of GRPO."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from rewards.pool import RewardPool
 from rollout.chat import Chat
 from rollout.engine import Adapter, Completion, Engine, EngineSettings, Sampling
 from rollout.schema import Problem, build_group
+
+log = logging.getLogger("rollout")
+
+MAX_SENTENCES = 50  # different judge failures that are logged; the metrics count all
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class RolloutWorker:
         self.chat = Chat.load(spec.engine.model)
         self.engine = spec.make_engine(spec.engine)
         self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)
+        self._said: set[str] = set()
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         """One group of `sampling.n` completions of the problem, scored."""
@@ -55,6 +61,10 @@ class RolloutWorker:
             completion_ids=[c.token_ids.tolist() for c in completions],
             columns={key: [value] * len(texts) for key, value in problem.columns.items()},
         )
+        for sentence in scores.failures:
+            if sentence not in self._said and len(self._said) < MAX_SENTENCES:
+                self._said.add(sentence)
+                log.warning(sentence)
         rows = self._facts(problem, sampling, attempt, completions, generate_ms)
         rows |= {
             "completion": texts,

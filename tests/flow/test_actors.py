@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,9 @@ class Toy:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def title(self) -> str:
+        return Path("/proc/self/cmdline").read_text().strip("\0")
 
     async def variable(self, name: str) -> str | None:
         return os.environ.get(name)
@@ -58,6 +62,7 @@ async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     toy = session.spawn(ROLES[0], Toy, [], {"GREETING": "hello"}, restarts=-1)
     await toy.ready(60)
     assert [await toy.call("count", deadline_s=10) for _ in range(2)] == [1, 2]
+    assert (await toy.call("title", deadline_s=10)).startswith("ray::toy")
     assert await toy.call("variable", "GREETING", deadline_s=10) == "hello"
     assert await toy.call("variable", "CUDA_VISIBLE_DEVICES", deadline_s=10) == ""  # no GPU asked for, none seen
     with pytest.raises(RemoteError, match=r"(?s)toy: fail failed: KeyError.*no such thing"):

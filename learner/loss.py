@@ -1,0 +1,159 @@
+"""GRPO's loss, one token at a time. Pure: everything here is a function of tensors.
+
+Notation: lp = logprob of a completion token under the policy being trained, mu = the same number as the sampler
+recorded it, rho = exp(lp - mu), A = advantage of the completion, c = coefficient of the token. The loss is, over the
+tokens of an optimizer batch,
+    sum of  c * ( -objective(rho, A) + beta * kl ).
+
+Only gradients train, and d objective / d lp = w(rho, A) * A for a weight w that is a constant to autograd; so a variant
+of GRPO is a function w. Engine mismatch and staleness need no second set of logprobs: rho is taken to the *sampler*,
+never to a recomputed old policy, on top of which a truncated importance weight would count the ratio twice.
+
+The coefficients c (table LOSSES) are computed over the whole optimizer batch before it is split, so that the gradient
+does not depend on the split. Completions that are skipped since their gradient is exactly 0 still count in them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.batch import MicroBatch
+from learner.config import LossConfig
+
+RATIO_CAP = 2.0  # truncated importance sampling, Yao et al. 2025, C = 2
+RATIO_BAND = (0.5, 5.0)  # IcePop (Ring-1T 2510.18855): outside it sampler and learner disagree, so the token is dropped
+MAX_LOG_RATIO = 20.0  # a sampler's placeholder such as -9999 must not become an infinite ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """What a ratio function says of each token, all [N] and free of gradient."""
+
+    weight: Tensor  # w: the gradient of the token is c * w * A * d lp
+    objective: Tensor  # the surrogate's value, reported as loss/total
+    clipped: Tensor  # bool: capped, clipped or masked
+
+
+def truncated(ratio: Tensor, advantage: Tensor, epsilon: tuple[float, float]) -> Weighted:
+    """w = min(rho, 2) inside 0.5 <= rho <= 5, else 0; for one update per batch. `epsilon` is not used."""
+    inside = (ratio >= RATIO_BAND[0]) & (ratio <= RATIO_BAND[1])
+    weight = torch.where(inside, ratio.clamp(max=RATIO_CAP), 0.0)
+    return Weighted(weight, weight * advantage, ~inside | (ratio > RATIO_CAP))
+
+
+def clip(ratio: Tensor, advantage: Tensor, epsilon: tuple[float, float]) -> Weighted:
+    """PPO's min(rho A, clip(rho, 1 - low, 1 + high) A), 1707.06347 equation 7, with DAPO's separate high (2503.14476).
+
+    w = rho where the unclipped branch is the minimum and 0 where the clip holds, which is what autograd gives.
+    """
+    low, high = 1 - epsilon[0], 1 + epsilon[1]
+    held = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    return Weighted(torch.where(held, 0.0, ratio), objective, held)
+
+
+RATIOS: dict[str, Callable[[Tensor, Tensor, tuple[float, float]], Weighted]] = {"truncated": truncated, "clip": clip}
+
+Lengths = npt.NDArray[np.int64]
+Coefficients = npt.NDArray[np.float64]
+
+
+def dapo(lengths: Lengths, max_completion_length: int) -> Coefficients:
+    """1 / (completion tokens of the batch): every token weighs the same. DAPO 2503.14476, equation 8."""
+    return np.full(len(lengths), 1.0 / max(int(lengths.sum()), 1))
+
+
+def dr_grpo(lengths: Lengths, max_completion_length: int) -> Coefficients:
+    """1 / (completions * max_completion_length): a constant, hence unbiased. Dr.GRPO 2503.20783, section 3."""
+    return np.full(len(lengths), 1.0 / max(len(lengths) * max_completion_length, 1))
+
+
+def grpo(lengths: Lengths, max_completion_length: int) -> Coefficients:
+    """1 / (T * completions): mean over the sequence, then over completions. DeepSeekMath 2402.03300, equation 3."""
+    return 1.0 / (np.maximum(lengths, 1) * max(len(lengths), 1))
+
+
+# [completions] T of every judged completion of the optimizer batch -> [completions] coefficient of each of its tokens
+LOSSES: dict[str, Callable[[Lengths, int], Coefficients]] = {"dapo": dapo, "dr_grpo": dr_grpo, "grpo": grpo}
+
+
+def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
+    """[N] k3 estimate of KL(policy || reference), with the gradient of that same KL.
+
+    The value is exp(d) - d - 1 with d = ref - lp (Schulman 2020; DeepSeekMath 2402.03300, equation 4). Its own
+    gradient, 1 - exp(d), is in expectation that of KL(reference || policy), and unbounded for a token that the
+    reference finds far likelier. So the gradient is that of rho * k3 with rho not held constant (DeepSeek-V3.2
+    2512.02556, equation 7), which works out to rho * (lp - ref): unbiased, and corrected for the sampler too. As in
+    the objective rho is capped at 2, which trades a bias on rare tokens for their variance.
+    """
+    d = (reference - logprobs).detach()
+    slope = -ratio.clamp(max=RATIO_CAP) * d
+    return slope * (logprobs - logprobs.detach()) + d.exp() - d - 1
+
+
+def token_loss(
+    logprobs: Tensor, entropy: Tensor, batch: MicroBatch, config: LossConfig, *, reference: Tensor | None, version: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a micro-batch (a share of the optimizer batch's, so shares are added) and what its metrics are made of.
+
+    Args:
+        logprobs: [N] float32 with a graph. entropy: [N] float32.
+        reference: [N] float32 logprobs of the reference, needed if config.beta > 0.
+        version: the policy version that `logprobs` belongs to.
+
+    Returns:
+        A scalar with a graph, and float64 scalars without one: sums, and maxima under names that end in _max.
+    """
+    difference = logprobs.detach() - batch.behavior
+    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, gap = log_ratio.exp(), difference.abs()
+    weighted = RATIOS[config.ratio](ratio, batch.advantages, config.epsilon)
+    # The bracket is 0, so the value is the surrogate's; its gradient is the weight form's.
+    gain = weighted.objective + weighted.weight * batch.advantages * (logprobs - logprobs.detach())
+    per_token = -gain
+    current = batch.versions == version
+    parts = {
+        "tokens": torch.ones_like(ratio).sum(),
+        "clipped": weighted.clipped.sum(),
+        "entropy": entropy.sum(),
+        "k3": (ratio - log_ratio - 1).sum(),
+        "gap_max": gap.max(),
+        "current_tokens": current.sum(),
+        "current_gap_max": torch.where(current, gap, 0.0).max(),
+    }
+    if reference is not None:
+        kl = kl_to_reference(logprobs, reference, ratio)
+        per_token = per_token + config.beta * kl
+        parts["kl"] = kl.detach().sum()
+    loss = (batch.coefficients * per_token).sum()
+    parts["loss"] = loss.detach()
+    return loss, {name: value.double() for name, value in parts.items()}
+
+
+def metrics_of(parts: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+    """The parts of all micro-batches -> metrics by name; no policy/ metric if no token was trained."""
+    all_parts = list(parts)
+    if not all_parts:
+        return {"loss/total": 0.0, "loss/trained_tokens": 0.0}
+    # One copy, hence one wait for the device.
+    table = torch.stack([torch.stack(list(one.values())) for one in all_parts]).cpu()
+    sums = dict(zip(all_parts[0], table.sum(0).tolist(), strict=True))
+    peaks = dict(zip(all_parts[0], table.amax(0).tolist(), strict=True))
+    tokens = sums["tokens"]
+    metrics = {
+        "loss/total": sums["loss"],
+        "loss/trained_tokens": tokens,
+        "policy/entropy": sums["entropy"] / tokens,
+        "policy/clip_fraction": sums["clipped"] / tokens,
+        "policy/mismatch_k3": sums["k3"] / tokens,
+        "policy/mismatch_max": peaks["gap_max"],
+    }
+    if sums["current_tokens"]:
+        metrics["policy/mismatch_max_current"] = peaks["current_gap_max"]
+    if "kl" in sums:
+        metrics["policy/kl"] = sums["kl"] / tokens
+    return metrics

@@ -1,0 +1,84 @@
+"""The update: AdamW or its 8-bit form, the learning rate of each step, and float16's loss scale."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.config import LearnerConfig, OptimizerConfig, ScheduleConfig
+
+# Half of torch's first guess, which the gradient of a small batch overflows.
+FIRST_LOSS_SCALE = 2.0**15
+
+
+def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
+    """What learning_rate is multiplied by in step `step` (from 0) of `total_steps`; never 0.
+
+    Linear warm-up over the first `warmup` of the run, then 1, or half a cosine towards 0 (SGDR 1608.03983, equation 5).
+    A function of the step alone, so that a resumed run needs no other state than its step.
+    """
+    warmup = math.ceil(schedule.warmup * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.kind == "constant":
+        return 1.0
+    progress = min(step - warmup, total_steps - warmup - 1) / max(total_steps - warmup, 1)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Updater:
+    """Optimizer and loss scale over float32 weights whose gradients, of the scaled loss, are in `weight.grad`."""
+
+    def __init__(self, weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str, device: torch.device) -> None:
+        self._weights = list(weights)
+        self._config = config
+        self._optimizer = build_optimizer(self._weights, config.optimizer)
+        # float16 gradients below 6e-8 would be 0, so the loss is scaled up and the float32 gradients down again.
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=FIRST_LOSS_SCALE, enabled=dtype == "float16")
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return self._scaler.scale(loss)
+
+    def step(self, learning_rate: float, *, loss_is_finite: bool) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the weights were updated): not if loss or norm is not finite."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._scaler.unscale_(self._optimizer)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._weights, self._config.optimizer.max_grad_norm))
+        finite = loss_is_finite and math.isfinite(norm)
+        if finite:
+            self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return norm, finite
+
+    @property
+    def may_overflow(self) -> bool:
+        """True while the loss scale, not the model, may be to blame for a gradient that is not finite."""
+        return self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+        return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
+
+
+def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (1711.05101), or bitsandbytes' AdamW with 8-bit block-wise states (2110.02861); both run on CPU and CUDA.
+
+    The learning rate is set before each step.
+    """
+    if config.kind == "adamw":
+        return torch.optim.AdamW(weights, betas=config.betas, weight_decay=config.weight_decay)
+    from bitsandbytes.optim.adamw import AdamW8bit  # here: slow to import, and few runs use it
+
+    adamw_8bit: torch.optim.Optimizer = AdamW8bit(  # type: ignore[no-untyped-call]
+        weights, betas=config.betas, weight_decay=config.weight_decay
+    )
+    return adamw_8bit

@@ -1,0 +1,257 @@
+"""Trainer: owns the policy and its optimizer; one optimizer step per call, on one device.
+
+A plain class with `async` methods, so that it may live in another process. The blocking work of all methods runs in
+one thread of its own, in the order of the calls, and the event loop stays free to answer meanwhile.
+"""
+
+import asyncio
+import json
+import math
+import random
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from learner.advantage import ADVANTAGES, has_signal
+from learner.batch import MicroBatch, Rows, micro_batches, read
+from learner.config import LearnerConfig, ModelConfig
+from learner.logprob import policy_logprobs, token_logprobs
+from learner.loss import LOSSES, metrics_of, token_loss
+from learner.model import WEIGHTS_FILE, Policy
+from learner.optimizer import Updater, rate_factor
+from rollout.engine import Adapter
+
+AUTO_TOKEN_BUDGET = 8192
+MAX_NONFINITE = 3  # skipped updates in a row
+CONFIG_FILE, STATE_FILE = "adapter_config.json", "trainer.pt"
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """GRPO on a LoRA adapter.
+
+    Args:
+        temperature: the sampler's; logprobs are of the tempered distribution, except those of `probe`.
+        max_completion_length: tokens; the constant of the dr_grpo loss.
+        total_steps: of the run, for the learning-rate schedule.
+        seed: of the adapter's initial weights.
+        device: cpu, cuda or cuda:<n>.
+
+    Raises:
+        ValueError: the model or adapter cannot be trained here (see learner.model.Policy).
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        learner: LearnerConfig,
+        *,
+        temperature: float,
+        max_completion_length: int,
+        total_steps: int,
+        seed: int,
+        device: str,
+    ) -> None:
+        self._config, self._temperature = learner, temperature
+        self._max_completion_length, self._total_steps = max_completion_length, total_steps
+        self._device = torch.device(device)
+        self._budget = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
+        self._policy = Policy(model, learner.lora, checkpointing=learner.checkpointing, seed=seed, device=self._device)
+        self._updater = Updater(list(self._policy.masters.values()), learner, dtype=model.dtype, device=self._device)
+        self._version = 0
+        self._nonfinite = 0  # skipped updates in a row
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        """One optimizer step on the groups (tables of rollout.schema); the version grows by one, whatever happens.
+
+        Samples whose judge failed are not trained. Completions of groups without signal (all rewards equal) have
+        gradient 0 unless beta > 0 and are skipped without a change of the loss's denominators; if nothing is left,
+        loss/trained_tokens is 0, the weights stay and there is no policy/ metric.
+
+        Returns:
+            Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
+            sampled by the present version, in nats; time/train in seconds; memory/learner_peak in bytes: on CUDA the
+            allocator's peak in this step, on CPU the highest resident set of the whole process since its start.
+
+        Raises:
+            ValueError: the groups are malformed or have token ids beyond the vocabulary.
+            RuntimeError: loss or gradient was not finite in three steps in a row.
+        """
+        return await self._run(lambda: self._step(groups))
+
+    async def adapter(self) -> Adapter:
+        """The adapter of the present version, in the model's own type: exactly the weights the learner computes with,
+        and what vLLM would cast them to anyway."""
+        return await self._run(self._adapter)
+
+    async def probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """[len - 1] float32, nats: logprob of token i + 1 given tokens <= i, present adapter, temperature 1.
+
+        Raises:
+            ValueError: fewer than two tokens, or an id beyond the vocabulary.
+        """
+        return await self._run(lambda: self._probe(token_ids))
+
+    async def save(self, folder: Path) -> None:
+        """Everything that `load` needs to go on bit for bit; the adapter in PEFT's format. The folder is made."""
+        await self._run(lambda: self._save(folder))
+
+    async def load(self, folder: Path) -> None:
+        """What `save` wrote, random number generators included.
+
+        Raises:
+            ValueError: the adapter is not one of this model and learner.lora.
+            FileNotFoundError: the folder is not a checkpoint.
+        """
+        await self._run(lambda: self._load(folder))
+
+    async def export(self, folder: Path) -> None:
+        """The present adapter in PEFT's format, float32. The folder is made."""
+        await self._run(lambda: self._export(folder))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _step(self, groups: list[pa.Table]) -> dict[str, float]:
+        started = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        rows = read(groups)
+        self._policy.check_ids(max((int(ids.max()) for ids in rows.prompts + rows.completions if len(ids)), default=0))
+        batches = [batch.to(self._device) for batch in self._assemble(rows)]
+        rate = self._config.learning_rate * rate_factor(self._version, self._total_steps, self._config.schedule)
+        metrics = self._accumulate(batches)
+        norm, updated = 0.0, False
+        if batches:
+            norm, updated = self._updater.step(rate, loss_is_finite=math.isfinite(metrics["loss/total"]))
+            self._policy.sync()
+        self._version += 1
+        self._guard(skipped=bool(batches) and not updated, loss=metrics["loss/total"], norm=norm)
+        return metrics | {
+            "loss/grad_norm": norm,
+            "loss/learning_rate": rate,
+            "loss/skipped_nonfinite": float(bool(batches) and not updated),
+            "reward/zero_variance_groups": float(sum(not has_signal(rewards) for rewards in rows.rewards)),
+            "time/train": time.perf_counter() - started,
+            "memory/learner_peak": self._peak_bytes(),
+        }
+
+    def _assemble(self, rows: Rows) -> list[MicroBatch]:
+        """The learner's opinions of the rows: advantages, coefficients, and which completions are trained at all."""
+        loss = self._config.loss
+        rewards = np.concatenate(rows.rewards) if rows.rewards else np.empty(0)
+        judged = np.isfinite(rewards)
+        advantages = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards)) if rows.rewards else np.empty(0)
+        coefficients = np.zeros(len(rewards))
+        coefficients[judged] = LOSSES[loss.kind](rows.lengths[judged], self._max_completion_length)
+        trained = judged & ((advantages != 0) | (loss.beta > 0))
+        return micro_batches(rows, advantages, coefficients, trained, self._budget)
+
+    def _accumulate(self, batches: list[MicroBatch]) -> dict[str, float]:
+        """Gradients of all micro-batches into the masters."""
+        self._policy.clear_gradients()
+        references = self._references(batches) if self._config.loss.beta > 0 else [None] * len(batches)
+        parts = []
+        for batch, reference in zip(batches, references, strict=True):
+            hidden = self._policy.predicting(batch)
+            logprobs, entropy = policy_logprobs(hidden, self._policy.head, batch.targets, self._temperature)
+            loss, part = token_loss(
+                logprobs, entropy, batch, self._config.loss, reference=reference, version=self._version
+            )
+            torch.autograd.backward(self._updater.scale(loss))
+            self._policy.collect_gradients()
+            parts.append(part)
+        return metrics_of(parts)
+
+    @torch.no_grad()
+    def _references(self, batches: list[MicroBatch]) -> list[Tensor | None]:
+        policy = self._policy
+        with policy.reference():
+            return [
+                token_logprobs(policy.predicting(batch), policy.head, batch.targets, self._temperature)
+                for batch in batches
+            ]
+
+    def _guard(self, *, skipped: bool, loss: float, norm: float) -> None:
+        # A float16 overflow halves the loss scale and is no fault of the run until the scale is down to 1.
+        self._nonfinite = self._nonfinite + 1 if skipped and not self._updater.may_overflow else 0
+        if self._nonfinite >= MAX_NONFINITE:
+            raise RuntimeError(
+                "loss/skipped_nonfinite: loss and gradient norm must be finite, they were not in "
+                f"{self._nonfinite} steps in a row (last: step {self._version}, loss {loss}, norm {norm}); the weights "
+                "are those before them. Lower learner.learning_rate, or look at the last steps' rollouts"
+            )
+
+    def _peak_bytes(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def _adapter(self) -> Adapter:
+        dtype = self._policy.head.dtype
+        tensors = {name: master.detach().to("cpu", dtype) for name, master in self._policy.masters.items()}
+        return Adapter.build(self._version, save(tensors), self._policy.peft_config)
+
+    @torch.no_grad()
+    def _probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        if len(token_ids) < 2:
+            raise ValueError(f"token_ids: at least two are needed for a logprob, got {len(token_ids)}")
+        self._policy.check_ids(max(token_ids))
+        ids = torch.tensor(token_ids, device=self._device)
+        logprobs = token_logprobs(self._policy.hidden(ids[None, :-1]), self._policy.head, ids[1:], 1.0)
+        return np.asarray(logprobs.cpu().numpy())
+
+    def _export(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: master.detach().cpu() for name, master in self._policy.masters.items()}, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(json.dumps(self._policy.peft_config, indent=2))
+
+    def _save(self, folder: Path) -> None:
+        self._export(folder)
+        state = {
+            "version": self._version,
+            "nonfinite": self._nonfinite,
+            "updater": self._updater.state_dict(),
+            "random": _random_state(self._device),
+        }
+        torch.save(state, folder / STATE_FILE)
+
+    def _load(self, folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS_FILE)
+        state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
+        self._policy.load(tensors)
+        self._updater.load_state_dict(state["updater"])
+        self._version, self._nonfinite = state["version"], state["nonfinite"]
+        _set_random_state(state["random"], self._device)
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """State of every generator that training may draw from, as values that torch.load(weights_only=True) accepts."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.tensor(keys, dtype=torch.int64), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,100 @@
+"""Starts whole runs in processes of their own and sees what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REWARD = '''
+def vowels(prompts, completions, **columns):
+    """Share of vowels: a random model can move it."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
+'''
+
+
+class Run:
+    """One run folder, one configuration, any number of tries."""
+
+    def __init__(self, folder: Path, model: Path, **changes: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "my_rewards.py").write_text(REWARD)
+        rows = [{"question": f"Say something about {word}", "answer": word} for word in "abcdefghijklmnopqrst"]
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config: dict[str, Any] = {
+            "name": "run",
+            "output_dir": str(folder / "runs"),
+            "steps": 4,
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"path": str(folder / "data.jsonl"), "eval": {"size": 2, "every": 2}},
+            "rewards": [{"use": f"{folder / 'my_rewards.py'}:vowels"}],
+            "rollout": {"num_generations": 4, "max_prompt_length": 96, "max_completion_length": 24, "kv_cache": "32MiB"},
+            "learner": {"groups_per_step": 3, "learning_rate": 1e-3},
+            "checkpoint": {"every": 2},
+            "trackers": [],
+        }
+        self.config = folder / "config.yaml"
+        self.config.write_text(yaml.safe_dump(config | changes))
+        self.folder = folder / "runs" / "run"
+        self.marker = f"gleaner-test-{uuid.uuid4().hex}"
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        """A new process of `python -m learner.main`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "learner.main", "--config", str(self.config), *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment(),
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
+        own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
+        return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"GLEANER_MARK": self.marker}
+
+    def finish(self, *overrides: str) -> str:
+        """Runs to the end, which must be a good one; returns what was printed."""
+        process = self.start(*overrides)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        return output
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far."""
+        path = self.folder / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def processes(self) -> dict[int, str]:
+        """Living processes that descend from this run: pid -> command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.marker.encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it ended while we looked
+        return found
+
+
+def wait_until(true: Callable[[], bool], what: str, seconds: float = 120, process: Any = None) -> None:
+    """Polls; fails with `what` after so many seconds, or at once when the process has ended."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert process is None or process.poll() is None, f"the run ended before: {what}\n{process.stdout.read()}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
+
+
+def send(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """A signal to the driver alone, as `ray job stop` or a terminal's Ctrl-C handler would."""
+    process.send_signal(number)

@@ -1,0 +1,104 @@
+"""Whole runs on real Ray and real vLLM: what they write, how they resume, how they end."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from learner import checkpoint
+from rollout import ledger
+from rollout.schema import ragged
+from tests.flow.run import Run, send, wait_until
+from tests.tiny import make_tiny_model
+
+SAME_WHEN_RESUMED = ("loss/total", "loss/grad_norm", "reward/mean", "eval/accuracy", "rollout/tokens")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.timeout(400)
+def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
+    run = Run(tmp_path, model)
+    output = run.finish()
+    assert str(run.folder) in output and "adapter" in output and "before" in output
+    first = run.metrics()
+    assert [line["step"] for line in first] == [0, 1, 2, 3, 4]
+    assert max(line["policy/mismatch_max"] for line in first[1:]) < 1e-3  # fp32: sampler and learner agree
+    assert all(line["policy/staleness_mean"] == 0 for line in first[1:])
+    assert first[4]["loss/grad_norm"] > 0
+
+    positions = [p for path in ledger.steps(run.folder / "rollouts") for p in _positions(path)]
+    assert positions == list(range(12))  # every group at rest, in order, exactly once
+    before = _tokens(run.folder / "rollouts" / "step-000003.parquet")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run.folder / "adapter")
+    assert any(p.abs().sum() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
+
+    shutil.rmtree(run.folder / "checkpoints" / checkpoint.name_of(4))  # as if it had been stopped after step 2
+    assert "resumed at step 2" in run.finish()
+    second = run.metrics()
+    assert [line["step"] for line in second] == [0, 1, 2, 3, 4]
+    for old, new in zip(first[3:], second[3:], strict=True):
+        for key in SAME_WHEN_RESUMED:
+            if key in old:
+                assert new[key] == pytest.approx(old[key], rel=1e-5, abs=1e-7), key
+    after = _tokens(run.folder / "rollouts" / "step-000003.parquet")
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert "are done already" in run.finish()
+    assert run.processes() == {}
+
+
+@pytest.mark.timeout(400)
+def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    run = Run(tmp_path, model, steps=100_000, max_staleness=1)
+    process = run.start()
+    wait_until(lambda: len(run.metrics()) > 3, "three steps", process=process)
+    generator = _holder(run, "generator-0")
+    os.kill(generator, signal.SIGKILL)
+    wait_until(lambda: run.metrics()[-1].get("rollout/restarts") == 1, "a step after the restart", process=process)
+    send(process, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "restarting it" in output
+    lines = run.metrics()
+    newest, skipped = checkpoint.newest(run.folder / "checkpoints")
+    assert newest is not None and not skipped
+    assert checkpoint.step_of(newest) == lines[-1]["step"]
+    assert max(line.get("policy/staleness_max", 0) for line in lines) <= 1
+    assert any(line.get("time/overlap", 0) > 0 for line in lines)  # generator and learner worked at the same time
+    state = json.loads((newest / "state.json").read_text())["cursor"]
+    consumed = sorted(p for path in ledger.steps(run.folder / "rollouts") for p in _positions(path))
+    assert consumed == sorted([*range(state["low"]), *state["done"]])  # nothing lost, nothing twice
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+    process = run.start()
+    wait_until(lambda: run.metrics()[-1]["step"] > lines[-1]["step"], "a step after the resumption", process=process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: run.processes() == {}, "all processes to end after SIGKILL of the driver", seconds=90)
+
+
+def _holder(run: Run, role: str) -> int:
+    """The process that holds a role, by the log line that it wrote at its start."""
+    (pid,) = [pid for pid, command in run.processes().items() if f"ray::{role}" in command]
+    return pid
+
+
+def _positions(path: Path) -> list[int]:
+    rows = ledger.read(path)
+    return [p for p, sample in zip(*(rows.column(c).to_pylist() for c in ("position", "sample")), strict=True) if not sample]
+
+
+def _tokens(path: Path) -> list[np.ndarray]:
+    return ragged(ledger.read(path), "completion_ids")
