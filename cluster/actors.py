@@ -187,7 +187,7 @@ class Session:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        assert self._group is not None and self._placement is not None, "reserve() comes first"
+        assert self._placement is not None, "reserve() comes first"
         threads = str(max(1, int(role.cpus)))
         options: dict[str, Any] = {
             "num_cpus": role.cpus,

@@ -35,7 +35,7 @@ class DeadlineConfig(Frozen):
 
 
 class ClusterConfig(Frozen):
-    """Ray cluster: `local` starts a private one; `auto` or host:port joins one; inside `ray job submit` it is joined."""
+    """Ray: `local` starts a private cluster, `auto` or host:port joins one; a submitted job always joins its own."""
 
     address: str = "local"
     gpus: GpuConfig = GpuConfig()

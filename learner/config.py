@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from cluster.config import ClusterConfig, Frozen
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, resolved_names
 from rollout.config import DataConfig, RolloutConfig
 
 Positive = Annotated[float, Field(gt=0)]
@@ -92,12 +92,19 @@ class RunConfig(Frozen):
     learner: LearnerConfig = LearnerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
-    trackers: list[Literal["tensorboard"]] = ["tensorboard"]
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
 
     @model_validator(mode="after")
     def _one_length(self) -> "RunConfig":
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs are mutually exclusive: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _judge_names(self) -> "RunConfig":
+        taken = {"mean", "std", "failed", "ms", "zero_variance_groups"} & set(resolved_names(self.rewards))
+        if taken:
+            raise ValueError(f"rewards: {', '.join(taken)} is a metric's name already; give that reward another name:")
         return self
 
     @property

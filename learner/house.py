@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from cluster.actors import Actor, Session, connect
 from cluster.buffer import Buffer
 from cluster.latest import Latest
-from cluster.placement import Role
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
 from learner.loop import Loop, Sinks
@@ -66,9 +65,7 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
         session.spawn(role, RolloutWorker, [worker_spec(config, rank)], env, restarts=-1)
         for rank, role in enumerate(generators)
     ]
-    spawn_trainer = partial(
-        session.spawn, learner, make_trainer, [config, prepared.total_steps], {}, restarts=0
-    )
+    spawn_trainer = partial(session.spawn, learner, make_trainer, [config, prepared.total_steps], {}, restarts=0)
     if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
         trainer = spawn_trainer()
         await asyncio.gather(*(actor.ready(start) for actor in [*workers, trainer]))

@@ -59,7 +59,9 @@ def prepare(config: RunConfig) -> Prepared:
     if resume_from is not None:
         _check_same_run(config, resume_from)
     elif config.resume == "none" and any((config.run_dir / "checkpoints").glob("step-*")):
-        raise PreflightError(f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto")
+        raise PreflightError(
+            f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
+        )
     config = _absolute(config)
     _check_model(config)
     chat = Chat.load(config.model.path)

@@ -1,4 +1,4 @@
-"""YAML + dotted overrides -> RunConfig, with every error at once, each naming field, rule, value and the nearest key."""
+"""YAML + dotted overrides -> RunConfig; every error at once, each with field, rule, value and the nearest key."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
 def read_yaml(path: Path) -> dict[str, Any]:
     """One YAML mapping; an empty file is an empty mapping."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}; the ready-made ones are in configs/") from None
     except yaml.YAMLError as error:
@@ -61,7 +61,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """The value of an override, read as YAML: numbers, true/false, null, [lists], {maps} or plain text."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         return text  # e.g. a template with a colon in it
 

@@ -1,7 +1,7 @@
 """What is generated: data, sampling, and the generator's own memory."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -41,7 +41,8 @@ class DataConfig(Frozen):
     prompt: str = "question"  # a column (text or chat messages), or a template: "Solve: {question}"
     system: str | None = None
     size: Annotated[int, Field(ge=1)] | None = None  # use the first n problems; for rg: how many to generate
-    args: dict[str, Any] = {}  # rg: the task's own settings
+    args: dict[str, Any] = Field(default_factory=dict)  # rg: the task's settings; hub: arguments of load_dataset
+    overlong: Literal["fail", "drop"] = "fail"  # prompts above rollout.max_prompt_length; they are never cut
     eval: EvalConfig = EvalConfig()
 
 
@@ -52,7 +53,7 @@ class RolloutConfig(Frozen):
     num_generations: Annotated[int, Field(ge=2)] = 8
     max_prompt_length: Annotated[int, Field(ge=1)] = 256
     max_completion_length: Annotated[int, Field(ge=1)] = 256
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: float = 1.0
     kv_cache: Bytes = 256 * 2**20
     max_num_seqs: Annotated[int, Field(ge=1)] = 128

@@ -21,7 +21,7 @@ def required_env(cuda: bool) -> dict[str, str]:
         # One process per engine: adapters pass by memory, and killing the actor leaves nothing behind.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if cuda:
         return env
@@ -31,6 +31,7 @@ def required_env(cuda: bool) -> dict[str, str]:
         # vLLM makes torch.set_num_threads a no-op, so this is the only way; spinning OpenMP threads on a busy box
         # cost 10 times. A launcher that gives the engine k idle cores sets k.
         "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a line about NUMA at every start
         # Two engines with "auto" pin themselves to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

@@ -4,6 +4,7 @@ Because the order is a function, the place in the stream is the whole state: pos
 restart, on another machine and for any number of workers.
 """
 
+import logging
 import random
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ from rollout.chat import Messages, Prompt
 from rollout.config import DataConfig
 from rollout.schema import Problem
 from rollout.sources import ProblemsError, Row
+
+log = logging.getLogger("rollout")
 
 __all__ = ["Problems", "ProblemsError", "load"]
 
@@ -130,13 +133,16 @@ def _items(rows: Sequence[Row], config: DataConfig, chat: Renderer, longest: int
         prompt, ids = chat.render(_messages(row, config, f"{name}-{index}"))
         items.append(Item(f"{name}-{index}", prompt, ids, row))
     too_long = [item for item in items if len(item.prompt_ids) > longest]
+    if too_long and config.overlong == "drop" and len(too_long) < len(items):
+        log.warning("%s: dropped %d of %d prompts of over %d tokens", name, len(too_long), len(items), longest)
+        return [item for item in items if len(item.prompt_ids) <= longest]
     if too_long:
         most = max(len(item.prompt_ids) for item in too_long)
         first = ", ".join(item.id for item in too_long[:5])
         raise ProblemsError(
             f"rollout.max_prompt_length: every prompt must fit into {longest} tokens, and {len(too_long)} of "
             f"{len(items)} do not ({first}{', ...' if len(too_long) > 5 else ''}; the longest has {most}); set "
-            f"rollout.max_prompt_length: {most}, or take those problems out of the data"
+            f"rollout.max_prompt_length: {most}, or data.overlong: drop"
         )
     return items
 

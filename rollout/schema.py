@@ -7,6 +7,7 @@ A table (never a record batch, whose slices ship the whole parent) travels by va
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:
     for chunk in table.column(name).chunks:
         values = chunk.values.to_numpy(zero_copy_only=True)
         offsets = chunk.offsets.to_numpy(zero_copy_only=True)
-        views += [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        views += [values[a:b] for a, b in pairwise(offsets)]
     return views
 
 

@@ -45,6 +45,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "auto",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if cuda:
         return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}

@@ -52,7 +52,7 @@ class RolloutWorker:
         start = time.perf_counter()
         completions = await self.engine.generate(problem.prompt_ids, sampling)
         generate_ms = (time.perf_counter() - start) * 1e3
-        texts = [self.chat.decode(c.token_ids) for c in completions]
+        texts = [self.chat.decode(c.token_ids.tolist()) for c in completions]
         chatty = not isinstance(problem.messages, str)
         prompt = list(problem.messages) if chatty else problem.messages
         scores = await self.pool.score(
@@ -94,7 +94,8 @@ class RolloutWorker:
             "seed": -1 if sampling.seed is None else sampling.seed,
             "created_at": time.time(),
         }
-        return {key: [value] * size for key, value in same.items()} | {
+        facts: dict[str, Sequence[Any]] = {key: [value] * size for key, value in same.items()}
+        return facts | {
             "sample": list(range(size)),
             "completion_ids": [c.token_ids for c in completions],
             "behavior_logprobs": [c.logprobs for c in completions],

@@ -36,7 +36,12 @@ class Run:
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"path": str(folder / "data.jsonl"), "eval": {"size": 2, "every": 2}},
             "rewards": [{"use": f"{folder / 'my_rewards.py'}:vowels"}],
-            "rollout": {"num_generations": 4, "max_prompt_length": 96, "max_completion_length": 24, "kv_cache": "32MiB"},
+            "rollout": {
+                "num_generations": 4,
+                "max_prompt_length": 96,
+                "max_completion_length": 24,
+                "kv_cache": "32MiB",
+            },
             "learner": {"groups_per_step": 3, "learning_rate": 1e-3},
             "checkpoint": {"every": 2},
             "trackers": [],

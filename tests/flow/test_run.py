@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model)
     output = run.finish()
-    assert str(run.folder) in output and "adapter" in output and "before" in output
+    assert all(word in output for word in (str(run.folder), "adapter", "before"))
     first = run.metrics()
     assert [line["step"] for line in first] == [0, 1, 2, 3, 4]
     assert max(line["policy/mismatch_max"] for line in first[1:]) < 1e-3  # fp32: sampler and learner agree
@@ -72,7 +72,8 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path) -> Non
     assert "restarting it" in output
     lines = run.metrics()
     newest, skipped = checkpoint.newest(run.folder / "checkpoints")
-    assert newest is not None and not skipped
+    assert newest is not None
+    assert not skipped
     assert checkpoint.step_of(newest) == lines[-1]["step"]
     assert max(line.get("policy/staleness_max", 0) for line in lines) <= 1
     assert any(line.get("time/overlap", 0) > 0 for line in lines)  # generator and learner worked at the same time
@@ -96,8 +97,8 @@ def _holder(run: Run, role: str) -> int:
 
 
 def _positions(path: Path) -> list[int]:
-    rows = ledger.read(path)
-    return [p for p, sample in zip(*(rows.column(c).to_pylist() for c in ("position", "sample")), strict=True) if not sample]
+    rows = ledger.read(path).select(["position", "sample"]).to_pylist()
+    return [row["position"] for row in rows if row["sample"] == 0]
 
 
 def _tokens(path: Path) -> list[np.ndarray]:
