@@ -1,0 +1,67 @@
+"""Rollout groups written by hand: what a worker would have handed over, without a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollout.engine import Completion
+from rollout.schema import Problem, build_group
+
+
+def make_problem(position: int, prompt_ids: Sequence[int] = (3, 1, 2)) -> Problem:
+    return Problem(f"train-{position}", f"question {position}", {"answer": "4"}, tuple(prompt_ids), position, 0)
+
+
+def make_columns(
+    position: int = 0,
+    *,
+    attempt: int = 0,
+    completions: Sequence[Completion] | None = None,
+    rewards: Sequence[float | None] = (1.0, 0.0),
+    **changed: Any,
+) -> dict[str, Sequence[Any]]:
+    """The columns of a group of len(rewards) completions; by default completion j has j + 1 tokens of version 0."""
+    if completions is None:
+        completions = [
+            Completion(np.arange(j + 1, dtype=np.int32), np.full(j + 1, -0.5, np.float32), "stop", 0)
+            for j in range(len(rewards))
+        ]
+    problem = make_problem(position)
+    same: dict[str, Any] = {
+        "run_id": "run",
+        "group_id": problem.group_id(attempt),
+        "problem_id": problem.id,
+        "epoch": 0,
+        "position": position,
+        "attempt": attempt,
+        "problem": problem.to_json(),
+        "completion": "text",
+        "prompt_ids": list(problem.prompt_ids),
+        "reward_ms": 1.5,
+        "generate_ms": 2.5,
+        "worker": 0,
+        "seed": 17,
+        "created_at": 0.0,
+    }
+    return {key: [value] * len(rewards) for key, value in same.items()} | {
+        "sample": list(range(len(rewards))),
+        "completion_ids": [c.token_ids for c in completions],
+        "behavior_logprobs": [c.logprobs for c in completions],
+        "token_versions": [np.full(len(c.token_ids), c.policy_version, np.int32) for c in completions],
+        "policy_version_min": [c.policy_version for c in completions],
+        "policy_version_max": [c.policy_version for c in completions],
+        "finish_reason": [c.finish_reason for c in completions],
+        "reward": rewards,
+        "reward_parts": [[("judge", reward)] for reward in rewards],
+        "reward_status": ["error" if reward is None else "ok" for reward in rewards],
+        **changed,
+    }
+
+
+def make_group(position: int = 0, **how: Any) -> pa.Table:
+    """A group as a table; arguments as for make_columns."""
+    return build_group(make_columns(position, **how))

@@ -1,0 +1,191 @@
+"""A lost worker costs what it had in flight, and no worker generates without the newest policy."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cluster.actors import ActorDied, Local
+from cluster.buffer import Buffer
+from cluster.config import DeadlineConfig
+from cluster.latest import Latest
+from cluster.telemetry import Timeline
+from rollout.cursor import Cursor
+from rollout.delivery import Push
+from rollout.engine import Adapter, NoAdapter, Sampling
+from rollout.producer import Pipes, Producer
+from rollout.schema import Problem, group_position
+from tests.groups import make_group, make_problem
+
+PROBE = np.array([-1.0], np.float32)
+DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)
+
+
+class Story:
+    """What happened, in order, over all lives of a worker; and what is to go wrong."""
+
+    def __init__(self, **faults: Callable[[int, int], str | None]) -> None:
+        self.events: list[Any] = []
+        self.faults = faults
+        self.lives = 0
+        self.gate = asyncio.Event()  # opens what is to be `slow`
+
+    async def happen(self, method: str, a: int, b: int) -> None:
+        fault = self.faults.get(method, lambda a, b: None)(a, b)
+        if fault == "die":
+            raise ActorDied(f"{method} {a} {b}")
+        if fault is not None:
+            await self.gate.wait()
+
+
+class Worker:
+    """Stands for a RolloutWorker; one object is one life."""
+
+    def __init__(self, story: Story) -> None:
+        self.story, self.version = story, -1
+        story.lives += 1
+        self.life = story.lives
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        await self.story.happen("load_adapter", self.life, adapter.version)
+        self.version = adapter.version
+        self.story.events.append(f"life {self.life}: v{adapter.version}")
+        return adapter.digest
+
+    async def probe(self, token_ids: tuple[int, ...]) -> Any:
+        return PROBE * (self.version + 1)
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        if self.version < 0:
+            raise NoAdapter(f"life {self.life}")
+        await self.story.happen("rollout", problem.position, attempt)
+        self.story.events.append((problem.position, attempt))
+        return make_group(problem.position, attempt=attempt)
+
+    async def peak_memory(self) -> float:
+        await self.story.happen("peak_memory", self.life, 0)
+        return 100.0 * self.life
+
+
+class Process(Local):
+    """Local, with its revivals on record."""
+
+    async def revive(self, hung: bool, deadline_s: float) -> None:
+        self._object.story.events.append("hung" if hung else "died")
+        await super().revive(hung, deadline_s)
+
+
+class Stream:
+    """Problems without a source."""
+
+    def at(self, position: int) -> Problem:
+        return make_problem(position)
+
+
+def push(version: int) -> Push:
+    return Push(Adapter.build(version, b"weights", {}), (1, 2), PROBE * (version + 1), None, "float32")
+
+
+@asynccontextmanager
+async def producing(story: Story, slots: int, folder: Path) -> AsyncIterator[Producer]:
+    """A producer at work under policy v3; an exception of it ends the body and comes out as it is."""
+    pipes = Pipes(Stream(), Cursor(), Buffer(slots, 2**20, print), Latest(), Timeline(folder / "timeline.json"))
+    producer = Producer(
+        Process("generator-0", Worker, [story]), pipes, lambda position, attempt: Sampling(2, 8), DEADLINES
+    )
+    await pipes.latest.publish(3, push(3))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(producer.run(1))
+            yield producer
+            running.cancel()
+    except ExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    finally:
+        pipes.timeline.close()
+
+
+async def consume(producer: Producer, count: int) -> list[tuple[int, int]]:
+    """(position, attempt) of the next groups."""
+    groups: list[tuple[int, int]] = []
+    for _ in range(count):
+        groups += map(group_position, await producer.pipes.buffer.take(1, 0))
+        await producer.pipes.buffer.release(1)
+    return groups
+
+
+@pytest.mark.parametrize(("fault", "recorded"), [("die", "died"), ("hang", "hung")])
+async def test_what_was_in_flight_is_issued_again_under_the_newest_policy(
+    tmp_path: Path, fault: str, recorded: str
+) -> None:
+    story = Story(rollout=lambda position, attempt: fault if (position, attempt) == (1, 0) else None)
+    async with producing(story, 2, tmp_path) as producer:
+        groups = await consume(producer, 6)
+        while (1, 1) not in groups:
+            groups += await consume(producer, 1)  # the other lane goes on meanwhile
+    assert len({position for position, _ in groups}) == len(groups)
+    assert [group for group in groups if group[1] > 0] == [(1, 1)]
+    assert story.events[0] == "life 1: v3"
+    start = story.events.index(recorded)
+    assert story.events[start : start + 2] == [recorded, "life 2: v3"]
+    assert producer.restarts == 1
+
+
+async def test_nobody_asks_a_fresh_process_before_it_has_its_policy(tmp_path: Path) -> None:
+    """While life 2 waits for its policy, other lanes want groups and a newer policy arrives."""
+    story = Story(
+        rollout=lambda position, attempt: "die" if (position, attempt) == (0, 0) else None,
+        load_adapter=lambda life, version: "slow" if (life, version) == (2, 3) else None,
+    )
+    async with producing(story, 3, tmp_path) as producer:
+        while story.lives < 2:
+            await asyncio.sleep(0)
+        taken = asyncio.create_task(consume(producer, 6))  # frees slots, so that lanes ask for more
+        await producer.pipes.latest.publish(4, push(4))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert story.events[-1] == "died"  # a group from life 2 would be NoAdapter; v4 would be overtaken by v3
+        story.gate.set()
+        assert sorted(p for p, _ in await taken) == list(range(6))
+        await producer.pipes.latest.acknowledged(4, ["generator-0"], 5)
+    assert [event for event in story.events if isinstance(event, str)] == [
+        "life 1: v3", "died", "life 2: v3", "life 2: v4"
+    ]  # fmt: skip
+
+
+async def test_losses_with_groups_in_between_are_no_pattern(tmp_path: Path) -> None:
+    story = Story(rollout=lambda position, attempt: "die" if attempt == 0 else None)
+    async with producing(story, 1, tmp_path) as producer:
+        assert await consume(producer, 6) == [(position, 1) for position in range(6)]
+    assert producer.restarts >= 6
+
+
+@pytest.mark.parametrize("where", ["rollout", "load_adapter"])
+async def test_the_fourth_loss_in_a_row_is_an_error(tmp_path: Path, where: str) -> None:
+    """Also when the process is lost while it is being brought back."""
+    broken = {
+        "rollout": lambda position, attempt: "die",
+        "load_adapter": lambda life, version: "die" if life > 1 else None,
+    }
+    first = Story(rollout=broken["rollout"])
+    story = first if where == "rollout" else Story(**broken)
+    with pytest.raises(RuntimeError, match=f"generator-0: lost 4 times in a row .* last: {where} "):
+        async with producing(story, 1, tmp_path) as producer:
+            await consume(producer, 1)
+    assert story.lives == 4
+
+
+async def test_the_memory_of_a_lost_process_is_what_it_last_said(tmp_path: Path) -> None:
+    story = Story(peak_memory=lambda life, _: "die" if story.gate.is_set() else None)
+    async with producing(story, 1, tmp_path) as producer:
+        assert await producer.peak_memory() == 100.0
+        story.gate.set()
+        assert await producer.peak_memory() == 100.0

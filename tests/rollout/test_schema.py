@@ -1,0 +1,87 @@
+"""The border between processes: everything arrives, nothing is copied, and what is not whole is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout import ledger
+from rollout.engine import Completion
+from rollout.schema import SCHEMA, build_group, check, group_position, parts_of, ragged, rewards_of
+from tests.groups import make_columns, make_group
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@given(
+    tokens=st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), FLOATS), max_size=5), min_size=1, max_size=4),
+    data=st.data(),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_goes_in_comes_out_also_from_slices(tokens: list[list[tuple[int, float]]], data: st.DataObject) -> None:
+    completions = [
+        Completion(np.array([t for t, _ in row], np.int32), np.array([p for _, p in row], np.float32), "length", 9)
+        for row in tokens
+    ]
+    rewards = data.draw(st.lists(st.none() | FLOATS, min_size=len(tokens), max_size=len(tokens)))
+    table = make_group(5, attempt=2, completions=completions, rewards=rewards)
+    start = data.draw(st.integers(0, len(tokens) - 1))
+    part = check(pa.concat_tables([table, table]).slice(start, len(tokens)))  # crosses from one chunk into the next
+    turn = [*range(start, len(tokens)), *range(start)]
+    for name, values in (("completion_ids", 0), ("behavior_logprobs", 1)):
+        assert [row.tolist() for row in ragged(part, name)] == [[t[values] for t in tokens[i]] for i in turn]
+    assert [v.tolist() for v in ragged(part, "token_versions")] == [[9] * len(tokens[i]) for i in turn]
+    np.testing.assert_array_equal(rewards_of(part), [np.nan if rewards[i] is None else rewards[i] for i in turn])
+    assert parts_of(part) == [{"judge": rewards[i]} for i in turn]
+    assert group_position(part) == (5, 2)
+    assert part.column("group_id")[0].as_py() == "0-5-2"
+
+
+def test_ragged_views_are_the_memory_of_the_table() -> None:
+    table = make_group(rewards=(1.0, 0.0, 0.5))
+    _, _, values = table.column("completion_ids").chunks[0].values.buffers()[-1:] * 3
+    start = values.address
+    views = ragged(table.slice(1), "completion_ids")
+    assert [view.tolist() for view in views] == [[0, 1], [0, 1, 2]]
+    assert [view.__array_interface__["data"][0] - start for view in views] == [4 * 1, 4 * 3]  # int32 offsets 1 and 3
+    assert not any(view.flags.writeable for view in views)
+
+
+def test_the_ledger_keeps_every_row(tmp_path: Path) -> None:
+    groups = [make_group(0), make_group(1, rewards=(None, 0.25))]
+    path = ledger.write(tmp_path / "rollouts", 12, groups)
+    ledger.write(tmp_path / "rollouts", 3, groups)
+    assert ledger.read(path).equals(pa.concat_tables(groups))
+    assert [p.name for p in ledger.steps(tmp_path / "rollouts")] == ["step-000003.parquet", "step-000012.parquet"]
+
+
+def test_another_version_is_refused() -> None:
+    for metadata, found in (({"gleaner.schema": "0"}, "0"), (None, "none")):
+        with pytest.raises(ValueError, match=f"must be 1, got {found}"):
+            check(make_group().replace_schema_metadata(metadata))
+
+
+def test_missing_and_unknown_columns_are_named() -> None:
+    columns = make_columns()
+    columns["advantage"] = columns.pop("reward")  # an opinion where a fact should be
+    with pytest.raises(ValueError, match=r"missing \['reward'\], unknown \['advantage'\]"):
+        build_group(columns)
+    with pytest.raises(ValueError, match="fields differ"):
+        check(make_group().drop_columns(["seed"]))
+
+
+@pytest.mark.parametrize("name", ["finish_reason", "completion_ids", "policy_version_min"])
+def test_a_null_where_a_fact_must_be_is_refused(name: str) -> None:
+    assert not SCHEMA.field(name).nullable
+    with pytest.raises(ValueError, match=f"{name} must not hold nulls, got 1"):
+        make_group(**{name: [None, make_columns()[name][1]]})
+
+
+def test_columns_of_another_length_or_type_are_refused() -> None:
+    with pytest.raises((ValueError, pa.ArrowInvalid)):
+        make_group(seed=[1, 2, 3])
+    with pytest.raises((TypeError, pa.ArrowInvalid)):
+        make_group(completion_ids=[["a"], ["b"]])
