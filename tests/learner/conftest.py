@@ -1,0 +1,25 @@
+"""A tiny model and a trained-looking adapter, once per session."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_adapter, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="session")
+def adapter_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rank 8, alpha 16, no weight zero: as a fresh adapter's B is 0, half of its gradients are too."""
+    folder: Path = tmp_path_factory.mktemp("adapter")
+    payload, config = make_adapter(Path(tiny_path), seed=1)
+    (folder / "adapter_model.safetensors").write_bytes(payload)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -1,0 +1,80 @@
+"""Rollout groups made up for the learner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from rollout.schema import build_group
+
+Behavior = Callable[[list[int], list[int]], Sequence[float]]
+
+
+def make_group(
+    prompt: list[int],
+    completions: list[list[int]],
+    rewards: Sequence[float | None],
+    behavior: Behavior,
+    *,
+    position: int = 0,
+    version: int = 0,
+) -> pa.Table:
+    """One group; `behavior` gives the sampler's logprobs of a completion after a prompt."""
+    n = len(completions)
+    zeros, empty = [0.0] * n, [""] * n
+    return build_group(
+        {
+            "run_id": ["run"] * n,
+            "group_id": [f"0-{position}-0"] * n,
+            "problem_id": [f"p{position}"] * n,
+            "epoch": [0] * n,
+            "position": [position] * n,
+            "attempt": [0] * n,
+            "sample": list(range(n)),
+            "problem": ["{}"] * n,
+            "completion": empty,
+            "prompt_ids": [prompt] * n,
+            "completion_ids": completions,
+            "behavior_logprobs": [list(behavior(prompt, c)) for c in completions],
+            "token_versions": [[version] * len(c) for c in completions],
+            "policy_version_min": [version] * n,
+            "policy_version_max": [version] * n,
+            "finish_reason": ["stop"] * n,
+            "reward": rewards,
+            "reward_parts": [{}] * n,
+            "reward_status": ["error" if r is None else "ok" for r in rewards],
+            "reward_ms": zeros,
+            "generate_ms": zeros,
+            "worker": [0] * n,
+            "seed": [0] * n,
+            "created_at": zeros,
+        }
+    )
+
+
+def make_groups(
+    rewards: Sequence[Sequence[float | None]],
+    behavior: Behavior,
+    *,
+    seed: int = 0,
+    vocab: int = 260,
+    prompt_length: int = 9,
+    max_completion: int = 16,
+    version: int = 0,
+) -> list[pa.Table]:
+    """A group per row of rewards, with random tokens and completion lengths 1 to max_completion."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for position, row in enumerate(rewards):
+        prompt = rng.integers(0, vocab, rng.integers(2, prompt_length + 1)).tolist()
+        lengths = rng.integers(1, max_completion + 1, len(row))
+        completions = [rng.integers(0, vocab, n).tolist() for n in lengths]
+        groups.append(make_group(prompt, completions, row, behavior, position=position, version=version))
+    return groups
+
+
+def uniform(prompt: list[int], completion: list[int]) -> list[float]:
+    """Behaviour of a sampler that knows nothing."""
+    return [-float(np.log(260))] * len(completion)
