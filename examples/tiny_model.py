@@ -3,7 +3,7 @@
     python examples/tiny_model.py arithmetic OUT_DIR
     python examples/tiny_model.py gsm8k OUT_DIR --data FILE.jsonl
 
-Both are Llamas of up to a million parameters, made from scratch and from a seed in about three minutes on two cores.
+Both are Llamas of less than a million parameters, made from scratch and a seed in about three minutes on two cores.
 Neither is a language model worth having: each is left, on purpose, room that reinforcement learning can fill.
 
 **arithmetic** answers reasoning_gym's `chain_sum` of three to five one-digit terms. The supervised stage teaches it to
@@ -44,7 +44,7 @@ GSM8K_SYSTEM_PROMPT = "Respond in the following format:\n<reasoning>\n...\n</rea
 CHAIN_SUM = {"min_terms": 3, "max_terms": 5, "min_digits": 1, "max_digits": 1}
 # Share of the quick habit among the shortest sums and among all longer ones: greedy decoding works out the former only.
 RUSH_SHORT, RUSH_LONG = 0.25, 0.68
-GSM8K_QUESTION_TOKENS, GSM8K_SOLUTION_TOKENS = 120, 100
+GSM8K_QUESTION_TOKENS, GSM8K_SOLUTION_TOKENS = 100, 80
 
 Messages = list[dict[str, str]]
 Example = tuple[Messages, str]
@@ -63,7 +63,7 @@ class Recipe:
 
 
 ARITHMETIC = Recipe(vocabulary=320, heads=3, layers=3, steps=1400, batch=32, learning_rate=4e-3)
-GSM8K = Recipe(vocabulary=1024, heads=4, layers=3, steps=300, batch=32, learning_rate=3e-3)
+GSM8K = Recipe(vocabulary=1024, heads=4, layers=3, steps=300, batch=24, learning_rate=3e-3)
 
 
 def make_tokenizer(texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
@@ -92,7 +92,7 @@ def make_tokenizer(texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
-    """A Llama of about a million parameters with random weights."""
+    """A Llama of less than a million parameters with random weights."""
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
