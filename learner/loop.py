@@ -81,12 +81,12 @@ class Loop:
             await self._load(resume_from)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
-            await self._train()
+            await self._train(tasks)
             for task in background:
                 task.cancel()
 
-    async def _train(self) -> None:
-        delivery = asyncio.create_task(self._deliver(await self._policy(), release=0))
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        delivery = tasks.create_task(self._deliver(await self._policy(), release=0))
         await delivery
         self._accounted = time.perf_counter()
         if self.step == 0:
@@ -97,7 +97,7 @@ class Loop:
                 break
             metrics = await self._learn(groups)
             await delivery  # of the policy before this one
-            delivery = asyncio.create_task(self._deliver(await self._policy(), release=len(groups)))
+            delivery = tasks.create_task(self._deliver(await self._policy(), release=len(groups)))
             metrics |= self._times(metrics["rollout/tokens"])
             if self._due(self.config.data.eval.every) or self.step == self.total_steps:
                 await delivery  # what is evaluated must be with every generator
@@ -115,12 +115,12 @@ class Loop:
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
         """The result, or None if the run was asked to stop first."""
         task, stopped = asyncio.ensure_future(work), asyncio.create_task(self.stop.wait())
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if task.done():
-            return task.result()
-        task.cancel()
-        return None
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopped.cancel()
 
     async def _take(self) -> list[pa.Table]:
         """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""

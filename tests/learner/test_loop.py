@@ -1,0 +1,243 @@
+"""The whole loop without a model: the real Loop, Producers and pipes, between a fake engine and a fake trainer."""
+
+import asyncio
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from cluster.actors import ActorDied, Local
+from cluster.buffer import Buffer
+from cluster.latest import Latest
+from cluster.telemetry import Metrics, Timeline
+from learner import checkpoint
+from learner.config import RunConfig
+from learner.loop import Loop, Sinks
+from learner.progress import Progress
+from rollout import ledger
+from rollout.cursor import Cursor
+from rollout.delivery import DeliveryError
+from rollout.engine import Adapter, Sampling
+from rollout.fake_engine import FakeEngine
+from rollout.producer import Pipes, Producer, group_seed
+from rollout.schema import Problem, group_position
+from tests.groups import make_group, make_problem
+
+VOCAB = 8
+PER_STEP = 3
+
+
+class Worker:
+    """A RolloutWorker without tokenizer and judges; groups of some positions take longer than those of others."""
+
+    def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
+        self.engine = FakeEngine(VOCAB, drop_adapter_at=drop_adapter_at)
+        self.load_adapter, self.probe = self.engine.load_adapter, self.engine.probe
+        self.pace_s = pace_s
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        completions = await self.engine.generate(problem.prompt_ids, sampling)
+        await asyncio.sleep(self.pace_s * (1 + problem.position % 4))
+        rewards = [float(len(c.token_ids) % 2) for c in completions]
+        return make_group(problem.position, attempt=attempt, completions=completions, rewards=rewards)
+
+    async def peak_memory(self) -> float:
+        return 1.0
+
+
+class Trainer:
+    """Learns nothing; its policy is the fake engine's of the same version."""
+
+    def __init__(self, pace_s: float) -> None:
+        self.version, self.pace_s = 0, pace_s
+
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        await asyncio.sleep(self.pace_s)
+        self.version += 1
+        return {"loss/total": float(self.version)}
+
+    async def adapter(self) -> Adapter:
+        return Adapter.build(self.version, b"weights %d" % self.version, {})
+
+    async def probe(self, token_ids: list[int]) -> Any:
+        engine = FakeEngine(VOCAB)
+        await engine.load_adapter(await self.adapter())
+        return await engine.probe(token_ids)
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "version").write_text(str(self.version))
+
+    async def load(self, folder: Path) -> None:
+        self.version = int((folder / "version").read_text())
+
+    async def export(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "version").write_text(str(self.version))
+
+
+class Stream:
+    def at(self, position: int) -> Problem:
+        return make_problem(position, prompt_ids=(position % VOCAB, 1, 5, 2))
+
+
+def configure(**changed: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "model": {"path": "fake", "dtype": "float32"},
+        "data": {"path": "fake", "eval": {"every": 2}},
+        "rewards": [{"use": "judge"}],
+        "learner": {"groups_per_step": PER_STEP},
+        "checkpoint": {"every": 2, "keep": 9},
+        "trackers": [],
+    }
+    return RunConfig.model_validate(given | changed)
+
+
+def build(
+    folder: Path,
+    config: RunConfig,
+    total_steps: int,
+    *,
+    resume_step: int = 0,
+    workers: Sequence[Local] | None = None,
+    pace_s: float = 0.0,
+    trainer_s: float = 0.0,
+) -> Loop:
+    """A house in one process."""
+    if workers is None:
+        workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
+    cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
+    slots = PER_STEP * (1 + config.max_staleness)
+    buffer = Buffer(slots, 2**20, lambda group: cursor.again(*group_position(group)))
+    pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
+
+    def sampling(position: int, attempt: int) -> Sampling:
+        return Sampling(n=2, max_tokens=6, seed=group_seed(0, position, attempt))
+
+    producers = [Producer(worker, pipes, sampling, config.cluster.deadlines) for worker in workers]
+    progress = Progress(total_steps, Console(file=io.StringIO()))
+    sinks = Sinks(folder, Metrics(folder, [], resume_step), timeline, progress)
+    heldout = [make_problem(position) for position in (1000, 1001)]
+    return Loop(config, total_steps, Local("learner", Trainer, [trainer_s]), producers, pipes, sinks, heldout)
+
+
+async def finish(loop: Loop, resume_from: Path | None = None) -> None:
+    try:
+        await loop.run(resume_from)
+    finally:
+        loop.sinks.metrics.close()
+        loop.sinks.timeline.close()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def consumed(folder: Path) -> list[list[int]]:
+    """Positions by step, as they lie in the ledger."""
+    steps = [ledger.read(path).column("position").to_pylist() for path in ledger.steps(folder / "rollouts")]
+    return [list(dict.fromkeys(step)) for step in steps]
+
+
+def first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def test_synchronous_training_takes_each_position_in_order_from_the_newest_policy(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(), 5, pace_s=1e-4))
+    assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in written if "eval/accuracy" in line] == [0, 2, 4, 5]
+    assert [line["policy/staleness_max"] for line in written[1:]] == [0.0] * 5
+    assert [line["loss/total"] for line in written[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert written[-1]["buffer/dropped_stale"] == 0
+    saved = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-000002", "step-000004", "step-000005"]
+    assert (tmp_path / "adapter" / "version").read_text() == "5"
+
+
+async def test_asynchronous_training_overlaps_and_keeps_its_bound(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(max_staleness=2), 12, pace_s=1e-3, trainer_s=4e-3))
+    written = lines(tmp_path)[1:]
+    assert max(line["policy/staleness_max"] for line in written) == 2  # the room is used, and not more
+    assert sum(line["time/overlap"] for line in written) > 0
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 12 * PER_STEP
+    assert max(positions) < (12 + 3) * PER_STEP  # nothing was left behind but what is in flight
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, max_staleness: int) -> None:
+    config = configure(max_staleness=max_staleness)
+    loop = build(tmp_path, config, 100, pace_s=1e-3, trainer_s=1e-3)
+    running = asyncio.create_task(finish(loop))
+    while loop.step < 5:
+        await asyncio.sleep(1e-3)
+    loop.stop.set()
+    await running
+    newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
+    assert not skipped
+    assert loop.step < 100
+
+    total = loop.step + 4
+    resumed = build(tmp_path, config, total, resume_step=loop.step, pace_s=1e-3, trainer_s=1e-3)
+    await finish(resumed, newest)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(total + 1))
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == total * PER_STEP
+    assert set(range(resumed.pipes.cursor.low)) <= set(positions)
+    if max_staleness == 0:
+        assert positions == list(range(total * PER_STEP))
+    assert [e.step for e in resumed.evaluations] == [0, *range(2, total, 2), total]
+
+
+async def test_steps_that_a_kill_undid_are_taken_again_alike(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(), 5))
+    before = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
+    resumed = build(tmp_path, configure(), 6, resume_step=2)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
+    await finish(resumed, tmp_path / "checkpoints" / "step-000002")
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    after = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
+    assert len(after) == 6
+    for old, new in zip(before, after, strict=False):
+        assert old.drop_columns("created_at").equals(new.drop_columns("created_at"))
+
+
+async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -> None:
+    workers = [Local("generator-0", Worker, [0.0, None]), Local("generator-1", Worker, [0.0, 3])]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, configure(), 6, workers=workers))
+    error = first(caught.value)
+    assert isinstance(error, DeliveryError)
+    assert str(error).startswith("generator-1: adapter v3 is not what it generates with")
+    assert len(consumed(tmp_path)) == 3  # nothing was learned after that
+
+
+class Stuck(Local):
+    """Dies of the second policy, and never comes back."""
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        if method == "load_adapter" and args[0].version == 1:
+            raise ActorDied(self.name)
+        return await super().call(method, *args, deadline_s=deadline_s)
+
+    async def revive(self, hung: bool, deadline_s: float) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_late_acknowledgement_ends_the_wait_for_groups(tmp_path: Path) -> None:
+    config = configure(cluster={"deadlines": {"push": 0.1, "start": 0.1, "group": 250}})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, config, 6, workers=[Stuck("generator-0", Worker, [0.0, None])]))
+    assert "adapter v1 not acknowledged after 0.2 s by generator-0 (holds v0)" in str(first(caught.value))
