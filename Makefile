@@ -6,7 +6,7 @@ SHELL := bash
 
 PYTHON ?= python3
 BIN := .venv/bin
-# -qq: errors only. --no-compile: Python compiles what is really imported, which is a fraction of what is installed.
+# -qq: errors only. --no-compile: pip compiles on one core, file by file; compileall does it on all of them afterwards.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-deps --no-compile --no-build-isolation
 PINNED = $$(grep -E '^$(1)==' requirements/cpu.txt)
@@ -33,6 +33,10 @@ setup:
 	echo "setup: $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt"
 	$(INSTALL) -r requirements/cpu.txt
 	$(INSTALL) -e .
+	echo "setup: bytecode"
+	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every start of vLLM would compile it again.
+	# The exit status says only that some shipped templates are no Python, so it is not asked.
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	rm .venv/.unfinished
 	echo "$$wanted" > .venv/.stamp
 	echo "setup: done"
