@@ -36,7 +36,7 @@ setup:
 	echo "setup: bytecode"
 	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every start of vLLM would compile it again.
 	# The exit status says only that some shipped templates are no Python, so it is not asked.
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 	rm .venv/.unfinished
 	echo "$$wanted" > .venv/.stamp
 	echo "setup: done"
