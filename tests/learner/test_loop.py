@@ -175,30 +175,38 @@ async def test_asynchronous_training_overlaps_and_keeps_its_bound(tmp_path: Path
     assert max(positions) < (12 + 3) * PER_STEP  # nothing was left behind but what is in flight
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, max_staleness: int) -> None:
-    config = configure(max_staleness=max_staleness)
-    loop = build(tmp_path, config, 100, pace_s=1e-3, trainer_s=1e-3)
+async def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 100, pace_s=1e-3)
     running = asyncio.create_task(finish(loop))
-    while loop.step < 5:
+    while loop.step < 3:
         await asyncio.sleep(1e-3)
     loop.stop.set()
     await running
     newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
     assert newest == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
     assert not skipped
-    assert loop.step < 100
-
     total = loop.step + 4
-    resumed = build(tmp_path, config, total, resume_step=loop.step, pace_s=1e-3, trainer_s=1e-3)
+    assert total < 100
+
+    resumed = build(tmp_path, configure(), total, resume_step=loop.step)
     await finish(resumed, newest)
     assert [line["step"] for line in lines(tmp_path)] == list(range(total + 1))
-    positions = list(itertools.chain(*consumed(tmp_path)))
-    assert len(set(positions)) == len(positions) == total * PER_STEP
-    assert set(range(resumed.pipes.cursor.low)) <= set(positions)
-    if max_staleness == 0:
-        assert positions == list(range(total * PER_STEP))
+    assert list(itertools.chain(*consumed(tmp_path))) == list(range(total * PER_STEP))
     assert [e.step for e in resumed.evaluations] == [0, *range(2, total, 2), total]
+
+
+async def test_a_checkpoint_between_groups_that_overtook_each_other_loses_and_repeats_none(tmp_path: Path) -> None:
+    config = configure(max_staleness=2, checkpoint={"every": 1, "keep": 99})
+    await finish(build(tmp_path, config, 8, pace_s=1e-3, trainer_s=1e-3))
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    states = {folder: json.loads((folder / "state.json").read_text()) for folder in folders}
+    gaps = [folder for folder in folders if states[folder]["cursor"]["done"]]
+    resume_from = gaps[len(gaps) // 2]  # some positions above the first one that is not done are done
+    resumed = build(tmp_path, config, 12, resume_step=states[resume_from]["step"], pace_s=1e-3, trainer_s=1e-3)
+    await finish(resumed, resume_from)
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 12 * PER_STEP
+    assert {*range(resumed.pipes.cursor.low), *resumed.pipes.cursor.state()["done"]} == set(positions)
 
 
 async def test_steps_that_a_kill_undid_are_taken_again_alike(tmp_path: Path) -> None:
