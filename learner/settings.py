@@ -59,11 +59,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override, read as YAML: numbers, true/false, null, [lists], {maps} or plain text."""
+    """The value of an override: numbers, true/false, null, [lists], {maps} and 'quoted text' as in YAML, and all else
+    as it stands (to YAML, `Solve: {question}` is a mapping, and what follows a # is nothing)."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        return text  # e.g. a template with a colon in it
+        return text
+    marked = text.lstrip().startswith(("[", "{", "'", '"'))
+    plain = value is None or isinstance(value, int | float)
+    return value if marked or (plain and "#" not in text) else text
 
 
 def _assign(tree: Any, keys: Sequence[str], value: Any, whole: str) -> None:

@@ -1,0 +1,53 @@
+"""The numbers of a batch, by hand."""
+
+import numpy as np
+import pytest
+
+from learner.metrics import JudgesFailing, batch_metrics
+from rollout.engine import Completion
+from tests.groups import make_group
+
+
+def completion(tokens: int, finish: str, version: int) -> Completion:
+    return Completion(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), finish, version)
+
+
+def test_batch_metrics() -> None:
+    one = make_group(
+        0,
+        completions=[completion(1, "stop", 5), completion(4, "length", 4)],
+        rewards=[1.0, 3.0],
+        reward_parts=[[("format", 1.0), ("answer", 0.0)], [("format", 0.0), ("answer", 3.0)]],
+        reward_ms=[10.0, 10.0],
+    )
+    two = make_group(
+        1,
+        completions=[completion(3, "stop", 3), completion(2, "stop", 6)],
+        rewards=[2.0, None],
+        reward_parts=[[("format", 1.0), ("answer", 1.0)], [("format", 0.5), ("answer", None)]],
+        reward_status=["ok", "timeout"],
+        reward_ms=[20.0, 20.0],
+    )
+    found = batch_metrics([one, two], version=6)
+    expected = {
+        "reward/mean": 2.0,
+        "reward/std": (2 / 3) ** 0.5,
+        "reward/failed": 0.25,
+        "reward/status_timeout": 1.0,
+        "reward/format": 0.625,
+        "reward/answer": 4 / 3,
+        "reward/ms": 15.0,
+        "rollout/completion_length": 2.5,
+        "rollout/completion_length_max": 4.0,
+        "rollout/truncated": 0.25,
+        "rollout/tokens": 10.0,
+        "policy/staleness_mean": 1.5,  # 1, 2, 3, 0
+        "policy/staleness_max": 3.0,
+    }
+    assert found == pytest.approx(expected)
+
+
+def test_a_judge_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
+    assert batch_metrics([make_group(rewards=[None, 1.0])], 0)["reward/failed"] == 0.5
+    with pytest.raises(JudgesFailing, match=r"3 of 4 completions .*'error': 3"):
+        batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0)
