@@ -24,6 +24,9 @@ log = logging.getLogger("cluster")
 
 OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
 
+# Of roles, whose lines reach the driver: no progress bars, and no notes from one library to the authors of another.
+QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
+
 
 class ActorDied(RuntimeError):
     """The process behind an actor died or is restarting: what was in flight on it is lost."""
@@ -110,14 +113,14 @@ class Remote:
         try:
             async with asyncio.timeout(deadline_s):
                 result = await ref
+        except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
+            raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
         except TimeoutError:
             ray.cancel(ref)
             silent = time.monotonic() - self._last_answer
             raise DeadlineExceeded(
                 f"{self.name}: {method} gave no answer within {deadline_s:g} s (last answer {silent:.0f} s ago)"
             ) from None
-        except ray.exceptions.RayTaskError as error:
-            raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
         except ray.exceptions.ActorUnavailableError as error:
             raise ActorRestarting(f"{self.name}: process died during {method}; it is being restarted") from error
         except ray.exceptions.RayActorError as error:
@@ -136,9 +139,11 @@ class Local:
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as limit:
                 return await getattr(self._object, method)(*args)
         except TimeoutError:
+            if not limit.expired():  # the method's own
+                raise
             raise DeadlineExceeded(f"{self.name}: {method} gave no answer within {deadline_s:g} s") from None
 
     async def revive(self, hung: bool, deadline_s: float) -> None:
@@ -197,7 +202,7 @@ class Session:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
             ),
-            "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": threads}},
+            "runtime_env": {"env_vars": {**QUIET, **env, "OMP_NUM_THREADS": threads}},
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         remote = Remote(role.name, ray.remote(named).options(**options).remote(factory, list(args)))

@@ -26,6 +26,7 @@ from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this one
     from learner.trainer import Trainer
 
+CLOSE_S = 20.0
 BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
 
 
@@ -42,6 +43,7 @@ async def live(prepared: Prepared) -> int:
             return 0
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
         session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
+        workers: list[Actor] = []
         try:
             workers, trainer = await _processes(prepared, session)
             loop = _wire(prepared, workers, trainer, progress)
@@ -50,6 +52,8 @@ async def live(prepared: Prepared) -> int:
             loop.sinks.metrics.close()
             loop.sinks.timeline.close()
         finally:
+            # A generator that still can ends its judges and files itself; one that cannot is killed right after.
+            await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
             await session.close()
     progress.summary(loop.evaluations, config.run_dir)
     return 0
@@ -101,6 +105,8 @@ def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
 
 def make_trainer(config: RunConfig, total_steps: int) -> "Trainer":
     """The learner, built in its own process."""
+    # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from learner.trainer import Trainer
 
     return Trainer(

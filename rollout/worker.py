@@ -118,9 +118,9 @@ class RolloutWorker:
         return peak_memory()
 
     async def close(self) -> None:
-        """Ends judges and engine."""
-        self.pool.close()
+        """Ends engine and judges."""
         await self.engine.close()
+        self.pool.close()
 
 
 def vllm_engine(settings: EngineSettings) -> Engine:

@@ -59,6 +59,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             env=self.environment(),
+            start_new_session=True,
         )
 
     def environment(self) -> dict[str, str]:
@@ -100,6 +101,6 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = 120, proces
         time.sleep(0.2)
 
 
-def send(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """A signal to the driver alone, as `ray job stop` or a terminal's Ctrl-C handler would."""
-    process.send_signal(number)
+def ctrl_c(process: subprocess.Popen[str]) -> None:
+    """What a terminal does: SIGINT to the whole process group."""
+    os.killpg(process.pid, signal.SIGINT)

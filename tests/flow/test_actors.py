@@ -36,6 +36,9 @@ class Toy:
     async def fail(self) -> None:
         raise KeyError("no such thing")
 
+    async def give_up(self) -> None:
+        raise TimeoutError("the object's own wait")
+
     async def die(self) -> None:
         os._exit(1)
 
@@ -67,6 +70,8 @@ async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     assert await toy.call("variable", "CUDA_VISIBLE_DEVICES", deadline_s=10) == ""  # no GPU asked for, none seen
     with pytest.raises(RemoteError, match=r"(?s)toy: fail failed: KeyError.*no such thing"):
         await toy.call("fail", deadline_s=10)
+    with pytest.raises(RemoteError, match="give_up failed: TimeoutError.*own wait"):  # not a deadline of the call
+        await toy.call("give_up", deadline_s=10)
 
     with pytest.raises(ActorRestarting, match="toy: process died during die"):
         await toy.call("die", deadline_s=10)

@@ -12,7 +12,7 @@ import pytest
 from learner import checkpoint
 from rollout import ledger
 from rollout.schema import ragged
-from tests.flow.run import Run, send, wait_until
+from tests.flow.run import Run, ctrl_c, wait_until
 from tests.tiny import make_tiny_model
 
 SAME_WHEN_RESUMED = ("loss/total", "loss/grad_norm", "reward/mean", "eval/accuracy", "rollout/tokens")
@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(400)
 def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
     run = Run(tmp_path, model)
     output = run.finish()
     assert all(word in output for word in (str(run.folder), "adapter", "before"))
@@ -54,19 +55,19 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     after = _tokens(run.folder / "rollouts" / "step-000003.parquet")
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     assert "are done already" in run.finish()
-    assert run.processes() == {}
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
 @pytest.mark.timeout(400)
 def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
     run = Run(tmp_path, model, steps=100_000, max_staleness=1)
     process = run.start()
     wait_until(lambda: len(run.metrics()) > 3, "three steps", process=process)
     generator = _holder(run, "generator-0")
     os.kill(generator, signal.SIGKILL)
     wait_until(lambda: run.metrics()[-1].get("rollout/restarts") == 1, "a step after the restart", process=process)
-    send(process, signal.SIGINT)
+    ctrl_c(process)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "restarting it" in output
@@ -81,7 +82,6 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path) -> Non
     consumed = sorted(p for path in ledger.steps(run.folder / "rollouts") for p in _positions(path))
     assert consumed == sorted([*range(state["low"]), *state["done"]])  # nothing lost, nothing twice
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
-    assert set(os.listdir("/dev/shm")) <= shared_memory
 
     process = run.start()
     wait_until(lambda: run.metrics()[-1]["step"] > lines[-1]["step"], "a step after the resumption", process=process)
