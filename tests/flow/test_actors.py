@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from cluster.actors import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Session, connect
 from cluster.placement import PlacementError, Role
@@ -46,7 +47,7 @@ class Toy:
 ROLES = [Role("toy", 1, 0), Role("once", 0.5, 0), Role("broken", 0.5, 0)]
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def session() -> AsyncIterator[Session]:
     """One private cluster for the whole file."""
     session = connect("local", min_cpus=2)
