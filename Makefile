@@ -26,7 +26,7 @@ setup:
 	if [ -e .venv/.unfinished ]; then echo "setup: the last one was cut short, starting afresh"; rm -rf .venv; fi
 	mkdir -p .venv && touch .venv/.unfinished && rm -f .venv/.stamp
 	echo "setup: virtual environment in .venv (one to three minutes)"
-	$(PYTHON) -m venv .venv
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv  # over one of another Python it would leave a mixture
 	$(INSTALL) $(call PINNED,pip) $(call PINNED,setuptools)
 	echo "setup: $(TORCH)"
 	$(INSTALL) "$(TORCH)" 2>/dev/null || $(INSTALL) --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
@@ -57,7 +57,8 @@ test: setup
 lock: setup
 	@report=$$(mktemp)
 	trap 'rm -f "$$report"' EXIT
-	$(PIP) install --dry-run --ignore-installed --report "$$report" ".[cpu,demo,dev]" "$(TORCH)" --extra-index-url $(TORCH_CPU_INDEX)
+	resolve="$(PIP) install --dry-run --ignore-installed --report $$report .[cpu,demo,dev] $(TORCH)"
+	$$resolve 2>/dev/null || $$resolve --extra-index-url $(TORCH_CPU_INDEX)
 	$(BIN)/python requirements/lock.py "$$report" > requirements/cpu.txt.new
 	mv requirements/cpu.txt.new requirements/cpu.txt
 

@@ -12,7 +12,7 @@ class Frozen(BaseModel):
 
 
 class GpuConfig(Frozen):
-    """GPUs of one role instance: 0 = CPU, a fraction = a slice of one card, a whole number = that many cards."""
+    """GPU of one role instance: 0 = CPU, a fraction = a slice of one card, 1 = a card of its own."""
 
     generator: Annotated[float, Field(ge=0, le=1)] = 0.0
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -1,5 +1,6 @@
 """What a run says about itself: metrics.jsonl, TensorBoard events, a timeline of every role, and peak memory."""
 
+import itertools
 import json
 import math
 import os
@@ -63,10 +64,11 @@ class Timeline:
         self._spans: list[tuple[str, float, float]] = []
         self._open: dict[object, tuple[str, float]] = {}
         self._zero = time.perf_counter()
+        self._ids = itertools.count()
 
     @contextmanager
-    def span(self, what: str, role: str, **details: Any) -> Iterator[None]:
-        """Records how long the body took."""
+    def span(self, what: str, role: str, concurrent: bool = False, **details: Any) -> Iterator[None]:
+        """Records how long the body took. `concurrent`: spans of this kind overlap within the role."""
         start, mark = time.perf_counter(), object()
         self._open[mark] = (what, start)
         try:
@@ -75,9 +77,14 @@ class Timeline:
             end = time.perf_counter()
             del self._open[mark]
             self._spans.append((what, start, end))
-            event = {"name": what, "ph": "X", "pid": 0, "tid": role, "args": details}
-            event |= {"ts": round((start - self._zero) * 1e6), "dur": round((end - start) * 1e6)}
-            self._file.write(json.dumps(event) + ",\n")
+            common = {"name": what, "cat": what, "pid": 0, "tid": role, "args": details}
+            begin, stop = (round((moment - self._zero) * 1e6) for moment in (start, end))
+            if concurrent:  # a pair of asynchronous events: complete ones must nest within their track
+                common["id"] = next(self._ids)
+                events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
+            else:
+                events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
+            self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
     def busy(self, what: str, start: float, end: float) -> list[tuple[float, float]]:
         """The union of the spans of one kind inside [start, end], in seconds of time.perf_counter; what is not over

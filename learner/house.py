@@ -130,7 +130,8 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
     sinks = Sinks(folder, Metrics(folder, config.trackers, prepared.finished_steps), timeline, progress)
     cursor = Cursor()
     buffer = Buffer(
-        slots=config.learner.groups_per_step * (1 + config.max_staleness),
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=config.max_staleness,
         max_bytes=BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
     )

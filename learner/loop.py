@@ -37,6 +37,8 @@ log = logging.getLogger("learner")
 
 T = TypeVar("T")
 
+PROBE_TOKENS = 64
+
 
 @dataclass(slots=True)
 class Sinks:
@@ -70,7 +72,9 @@ class Loop:
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self.evaluations: list[Evaluation] = []
-        self._probe_ids = pipes.problems.at(0).prompt_ids[:64]
+        prompt = pipes.problems.at(0).prompt_ids
+        length = min(PROBE_TOKENS, config.rollout.max_prompt_length + config.rollout.max_completion_length - 1)
+        self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
         self._previous: npt.NDArray[np.float32] | None = None
         self._saved: int | None = None
         self._accounted = 0.0  # time.perf_counter up to which the seconds of the run are accounted for
@@ -106,7 +110,7 @@ class Loop:
             if self._due(self.config.checkpoint.every) or self.step == self.total_steps:
                 await self._save()
         await delivery
-        if self._saved != self.step:
+        if self._saved != self.step and self.step > 0:
             await self._save()
 
     def _due(self, every: int) -> bool:

@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return asyncio.run(house.live(prepared))
+    except preflight.PROBLEMS as error:  # what only a cluster that was joined can tell
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except BaseExceptionGroup as group:
         return _fail(_first(group))
     except Exception as error:
@@ -57,7 +60,7 @@ def _fail(error: BaseException) -> int:
     """The whole story for whoever debugs, and its one sentence last, where the eye is."""
     traceback.print_exception(error, file=sys.stderr)
     print(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
-    return 2 if isinstance(error, ValueError) else 1
+    return 1
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

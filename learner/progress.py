@@ -61,7 +61,7 @@ class Progress:
     def note(self, text: str) -> None:
         """A passing remark: the status line on a terminal, a line of its own elsewhere."""
         if self._live is None:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
         else:
             self._status = text
             self._live.update(self._picture())
@@ -81,7 +81,7 @@ class Progress:
                 before, after = first.metrics.get(key, float("nan")), last.metrics[key]
                 table.add_row(key, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
             self.console.print(table)
-            for old, new in zip(first.samples, last.samples, strict=True):
+            for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
                 self.console.print(Text(f"prompt  {old['prompt']}", style="bold"))
                 self.console.print(Text(f"before  {old['completion']}  (reward {old['reward']})"))
                 self.console.print(Text(f"after   {new['completion']}  (reward {new['reward']})\n"))

@@ -20,7 +20,7 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=2**20)]
 
 
 class EvalConfig(Frozen):

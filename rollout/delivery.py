@@ -13,9 +13,10 @@ from rollout.engine import Adapter
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
 # bf16 to about 6e-2 on a 25M model, and grows with depth
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-# A push is also refused when the generator answers more like the previous policy than like the new one, as soon as
-# the two differ by more than this on the probe.
-VISIBLE = {"float32": 1e-4, "bfloat16": 0.3, "float16": 0.05}
+# Standard deviation of that difference per token, on the safe side. A push is also refused when the generator answers
+# like the previous policy rather than like the new one, as soon as the two are SURE such deviations apart.
+NOISE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
+SURE = 10.0
 
 
 class DeliveryError(RuntimeError):
@@ -50,12 +51,21 @@ class Push:
                 f"{difference:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). The run stops, since it "
                 "would learn from another policy's samples"
             )
-        if self.previous is not None:
-            moved = float(np.abs(self.logprobs - self.previous).max())
-            behind = float(np.abs(answer - self.previous).max())
-            if moved > VISIBLE[self.dtype] and behind < difference:
-                raise DeliveryError(
-                    f"{worker}: generates with adapter v{version - 1}: its probe differs by {behind:.3g} nats "
-                    f"from v{version - 1} and by {difference:.3g} from v{version}, which it acknowledged"
-                )
+        arrived = self._share_arrived(answer)
+        if arrived is not None and arrived < 0.5:
+            raise DeliveryError(
+                f"{worker}: generates with adapter v{version - 1}, though it acknowledged v{version}: on the probe, "
+                f"{arrived:.0%} of the step between them has arrived (largest difference {difference:.3g} nats)"
+            )
         return difference
+
+    def _share_arrived(self, answer: npt.NDArray[np.float32]) -> float | None:
+        """0 if the answer is the previous policy's, 1 if it is the new one's: the answer projected on the step between
+        the two, over all probe tokens. None while noise of the compute type could decide it."""
+        if self.previous is None:
+            return None
+        step = (self.logprobs - self.previous).astype(np.float64)
+        length = float(np.linalg.norm(step))
+        if length < SURE * NOISE[self.dtype]:
+            return None
+        return float((answer - self.previous) @ step) / length**2

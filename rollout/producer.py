@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ from rollout.schema import Problem
 log = logging.getLogger("rollout")
 
 MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
+MAX_LOSSES = 5  # of one problem; what was in flight beside a fatal one is lost with it, so one loss is no proof
 PEAK_DEADLINE_S = 60.0
 
 
@@ -42,6 +44,7 @@ class Pipes:
     buffer: Buffer
     latest: Latest[Push]
     timeline: Timeline
+    losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
 
 
 def group_seed(run_seed: int, position: int, attempt: int) -> int:
@@ -74,15 +77,25 @@ class Producer:
 
     async def _lane(self) -> None:
         while True:
-            await self.pipes.buffer.admit()
+            ticket = await self.pipes.buffer.admit()
             position, attempt = self.pipes.cursor.issue()
             problem = self.pipes.problems.at(position)
             group = await self.request(problem, self.sampling(position, attempt), attempt)
             if group is None:
+                self._count_loss(problem)
                 self.pipes.cursor.again(position, attempt)
-                await self.pipes.buffer.release(1)
+                await self.pipes.buffer.give_up(ticket)
             else:
-                await self.pipes.buffer.put(group)
+                await self.pipes.buffer.put(ticket, group)
+
+    def _count_loss(self, problem: Problem) -> None:
+        """A problem that takes every generator down with it must not go round for ever."""
+        self.pipes.losses[problem.position] += 1
+        if self.pipes.losses[problem.position] > MAX_LOSSES:
+            raise RuntimeError(
+                f"problem {problem.id} (position {problem.position}): {self.pipes.losses[problem.position]} generators "
+                "were lost while they worked on it; take it out of the data, or raise cluster.deadlines.group"
+            )
 
     async def _follow(self, version: int) -> None:
         while True:
@@ -108,7 +121,7 @@ class Producer:
         async with self._reviving:  # a fresh process has no policy yet
             life = self._life
         try:
-            with self.pipes.timeline.span("generate", self.actor.name, position=problem.position):
+            with self.pipes.timeline.span("generate", self.actor.name, concurrent=True, position=problem.position):
                 group = await self.actor.call("rollout", problem, sampling, attempt, deadline_s=self.deadlines.group)
         except (ActorDied, DeadlineExceeded) as error:
             await self._revive(life, error)

@@ -1,6 +1,7 @@
 """RolloutWorker: a problem in, a scored group out, as one Arrow table. Knows nothing of GRPO."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from cluster.telemetry import peak_memory
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
-from rollout.engine import Adapter, Completion, Engine, EngineSettings, Sampling
+from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, Sampling
 from rollout.schema import Problem, build_group
 
 log = logging.getLogger("rollout")
@@ -50,7 +51,12 @@ class RolloutWorker:
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         """One group of `sampling.n` completions of the problem, scored."""
         start = time.perf_counter()
-        completions = await self.engine.generate(problem.prompt_ids, sampling)
+        try:
+            completions = await self.engine.generate(problem.prompt_ids, sampling)
+        except EngineDied:
+            log.exception("the engine died; this process ends, and a fresh one takes its place")
+            logging.shutdown()
+            os._exit(1)
         generate_ms = (time.perf_counter() - start) * 1e3
         texts = [self.chat.decode(c.token_ids.tolist()) for c in completions]
         chatty = not isinstance(problem.messages, str)

@@ -42,12 +42,11 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
     async def scenario() -> None:
         taken: list[int] = []
         dropped: list[int] = []
-        buffer = Buffer(slots, 16 * max_groups, on_drop=lambda t: dropped.append(position(t)))
+        buffer = Buffer(slots, 0, 16 * max_groups, on_drop=lambda t: dropped.append(position(t)))
         produced, held, oldest = 0, 0, 0
 
         async def produce(number: int, version: int) -> None:
-            await buffer.admit()
-            await buffer.put(group(number, version))
+            await buffer.put(await buffer.admit(), group(number, version))
 
         async def consume(count: int) -> None:
             nonlocal held
@@ -104,14 +103,13 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
 
     async def scenario() -> None:
         dropped: list[pa.Table] = []
-        buffer = Buffer(per_step * (1 + max_staleness), 2**20, dropped.append)
+        buffer = Buffer(per_step, max_staleness, 2**20, dropped.append)
         released = 0  # the version that every generator holds
 
         async def produce() -> None:
             number = 0
             while True:
-                await buffer.admit()
-                await buffer.put(group(number, released))
+                await buffer.put(await buffer.admit(), group(number, released))
                 number += 1
 
         producer = asyncio.create_task(produce())
@@ -137,16 +135,15 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
 
 
 async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
-    buffer = Buffer(slots=3, max_bytes=20, on_drop=print)
-    for _ in range(3):
-        await buffer.admit()
-    await buffer.put(group(0))
-    second = asyncio.create_task(buffer.put(group(1)))
+    buffer = Buffer(3, 0, max_bytes=20, on_drop=print)
+    tickets = [await buffer.admit() for _ in range(3)]
+    await buffer.put(tickets[0], group(0))
+    second = asyncio.create_task(buffer.put(tickets[1], group(1)))
     await settle()
     assert not second.done()  # 16 + 16 > 20
     assert list(map(position, await buffer.take(1, 0))) == [0]
     await second
-    giant = asyncio.create_task(buffer.put(pa.concat_tables([group(2)] * 5)))
+    giant = asyncio.create_task(buffer.put(tickets[2], pa.concat_tables([group(2)] * 5)))
     await settle()
     assert not giant.done()
     assert list(map(position, await buffer.take(2, 0))) == [1, 2]
@@ -154,10 +151,9 @@ async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() ->
 
 
 async def test_a_cancelled_take_gives_back_what_it_held() -> None:
-    buffer = Buffer(slots=3, max_bytes=2**20, on_drop=print)
+    buffer = Buffer(3, 0, max_bytes=2**20, on_drop=print)
     for number in range(2):
-        await buffer.admit()
-        await buffer.put(group(number))
+        await buffer.put(await buffer.admit(), group(number))
     waiting = asyncio.create_task(buffer.take(3, 0))
     await settle()
     assert not waiting.done()
@@ -170,19 +166,38 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
 
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
     dropped: list[pa.Table] = []
-    buffer = Buffer(slots=1, max_bytes=2**20, on_drop=dropped.append)
-    await buffer.admit()
-    await buffer.put(group(7, version=3))
+    buffer = Buffer(1, 0, max_bytes=2**20, on_drop=dropped.append)
+    await buffer.put(await buffer.admit(), group(7, version=3))
     take = asyncio.create_task(buffer.take(1, oldest_version=4))
-    await buffer.admit()  # would wait for ever if the slot of the dropped group were kept
-    await buffer.put(group(7, version=4))
+    ticket = await buffer.admit()  # would wait for ever if the slot of the dropped group were kept
+    await buffer.put(ticket, group(7, version=4))
     assert list(map(position, await take)) == [7]
     assert (list(map(position, dropped)), buffer.dropped_stale) == ([7], 1)
 
 
+async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() -> None:
+    """Two groups a step, staleness 1. The very first group takes as long as three steps would."""
+    buffer = Buffer(2, 1, max_bytes=33, on_drop=print)
+    slow, *quick = [await buffer.admit() for _ in range(4)]
+    for number, ticket in enumerate(quick[:2], start=1):
+        await buffer.put(ticket, group(number))
+    assert list(map(position, await buffer.take(2, oldest_version=-1))) == [1, 2]  # it is overtaken
+    await buffer.release(2)
+    await buffer.put(quick[2], group(3))
+    for number in (4, 5):
+        late = asyncio.create_task(buffer.put(await buffer.admit(), group(number, version=1)))
+    take = asyncio.create_task(buffer.take(2, oldest_version=0))
+    await settle()
+    assert not take.done()  # three others are there, but at the next step the slow one would be too old
+    assert late.done()  # and the bytes bound does not stand between the consumer and what it waits for
+    await buffer.put(slow, group(0))
+    assert sorted(map(position, await take)) == [0, 3]
+    assert buffer.dropped_stale == 0
+
+
 async def test_what_can_never_be_satisfied_is_refused() -> None:
-    buffer = Buffer(slots=2, max_bytes=1, on_drop=print)
+    buffer = Buffer(2, 0, max_bytes=1, on_drop=print)
     with pytest.raises(ValueError, match="1 to 2 groups"):
         await buffer.take(3, 0)
-    with pytest.raises(ValueError, match="cannot release 1 slots, 0 are in use"):
+    with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
         await buffer.release(1)

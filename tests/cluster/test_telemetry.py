@@ -75,10 +75,18 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
     now = [2.0]
     fixed_clock(monkeypatch, now)
     timeline = Timeline(tmp_path / "timeline.json")
-    with contextlib.suppress(KeyError), timeline.span("train", "learner", step=3):
-        now[0] = 2.5
-        raise KeyError
+    with timeline.span("generate", "generator-0", concurrent=True):
+        with contextlib.suppress(KeyError), timeline.span("train", "learner", step=3):
+            now[0] = 2.5
+            raise KeyError
+        now[0] = 3.0
     text = (tmp_path / "timeline.json").read_text()  # not closed
     assert json.loads(text.rstrip().rstrip(",") + "]") == [
-        {"name": "train", "ph": "X", "pid": 0, "tid": "learner", "args": {"step": 3}, "ts": 0, "dur": 500000}
+        {"name": "train", "cat": "train", "pid": 0, "tid": "learner", "args": {"step": 3}, "ph": "X"}
+        | {"ts": 0, "dur": 500000},
+        *(
+            {"name": "generate", "cat": "generate", "pid": 0, "tid": "generator-0", "args": {}, "id": 0}
+            | {"ph": phase, "ts": ts}
+            for phase, ts in (("b", 0), ("e", 1000000))
+        ),
     ]

@@ -40,9 +40,11 @@ class Head:
         dashboard, ports = _free_port(), [_free_port() for _ in range(2)]
         self.address = f"http://127.0.0.1:{dashboard}"
         self.process = subprocess.Popen(
-            [BIN / "ray", "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"]
-            + [f"--port={20000 + ports[0] % 10000}", f"--dashboard-port={dashboard}", f"--temp-dir={self.temp}"]
-            + [f"--dashboard-agent-listen-port={ports[1]}", f"--object-store-memory={128 << 20}"],
+            [
+                *(BIN / "ray", "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"),
+                *(f"--port={20000 + ports[0] % 10000}", f"--dashboard-port={dashboard}", f"--temp-dir={self.temp}"),
+                *(f"--dashboard-agent-listen-port={ports[1]}", f"--object-store-memory={128 << 20}"),
+            ],
             env=self.env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -113,8 +113,7 @@ def build(
     if workers is None:
         workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
     cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
-    slots = PER_STEP * (1 + config.max_staleness)
-    buffer = Buffer(slots, 2**20, lambda group: cursor.again(*group_position(group)))
+    buffer = Buffer(PER_STEP, config.max_staleness, 2**20, lambda group: cursor.again(*group_position(group)))
     pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
 
     def sampling(position: int, attempt: int) -> Sampling:

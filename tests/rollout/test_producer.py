@@ -94,7 +94,7 @@ def push(version: int) -> Push:
 @asynccontextmanager
 async def producing(story: Story, slots: int, folder: Path) -> AsyncIterator[Producer]:
     """A producer at work under policy v3; an exception of it ends the body and comes out as it is."""
-    pipes = Pipes(Stream(), Cursor(), Buffer(slots, 2**20, print), Latest(), Timeline(folder / "timeline.json"))
+    pipes = Pipes(Stream(), Cursor(), Buffer(slots, 0, 2**20, print), Latest(), Timeline(folder / "timeline.json"))
     producer = Producer(
         Process("generator-0", Worker, [story]), pipes, lambda position, attempt: Sampling(2, 8), DEADLINES
     )

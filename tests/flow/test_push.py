@@ -1,0 +1,120 @@
+"""A push that is dropped or corrupted on its way to a real vLLM stops the run: real learner, real Ray, real engine."""
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.actors import Actor, RemoteError, connect
+from cluster.buffer import Buffer
+from cluster.config import DeadlineConfig
+from cluster.latest import Latest
+from cluster.placement import Role
+from cluster.telemetry import Timeline
+from learner.config import RunConfig
+from learner.house import make_trainer, sampling_of, worker_spec
+from rollout.chat import Chat
+from rollout.cursor import Cursor
+from rollout.delivery import DeliveryError, Push
+from rollout.engine import Adapter, Engine, EngineSettings
+from rollout.engine_env import required_env
+from rollout.problems import load
+from rollout.producer import Pipes, Producer
+from rollout.worker import RolloutWorker, vllm_engine
+from tests.tiny import make_tiny_model
+
+REWARD = "def spread(prompts, completions, **columns):\n    return [float(i) for i in range(len(completions))]\n"
+
+
+class Forgetful:
+    """A real engine that acknowledges version 2 and goes on with version 1."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._engine = vllm_engine(settings)
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        return adapter.digest if adapter.version == 2 else await self._engine.load_adapter(adapter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def forgetful(settings: EngineSettings) -> Engine:
+    return Forgetful(settings)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("push")
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "data.jsonl").write_text("".join(f'{{"question": "say {i}"}}\n' for i in range(8)))
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(make_tiny_model(folder / "model")), "dtype": "float32"},
+            "data": {"path": str(folder / "data.jsonl"), "eval": {"every": 0}},
+            "rewards": [{"use": f"{folder}/rewards.py:spread"}],
+            "rollout": {"num_generations": 4, "max_completion_length": 16, "kv_cache": "32MiB"},
+            "learner": {"learning_rate": 4e-6, "groups_per_step": 2},
+        }
+    )
+
+
+@pytest.fixture
+async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
+    """A learner and a generator whose engine is forgetful, each in its process."""
+    session = connect("local", min_cpus=2)
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this file is no module in an actor's process
+    roles = [Role("generator-0", 1, 0), Role("learner", 1, 0)]
+    await session.reserve(roles, deadline_s=60)
+    spec = dataclasses.replace(worker_spec(config, 0), make_engine=forgetful)
+    generator = session.spawn(roles[0], RolloutWorker, [spec], required_env(cuda=False), restarts=0)
+    learner = session.spawn(roles[1], make_trainer, [config, 10], {}, restarts=0)
+    await asyncio.gather(generator.ready(120), learner.ready(120))
+    yield generator, learner
+    await generator.call("close", deadline_s=30)
+    await session.close()
+
+
+async def push_of(learner: Actor, ids: Sequence[int], before: Push | None) -> Push:
+    adapter = await learner.call("adapter", deadline_s=30)
+    logprobs = await learner.call("probe", list(ids), deadline_s=30)
+    return Push(adapter, tuple(ids), logprobs, None if before is None else before.logprobs, "float32")
+
+
+@pytest.mark.timeout(300)
+async def test_a_push_that_does_not_arrive_stops_the_run(
+    house: tuple[Actor, Actor], config: RunConfig, tmp_path: Path
+) -> None:
+    generator, learner = house
+    problems, _ = load(config.data, Chat.load(config.model.path), 64, seed=0)
+    timeline = Timeline(tmp_path / "timeline.json")
+    pipes = Pipes(problems, Cursor(), Buffer(2, 0, 10**6, lambda group: None), Latest(), timeline)
+    producer = Producer(generator, pipes, sampling_of(config), DeadlineConfig())
+    ids = problems.at(0).prompt_ids
+
+    pushes = [await push_of(learner, ids, None)]
+    await producer.deliver(pushes[0])
+    for version in (1, 2):
+        requests = [producer.request(problems.at(i), sampling_of(config)(i, 0), 0) for i in range(2)]
+        groups = [group for group in await asyncio.gather(*requests) if group is not None]
+        metrics = await learner.call("step", groups, deadline_s=60)
+        assert metrics["policy/mismatch_max"] < 1e-3
+        pushes.append(await push_of(learner, ids, pushes[-1]))
+        if version == 1:
+            corrupt = dataclasses.replace(pushes[1].adapter, payload=pushes[1].adapter.payload[:-4] + b"\1\1\1\1")
+            with pytest.raises(
+                RemoteError, match=r"generator-0: load_adapter failed: AdapterCorrupt: adapter v1: sha256"
+            ):
+                await producer.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
+            await producer.deliver(pushes[1])
+    moved = abs(pushes[2].logprobs - pushes[1].logprobs).max()
+    assert 1e-4 < moved < 1e-3  # one small step: the tolerance alone would let it pass
+    with pytest.raises(DeliveryError, match=r"generator-0: generates with adapter v1, though it acknowledged v2.*nats"):
+        await producer.deliver(pushes[2])
+    assert pipes.latest.acknowledgements == {"generator-0": 1}
