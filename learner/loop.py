@@ -198,13 +198,12 @@ class Loop:
         start, now, timeline = self._accounted, time.perf_counter(), self.sinks.timeline
         kinds = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
         busy = {kind: timeline.busy(kind, start, now) for kind in kinds}
-        apart = seconds(busy["evaluate"]) + seconds(busy["checkpoint"])
         timeline.forget_before(start)
         self._accounted = now
         return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
             "time/step": now - start,
             "time/overlap": overlap(busy["generate"], busy["train"]),
-            "rollout/tokens_per_s": tokens / (now - start - apart),
+            "rollout/tokens_per_s": tokens / (now - start),
         }
 
     async def _save(self) -> None:

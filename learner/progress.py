@@ -83,7 +83,11 @@ class Progress:
             self.console.print(table)
             for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
                 self.console.print(Text(f"prompt  {old['prompt']}", style="bold"))
-                self.console.print(Text(f"before  {old['completion']}  (reward {old['reward']})"))
-                self.console.print(Text(f"after   {new['completion']}  (reward {new['reward']})\n"))
+                self.console.print(Text(f"before  {old['completion']}  (reward {_short(old['reward'])})"))
+                self.console.print(Text(f"after   {new['completion']}  (reward {_short(new['reward'])})\n"))
         self.console.print(f"adapter  {run_dir / 'adapter'}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+
+
+def _short(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.3g}"

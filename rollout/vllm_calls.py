@@ -5,7 +5,6 @@ Everything is passed by keyword, since positions differ between vLLM 0.26 and 0.
 
 from __future__ import annotations
 
-import logging
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -61,7 +60,6 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
 
 def build_engine(arguments: dict[str, Any]) -> Any:
     """A vllm LLMEngine in this process; the calling thread owns it from here on."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no Triton on a CPU is no news
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 

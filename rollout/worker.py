@@ -131,6 +131,7 @@ class RolloutWorker:
 
 def vllm_engine(settings: EngineSettings) -> Engine:
     """The real engine; vLLM is imported in the process that runs it and nowhere else."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
     from rollout.vllm_engine import VllmEngine
 
     return VllmEngine(settings)
