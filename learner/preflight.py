@@ -17,8 +17,13 @@ from rollout.chat import Chat, ChatError
 from rollout.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
-# What decides which numbers a run produces: a resumed run must have the same.
+# What decides which numbers a run produces: a resumed run must have the same. How many processes and bytes it uses is free.
 IDENTITY = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
+FREE = {
+    "rollout": {"workers", "kv_cache", "max_num_seqs", "reward_workers"},
+    "learner": {"token_budget", "checkpointing"},
+    "data": {"eval"},
+}
 
 
 class PreflightError(ValueError):
@@ -99,16 +104,27 @@ def _check_output(run_dir: Path) -> None:
 
 
 def _check_same_run(config: RunConfig, folder: Path) -> None:
-    then = json.loads((folder / "config.json").read_text())
-    now = _absolute(config).model_dump(mode="json")
-    different = [key for key in IDENTITY if then.get(key) != now[key] and key != "data"]
-    if {**then["data"], "eval": None} != {**now["data"], "eval": None}:
-        different.append("data")
+    then = RunConfig.model_validate_json((folder / "config.json").read_text())
+    now = _absolute(config)
+    different = [key for key in IDENTITY if _deciding(then, key) != _deciding(now, key)]
+    if _held_out(then) != _held_out(now):
+        different.append("data.eval")
     if different:
         raise PreflightError(
-            f"resume: {folder} was made with another {', '.join(different)}; give this run another name=, or set the "
-            "same values again"
+            f"resume: {folder} was made with another {', '.join(different)}; give this run another name= (and "
+            f"model.adapter={folder.parents[1] / 'adapter'} to start from what was learned), or set the same values again"
         )
+
+
+def _deciding(config: RunConfig, key: str) -> object:
+    value = config.model_dump(mode="json")[key]
+    return {k: v for k, v in value.items() if k not in FREE.get(key, ())} if isinstance(value, dict) else value
+
+
+def _held_out(config: RunConfig) -> object:
+    """What the choice of held-out problems depends on, and so what is left to train on."""
+    held_out = config.data.eval
+    return held_out.path is None and held_out.every > 0 and held_out.size
 
 
 def _absolute(config: RunConfig) -> RunConfig:
