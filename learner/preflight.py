@@ -1,6 +1,5 @@
 """Everything that can be wrong is found before anything expensive starts: one clear line each, nothing written."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rollout.chat import Chat, ChatError
 from rollout.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
-# What decides which numbers a run produces: a resumed run must have the same. How many processes and bytes it uses is free.
+# What decides which numbers a run produces: a resumed run must have the same. Processes and bytes are free to change.
 IDENTITY = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
 FREE = {
     "rollout": {"workers", "kv_cache", "max_num_seqs", "reward_workers"},
@@ -112,7 +111,7 @@ def _check_same_run(config: RunConfig, folder: Path) -> None:
     if different:
         raise PreflightError(
             f"resume: {folder} was made with another {', '.join(different)}; give this run another name= (and "
-            f"model.adapter={folder.parents[1] / 'adapter'} to start from what was learned), or set the same values again"
+            f"model.adapter={folder.parents[1] / 'adapter'} to start from what was learned), or the same values again"
         )
 
 
