@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from learner.settings import parse_value
 from rewards.base import RewardError
+from rewards.check import try_rewards
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from rollout import ledger
@@ -34,6 +36,7 @@ def rescore(use: str, folder: str, num_steps: int, timeout_s: float, arguments: 
     try:
         args = {key: parse_value(text) for key, _, text in (item.partition("=") for item in arguments)}
         config = RewardConfig(use=use, timeout_s=timeout_s, args=args)
+        try_rewards([config], **_case(groups[0]))
         scores = asyncio.run(_score(config, groups))
     except (RewardError, ValidationError) as error:
         raise RescoreError(str(error)) from None
@@ -48,19 +51,20 @@ def _groups(rows: pa.Table) -> list[pa.Table]:
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table]) -> list[Scores]:
     async with RewardPool([config]) as pool:
-        return [await _score_group(pool, group) for group in groups]
+        return [await pool.score(**_case(group)) for group in groups]
 
 
-async def _score_group(pool: RewardPool, group: pa.Table) -> Scores:
+def _case(group: pa.Table) -> dict[str, Any]:
+    """What a judge was given for this group."""
     problem = json.loads(group.column("problem")[0].as_py())
     texts = group.column("completion").to_pylist()
     chatty = not isinstance(problem["messages"], str)
-    return await pool.score(
-        prompts=[problem["messages"]] * len(texts),
-        completions=[[{"role": "assistant", "content": text}] for text in texts] if chatty else texts,
-        completion_ids=group.column("completion_ids").to_pylist(),
-        columns={key: [value] * len(texts) for key, value in problem["columns"].items()},
-    )
+    return {
+        "prompts": [problem["messages"]] * len(texts),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chatty else texts,
+        "completion_ids": group.column("completion_ids").to_pylist(),
+        "columns": {key: [value] * len(texts) for key, value in problem["columns"].items()},
+    }
 
 
 def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores: Sequence[Scores]) -> str:

@@ -4,6 +4,10 @@ Upstream (vllm/lora/ops/torch_ops/lora_ops.py, the same from 0.26 to 0.32) gathe
 token, tokens x rank x width floats per layer, and applies the adapter in the last slot to rows without one (index
 -1). vLLM already sorts a step's tokens into runs of one adapter; here every run is two matrix products, and rows
 without an adapter are left alone. In decode there is nearly always one run.
+
+The head is another matter: its op takes one row per sequence of the step for granted, so a probe, whose prompt logprobs
+are one row per token, kills the engine as soon as it shares a step with completions. No adapter of ours touches the
+head, hence that op does nothing here, in every release.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ def install_fast_cpu_lora() -> bool:
     import vllm
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
+    wrapper: Any = PunicaWrapperCPU
+    wrapper.add_lora_logits = _no_lora_logits
     release = _release(vllm.__version__)
     if not _KNOWN[0] <= release <= _KNOWN[1]:
         log.warning(
@@ -41,7 +47,6 @@ def install_fast_cpu_lora() -> bool:
             vllm.__version__,
         )
         return False
-    wrapper: Any = PunicaWrapperCPU
     upstream = (wrapper._update_prefill_metadata, wrapper.add_lora_linear)
     if upstream[1] is _add_lora_linear:
         return True
@@ -58,6 +63,10 @@ def install_fast_cpu_lora() -> bool:
         )
         return False
     return True
+
+
+def _no_lora_logits(*_: Any, **__: Any) -> None:
+    """Adds nothing to the logits: the learner refuses adapters of the output embedding."""
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -45,9 +45,9 @@ def settings(model: Path, **changes: Any) -> EngineSettings:
 class House:
     """One engine, the adapters it was given, and the same policies in Hugging Face + PEFT."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **changes: Any) -> None:
         self.model = model
-        self.engine = VllmEngine(settings(model))
+        self.engine = VllmEngine(settings(model, **changes))
         self.adapters: list[Adapter] = []
 
     @property
