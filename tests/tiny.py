@@ -48,8 +48,9 @@ def make_tiny_model(
     max_length: int = 512,
     tied: bool = True,
     initializer_range: float = 0.1,
+    family: str = "Qwen2",
 ) -> Path:
-    """Writes a random Qwen2 (float32) with its tokenizer under path and returns path.
+    """Writes a random model (float32) of a family, Qwen2 or Llama, with its tokenizer under path and returns path.
 
     vLLM on CPU wants hidden_size / heads in (32, 64, 80, 96, 112, 128, …). The defaults give about 0.1M weights;
     hidden_size=128, layers=4, heads=4 about 1M. initializer_range is large so that next-token
@@ -59,7 +60,7 @@ def make_tiny_model(
     import transformers
 
     hf: Any = transformers  # its constructors carry no annotations
-    config = hf.Qwen2Config(
+    config = getattr(hf, f"{family}Config")(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -75,7 +76,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = hf.Qwen2ForCausalLM(config)
+        model = getattr(hf, f"{family}ForCausalLM")(config)
     model.generation_config = hf.GenerationConfig(eos_token_id=list(EOS_IDS), pad_token_id=259)
     model.float().save_pretrained(path)
     make_tokenizer().save_pretrained(path)
