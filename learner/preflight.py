@@ -116,6 +116,10 @@ def _check_same_run(config: RunConfig, folder: Path) -> None:
 
 
 def _deciding(config: RunConfig, key: str) -> object:
+    if in_job():  # whose copy of the working directory lies elsewhere each time
+        model = config.model.model_copy(update={"path": Path(config.model.path).name})
+        rewards = [reward.model_copy(update={"use": Path(reward.use).name}) for reward in config.rewards]
+        config = config.model_copy(update={"model": model, "rewards": rewards})
     value = config.model_dump(mode="json")[key]
     return {k: v for k, v in value.items() if k not in FREE.get(key, ())} if isinstance(value, dict) else value
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from learner import checkpoint
+from learner import checkpoint, preflight
+from learner.config import RunConfig
 from learner.main import main
 from tests.tiny import make_tiny_model
 
@@ -122,3 +123,18 @@ def test_another_run_in_the_same_folder(config: dict[str, Any], capsys: pytest.C
     assert prepared.resume_from == root / "step-000003"
     assert prepared.finished_steps == 3
     assert "step-000006: weights has another sha256" in prepared.skipped_checkpoints[0]
+
+
+def test_a_job_goes_on_from_another_copy_of_its_working_directory(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(copy: Path, **changes: Any) -> RunConfig:
+        given = {"name": "run", "output_dir": str(tmp_path / "kept"), "rewards": [{"use": f"{copy}/rewards.py:ok"}]}
+        return RunConfig.model_validate(config | given | {"model": {"path": f"{copy}/tiny"}} | changes)
+
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    first, second = job(tmp_path / "copy-1"), job(tmp_path / "copy-2")
+    (tmp_path / "config.json").write_text(first.model_dump_json())
+    preflight._check_same_run(second, tmp_path)
+    with pytest.raises(preflight.PreflightError, match="made with another rewards;"):
+        preflight._check_same_run(job(tmp_path, rewards=[{"use": f"{tmp_path}/rewards.py:other"}]), tmp_path)
