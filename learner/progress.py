@@ -59,11 +59,10 @@ class Progress:
             self._live.update(self._picture())
 
     def note(self, text: str) -> None:
-        """A passing remark: the status line on a terminal, a line of its own elsewhere."""
-        if self._live is None:
-            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-        else:
-            self._status = text
+        """A remark on a line of its own, above the table on a terminal, where it is the status, too."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self._status = text
+        if self._live is not None:
             self._live.update(self._picture())
 
     def _picture(self) -> Group:
@@ -82,9 +81,11 @@ class Progress:
                 table.add_row(key, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
             self.console.print(table)
             for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
-                self.console.print(Text(f"prompt  {old['prompt']}", style="bold"))
-                self.console.print(Text(f"before  {old['completion']}  (reward {_short(old['reward'])})"))
-                self.console.print(Text(f"after   {new['completion']}  (reward {_short(new['reward'])})\n"))
+                lines = Text(f"prompt  {old['prompt']}\n", style="bold")
+                lines.append(f"before  {old['completion']}  (reward {_short(old['reward'])})\n", style="not bold")
+                if last is not first:  # a run stopped before its second evaluation has no after
+                    lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
+                self.console.print(lines, soft_wrap=True)
         self.console.print(f"adapter  {run_dir / 'adapter'}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
 
