@@ -12,16 +12,18 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.placement import Placement, Role, place
+from cluster.placement import Placement, PlacementError, Role, place
 
 log = logging.getLogger("cluster")
 
+TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "gl-"  # short: socket paths end at 107 bytes
 OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
 
 # Of roles, whose lines reach the driver: no progress bars, and no notes from one library to the authors of another.
@@ -159,6 +161,8 @@ class Session:
     def __init__(self, mode: str, temp_dir: Path | None) -> None:
         self.mode = mode  # local | joined
         self._temp_dir = temp_dir
+        # What roles leave in temporary folders goes with the private cluster, also when they are killed.
+        self._role_env = {"TMPDIR": str(temp_dir)} if temp_dir is not None else {}
         self._actors: list[Remote] = []
         self._group: Any = None
         self._placement: Placement | None = None
@@ -202,7 +206,7 @@ class Session:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
             ),
-            "runtime_env": {"env_vars": {**QUIET, **env, "OMP_NUM_THREADS": threads}},
+            "runtime_env": {"env_vars": {**QUIET, **self._role_env, **env, "OMP_NUM_THREADS": threads}},
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         remote = Remote(role.name, ray.remote(named).options(**options).remote(factory, list(args)))
@@ -236,6 +240,8 @@ def connect(address: str, min_cpus: float) -> Session:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a role without a GPU must not see one
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     if in_job() or address != "local":
+        if not in_job():
+            _check_listening(address)
         import ray
 
         ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
@@ -246,7 +252,8 @@ def connect(address: str, min_cpus: float) -> Session:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    temp_dir = Path(tempfile.mkdtemp(prefix="gl-", dir="/tmp"))  # short: socket paths end at 107 bytes
+    _sweep()
+    temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
     ray.init(
         address="local",
         include_dashboard=False,
@@ -257,6 +264,27 @@ def connect(address: str, min_cpus: float) -> Session:
         _temp_dir=str(temp_dir),
     )
     return Session("local", temp_dir)
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself would try for a minute, without a word."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise PlacementError(
+                f"cluster.address: nothing answers at {address} ({error.strerror or error}); start it with: "
+                f"ray start --head --port={port}, or use cluster.address=local"
+            ) from None
+
+
+def _sweep() -> None:
+    """Removes the folders of private clusters whose driver was killed before it could."""
+    for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
+        owner = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cause(error: Any) -> str:

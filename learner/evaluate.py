@@ -44,13 +44,16 @@ async def evaluate(
     producers: Sequence[Producer], problems: Sequence[Problem], config: RunConfig, step: int
 ) -> Evaluation:
     """One greedy completion per problem; a completion that could not be judged counts as wrong."""
+    # As many at once as run at once: the deadline of a group is for the group, not for the queue before it.
+    places = [asyncio.Semaphore(config.rollout.max_num_seqs) for _ in producers]
     greedy = Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
 
     async def answer(index: int, problem: Problem) -> pa.Table:
-        producer = producers[index % len(producers)]
-        while (group := await producer.request(problem, greedy, attempt=0)) is None:
-            pass  # the process was lost and is alive again
-        return group
+        mine = index % len(producers)
+        async with places[mine]:
+            while (group := await producers[mine].request(problem, greedy, attempt=0)) is None:
+                pass  # the process was lost and is alive again
+            return group
 
     rows = pa.concat_tables(await asyncio.gather(*(answer(i, p) for i, p in enumerate(problems))))
     judge = accuracy_judge(config.rewards, config.data.eval.judge)

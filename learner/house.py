@@ -11,6 +11,7 @@ from cluster.actors import Actor, Session, connect
 from cluster.buffer import Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
+from learner import checkpoint
 from learner.config import RunConfig
 from learner.loop import Loop, Sinks
 from learner.preflight import Prepared, roles
@@ -33,8 +34,9 @@ BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long 
 async def live(prepared: Prepared) -> int:
     """Builds the house, runs the loop in it, and takes it down whatever happens."""
     config = prepared.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     with Progress(prepared.total_steps) as progress:
+        # Set up in here, where lines for the terminal go around the live table.
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         progress.note(f"run folder {config.run_dir}")
         for skipped in prepared.skipped_checkpoints:
             progress.note(f"checkpoint skipped: {skipped}")
@@ -51,12 +53,22 @@ async def live(prepared: Prepared) -> int:
             await loop.run(prepared.resume_from)
             loop.sinks.metrics.close()
             loop.sinks.timeline.close()
+        except BaseException:
+            progress.note(_where_it_goes_on(config))
+            raise
         finally:
             # A generator that still can ends its judges and files itself; one that cannot is killed right after.
             await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
             await session.close()
     progress.summary(loop.evaluations, config.run_dir)
     return 0
+
+
+def _where_it_goes_on(config: RunConfig) -> str:
+    newest, _ = checkpoint.newest(config.run_dir / "checkpoints")
+    if newest is None:
+        return "the run ends before its first checkpoint"
+    return f"the run ends; the same command goes on from its checkpoint of step {checkpoint.step_of(newest)}"
 
 
 async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor], Actor]:
@@ -156,15 +168,19 @@ def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
 
 
 def _obey_signals(loop: Loop) -> None:
-    """First Ctrl-C or SIGTERM: finish the step, checkpoint, leave. Second: leave now. (Ray has set its own before.)"""
+    """First Ctrl-C or SIGTERM: finish the step, checkpoint, leave. Second: leave now. (Ray has set its own before.)
+
+    Further ones are not heard: the clean-up must not be cut short.
+    """
     running, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
     def on_signal() -> None:
-        if loop.stop.is_set():
+        if not loop.stop.is_set():
+            loop.stop.set()
+            loop.sinks.progress.note("stopping after this step, with a checkpoint; once more to stop at once")
+        elif not task.cancelling():
             task.cancel()
-        loop.stop.set()
-        loop.sinks.progress.note("stopping after this step, with a checkpoint; once more to stop at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         running.add_signal_handler(number, on_signal)

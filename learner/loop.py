@@ -240,5 +240,6 @@ class Loop:
         self.step = self._saved = int(state["step"])
         self.pipes.cursor.restore(**state["cursor"])
         self.pipes.buffer.dropped_stale = int(state["dropped_stale"])
+        ledger.forget_after(self.sinks.folder / "rollouts", self.step)
         self.evaluations = [Evaluation(**e) for e in state["evaluations"]]
         self.sinks.progress.note(f"resumed at step {self.step} from {folder}")

@@ -55,7 +55,7 @@ def roles(config: RunConfig) -> list[Role]:
 def prepare(config: RunConfig) -> Prepared:
     """Checks output folder, placement, checkpoints, model, data and rewards, cheapest first."""
     if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
-        config = config.model_copy(update={"output_dir": str(Path.home() / config.output_dir)})
+        config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
     _check_output(config.run_dir)
     if config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
         place(roles(config), [local_node(sum(role.cpus for role in roles(config)))])
@@ -67,8 +67,8 @@ def prepare(config: RunConfig) -> Prepared:
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
     config = _absolute(config)
-    _check_model(config)
     chat = Chat.load(config.model.path)
+    _check_context(config, chat.context)
     problems, heldout = load(config.data, chat, config.rollout.max_prompt_length, config.seed)
     try:
         accuracy_judge(config.rewards, config.data.eval.judge)
@@ -134,7 +134,8 @@ def _absolute(config: RunConfig) -> RunConfig:
     """Paths that exist here are made absolute, since the processes of the run have folders of their own."""
 
     def whole(text: str | None) -> str | None:
-        return str(Path(text).absolute()) if text is not None and Path(text).exists() else text
+        path = Path(text).expanduser() if text is not None else None
+        return str(path.absolute()) if path is not None and path.exists() else text
 
     model = config.model.model_copy(update={"path": whole(config.model.path), "adapter": whole(config.model.adapter)})
     rewards = []
@@ -145,19 +146,8 @@ def _absolute(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model, "rewards": rewards})
 
 
-def _check_model(config: RunConfig) -> None:
-    """Reads config.json only: the model exists, and prompt and completion fit its context."""
-    from transformers import AutoConfig
-
-    try:
-        shape = AutoConfig.from_pretrained(config.model.path)
-    except (OSError, ValueError) as error:
-        raise PreflightError(
-            f"model.path: {config.model.path} is neither a folder with a config.json nor a model that the hub gives "
-            f"({str(error).splitlines()[0]})"
-        ) from None
+def _check_context(config: RunConfig, context: int | None) -> None:
     need = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    context = getattr(shape, "max_position_embeddings", None)
     if context is not None and need > context:
         raise PreflightError(
             f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "

@@ -75,10 +75,11 @@ class Progress:
         """Before and after: scores, three completions, and where the adapter is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
-            table = Table("held-out", f"step {first.step}", f"step {last.step}", "change", title="summary")
+            later = [f"step {last.step}", "change"] if last is not first else []
+            table = Table("held-out", f"step {first.step}", *later, title="summary")
             for key in sorted(last.metrics):
                 before, after = first.metrics.get(key, float("nan")), last.metrics[key]
-                table.add_row(key, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+                table.add_row(key, *[f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"][: 1 + len(later)])
             self.console.print(table)
             for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
                 lines = Text(f"prompt  {old['prompt']}\n", style="bold")

@@ -29,7 +29,7 @@ class Chat:
     message, a blank line between them, encoded as the tokenizer encodes any text.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int, context: int | None = None) -> None:
         highest = max(tokenizer.get_vocab().values())
         if highest >= vocabulary:
             raise ChatError(
@@ -44,6 +44,7 @@ class Chat:
             )
         self._tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
+        self.context = context  # tokens that prompt and completion may have together; None where the model says nothing
         self.has_template = bool(tokenizer.chat_template)
 
     @classmethod
@@ -52,13 +53,14 @@ class Chat:
         config = _read_json(path, "config.json")
         if not config:
             raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
-        vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        text = config | config.get("text_config", {})  # where a model of several kinds of input keeps these
+        vocabulary, context = text.get("vocab_size"), text.get("max_position_embeddings")
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = _tokenizer(path)
         ends = [tokenizer.eos_token_id, _read_json(path, "generation_config.json").get("eos_token_id")]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
-        return cls(tokenizer, tuple(dict.fromkeys(flat)), int(vocabulary))
+        return cls(tokenizer, tuple(dict.fromkeys(flat)), int(vocabulary), context)
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """What the model is given (messages, or plain text without a template) and its token ids [P]."""

@@ -29,3 +29,10 @@ def read(path: Path) -> pa.Table:
 def steps(folder: Path) -> list[Path]:
     """Every step file of a `rollouts/` folder, oldest first."""
     return sorted(path for path in folder.glob("step-*.parquet") if re.fullmatch(r"step-\d{6,}", path.stem))
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Deletes the files of steps that a resumed run takes again."""
+    for path in steps(folder):
+        if int(path.stem.removeprefix("step-")) > step:
+            path.unlink()

@@ -54,7 +54,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
 
 
 WRONG = {
-    "missing model": (["model.path=/no/such/model"], "model.path: .*config.json"),
+    "missing model": (["model.path=/no/such/model"], "model.path: folder must exist, got /no/such/model"),
     "missing column": (["data.prompt=questoin"], "questoin.*question"),
     "missing data": (["data.path=nothing.jsonl"], "nothing.jsonl"),
     "reward file that does not import": (["rewards=[{use: 'broken.py:ok'}]"], "broken.py.*no_such_module"),
