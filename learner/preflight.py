@@ -117,7 +117,9 @@ def _absolute(config: RunConfig) -> RunConfig:
     def whole(text: str | None) -> str | None:
         return str(Path(text).absolute()) if text is not None and Path(text).exists() else text
 
-    model = config.model.model_copy(update={"path": whole(config.model.path), "adapter": whole(config.model.adapter)})
+    model = config.model.model_copy(
+        update={name: whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+    )
     rewards = []
     for reward in config.rewards:
         file, colon, function = reward.use.rpartition(":")

@@ -22,12 +22,14 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from learner import checkpointing
+from learner.adapters import WEIGHTS_FILE
 from learner.advantage import ADVANTAGES, has_signal
 from learner.batch import MicroBatch, Rows, micro_batches, read
 from learner.config import LearnerConfig, ModelConfig
 from learner.logprob import policy_logprobs, token_logprobs
 from learner.loss import LOSSES, metrics_of, token_loss
-from learner.model import WEIGHTS_FILE, Policy
+from learner.model import Policy
 from learner.optimizer import Updater, rate_factor
 from rollout.engine import Adapter
 
@@ -67,7 +69,14 @@ class Trainer:
         self._max_completion_length, self._total_steps = max_completion_length, total_steps
         self._device = torch.device(device)
         self._budget = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
-        self._policy = Policy(model, learner.lora, checkpointing=learner.checkpointing, seed=seed, device=self._device)
+        self._policy = Policy(
+            model,
+            learner.lora,
+            checkpointing=checkpointing.resolve(learner.checkpointing, self._device),
+            seed=seed,
+            device=self._device,
+            offload=learner.offload_boundaries,
+        )
         self._updater = Updater(list(self._policy.masters.values()), learner, dtype=model.dtype, device=self._device)
         self._version = 0
         self._nonfinite = 0  # skipped updates in a row
@@ -178,7 +187,7 @@ class Trainer:
     @torch.no_grad()
     def _references(self, batches: list[MicroBatch]) -> list[Tensor | None]:
         policy = self._policy
-        with policy.reference():
+        with policy.acting_as("reference"):
             return [
                 token_logprobs(policy.predicting(batch), policy.head, batch.targets, self._temperature)
                 for batch in batches
