@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from learner.config import ModelConfig
+from learner.meta_base import without_weights
 
 # Settings of a transformers config by which some models transform their logits after the head, which learner.logprob
 # does not do; 1 and null are harmless.
@@ -41,6 +42,8 @@ def load_base(model: ModelConfig, device: torch.device) -> Any:
             )
         # Quantised weight by weight as the files are read: the whole model is never there in full.
         options = {"quantization_config": nf4(dtype), "device_map": {"": device}}
+    if device.type == "meta":  # no weights: learner.fakerun asks what a step of this model would need
+        return without_weights(config, dtype, options.get("quantization_config")).requires_grad_(False)
     lm: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, **options)
     return (lm if options else lm.to(device)).requires_grad_(False)
 
@@ -50,6 +53,20 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
+
+
+def to_eval(wrapped: Any) -> None:
+    """Evaluation mode (no dropout) without what bitsandbytes makes of it on a CPU.
+
+    A 4-bit layer in evaluation mode that meets an input without gradient rewrites its weights for a bfloat16 kernel,
+    which is less exact and cannot be differentiated afterwards. It knows that mode by its own flag alone.
+    """
+    from bitsandbytes.nn import Linear4bit  # here: slow to import; peft has done so already
+
+    wrapped.eval()
+    for module in wrapped.modules():
+        if isinstance(module, Linear4bit):
+            module.training = True
 
 
 def head_of(lm: Any, path: str) -> Tensor:
