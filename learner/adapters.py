@@ -42,7 +42,10 @@ def add_frozen(wrapped: Any, name: str, folder: str, dtype: torch.dtype) -> None
     kind = peft.PeftConfig.from_pretrained(folder).peft_type
     if getattr(kind, "value", kind) != "LORA":
         raise ValueError(f"adapter {name!r}: {folder} must be a LoRA adapter, got {kind}; export one with this project")
+    modes = [(module, module.training) for module in wrapped.modules()]
     wrapped.load_adapter(folder, name, is_trainable=False)
+    for module, training in modes:  # PEFT calls eval() on everything; checkpointing and 4-bit layers hang on the flag
+        module.training = training
     for key, weight in wrapped.named_parameters():
         if f".{name}." in key:
             weight.data = weight.data.to(dtype)

@@ -96,6 +96,7 @@ def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
             max_lora_rank=config.learner.lora.rank,
             adapter_window=config.max_staleness + 2,
             seed=config.seed * 1000 + rank,
+            base=config.model.base,
         ),
         rewards=tuple(config.rewards),
         reward_workers=rollout.reward_workers,

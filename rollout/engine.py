@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 # belong to another temperature than the learner assumes.
 MIN_TEMPERATURE = 0.01
 DTYPES = ("float32", "bfloat16", "float16")
+BASES = ("none", "nf4")
 
 
 class EngineError(RuntimeError):
@@ -152,6 +153,7 @@ class EngineSettings:
         adapter_window: adapter versions resident at once, at least 2: load_adapter waits while all others are in
             use. max_staleness + 2 is enough.
         seed: must contain the worker's rank: two engines with one seed sample the same tokens.
+        base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; CUDA only.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
 
@@ -167,11 +169,14 @@ class EngineSettings:
     max_lora_rank: int
     adapter_window: int
     seed: int
+    base: str = "none"
     gpu_memory_utilization: float = 0.05
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.base not in BASES:
+            raise ValueError(f"base must be one of {', '.join(BASES)}, got {self.base!r}")
         if self.adapter_window < 2:
             raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "max_lora_rank"):

@@ -9,6 +9,7 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _FINISH_REASONS = ("stop", "length", "abort")
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs. Raises ValueError for a LoRA rank above vLLM's highest."""
+    """Keywords of vllm.EngineArgs. Raises ValueError for a LoRA rank above vLLM's highest, and for nf4 on a CPU."""
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
     arguments: dict[str, Any] = {
@@ -48,6 +49,11 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if settings.base == "nf4":
+        if not cuda:
+            raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
+        # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
+        arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     if cuda:
         return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}
     return arguments | {
@@ -62,6 +68,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
 def build_engine(arguments: dict[str, Any]) -> Any:
     """A vllm LLMEngine in this process; the calling thread owns it from here on."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no Triton on a CPU is no news
+    if arguments.get("quantization") == "bitsandbytes":
+        _check_bitsandbytes()
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -74,6 +82,15 @@ def build_engine(arguments: dict[str, Any]) -> Any:
         os.environ.pop("LD_PRELOAD", None)
         if preload is not None:
             os.environ["LD_PRELOAD"] = preload
+
+
+def _check_bitsandbytes() -> None:
+    homes = ("vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin")
+    if not any(find_spec(home) for home in homes):
+        raise ValueError(
+            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own from vLLM 0.28 on and not "
+            "installed here; run: pip install vllm-bnb-plugin, or set model.base=none"
+        )
 
 
 def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_size: int) -> list[int]:
