@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from learner import packing
 from learner.adapters import POLICY, REFERENCE, WEIGHTS_FILE, acting_as, add_frozen, as_json, attach
+from learner.attention import Layout
 from learner.base_model import head_of, load_base
 from learner.batch import MicroBatch
 from learner.checkpointing import Policy as Checkpointing
@@ -32,6 +34,7 @@ class Policy:
     Attributes:
         head: [V, H] frozen output embedding.
         masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight) -> float32 weight to optimize.
+        packed: whether micro-batches may be packed (learner.attention); otherwise they must be padded.
         peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json).
 
     Raises:
@@ -69,20 +72,22 @@ class Policy:
         self._peft.eval()
         apply_checkpointing(self._lm, checkpointing, model.path)
         self._check_head(model.path)
+        self.packed = packing.enable(self._lm, self.head, self.predicting)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """[B, L] right-padded ids -> [B * L, H] final hidden states.
+    def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+        """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
 
         No attention mask is passed: attention is causal and the padding comes last, so no real token sees it, and
         the attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
         """
+        packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout}
         with offloaded(self._offload and torch.is_grad_enabled()):
-            states: Tensor = self._lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            states: Tensor = self._lm.base_model(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return states.flatten(0, 1)
 
     def predicting(self, batch: MicroBatch) -> Tensor:
         """[N, H] states that predict the completion tokens of the batch."""
-        return self.hidden(batch.ids).index_select(0, batch.index)
+        return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
     @contextmanager
     def acting_as(self, role: str) -> Iterator[None]:

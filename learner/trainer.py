@@ -139,7 +139,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self._device)
         rows = read(groups)
         self._policy.check_ids(max((int(ids.max()) for ids in rows.prompts + rows.completions if len(ids)), default=0))
-        batches = [batch.to(self._device) for batch in self._assemble(rows)]
+        batches = self._assemble(rows)
         rate = self._config.learning_rate * rate_factor(self._version, self._total_steps, self._config.schedule)
         metrics = self._accumulate(batches)
         norm, updated = 0.0, False
@@ -166,7 +166,7 @@ class Trainer:
         coefficients = np.zeros(len(rewards))
         coefficients[judged] = LOSSES[loss.kind](rows.lengths[judged], self._max_completion_length)
         trained = judged & ((advantages != 0) | (loss.beta > 0))
-        return micro_batches(rows, advantages, coefficients, trained, self._budget)
+        return micro_batches(rows, advantages, coefficients, trained, self._budget, packed=self._policy.packed)
 
     def _accumulate(self, batches: list[MicroBatch]) -> dict[str, float]:
         """Gradients of all micro-batches into the masters."""
@@ -174,12 +174,14 @@ class Trainer:
         references = self._references(batches) if self._config.loss.beta > 0 else [None] * len(batches)
         parts = []
         for batch, reference in zip(batches, references, strict=True):
-            hidden = self._policy.predicting(batch)
-            logprobs, entropy = policy_logprobs(hidden, self._policy.head, batch.targets, self._temperature)
-            loss, part = token_loss(
-                logprobs, entropy, batch, self._config.loss, reference=reference, version=self._version
+            on_device = batch.to(self._device)
+            logprobs, entropy = policy_logprobs(
+                self._policy.predicting(on_device), self._policy.head, on_device.targets, self._temperature
             )
-            torch.autograd.backward(self._updater.scale(loss))
+            slopes, part = token_loss(
+                logprobs, entropy, on_device, self._config.loss, reference=reference, version=self._version
+            )
+            torch.autograd.backward(logprobs, self._updater.scale(slopes))
             self._policy.collect_gradients()
             parts.append(part)
         return metrics_of(parts)
@@ -190,7 +192,7 @@ class Trainer:
         with policy.acting_as("reference"):
             return [
                 token_logprobs(policy.predicting(batch), policy.head, batch.targets, self._temperature)
-                for batch in batches
+                for batch in (batch.to(self._device) for batch in batches)
             ]
 
     def _guard(self, *, skipped: bool, loss: float, norm: float) -> None:
