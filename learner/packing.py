@@ -43,6 +43,8 @@ def enable(lm: Any, head: Tensor, predicting: Callable[[MicroBatch], Tensor]) ->
     for name in kernels(head.device, head.dtype) if reasons == [""] else []:
         try:
             lm.set_attn_implementation(name)
+            if config._attn_implementation != name:
+                raise NotImplementedError("its attention cannot be exchanged")
             reasons.append(_difference(wanted, _measure(lm, head, predicting, batches[1]), head.dtype))
         except torch.OutOfMemoryError:
             raise
