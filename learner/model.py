@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from learner import packing
 from learner.adapters import POLICY, REFERENCE, WEIGHTS_FILE, acting_as, add_frozen, as_json, attach
 from learner.attention import Layout
-from learner.base_model import head_of, load_base
+from learner.base_model import head_of, load_base, to_eval
 from learner.batch import MicroBatch
 from learner.checkpointing import Policy as Checkpointing
 from learner.checkpointing import apply as apply_checkpointing
@@ -69,7 +69,7 @@ class Policy:
         if model.adapter is not None:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         self.peft_config = as_json(self._peft.peft_config[POLICY]) | {"base_model_name_or_path": model.path}
-        self._peft.eval()
+        to_eval(self._peft)
         apply_checkpointing(self._lm, checkpointing, model.path)
         self._check_head(model.path)
         self.packed = packing.enable(self._lm, self.head, self.predicting)
