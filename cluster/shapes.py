@@ -34,7 +34,7 @@ LINEAR = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder with a gated feed-forward block. Widths in elements; `tied`: head and embedding are one matrix."""
+    """A dense decoder with a gated feed-forward block, widths in elements."""
 
     name: str
     kind: str  # model_type of its config.json
@@ -45,7 +45,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
-    tied: bool
+    tied: bool  # head and input embedding are one matrix
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on o
     mlp_bias: bool = False  # on gate, up and down
@@ -171,9 +171,10 @@ def _table(rows: str) -> dict[str, Shape]:
     shapes = {}
     for row in rows.strip().splitlines():
         name, kind, *numbers, tied, softcap = row.split()
+        hidden, ffn, layers, heads, kv_heads, head_dim, vocab = map(int, numbers)
         shapes[name] = Shape(
-            name, kind, *map(int, numbers), tied == "tied", kind == "qwen2",
-            softcap=None if softcap == "-" else float(softcap),
+            name, kind, hidden, ffn, layers, heads, kv_heads, head_dim, vocab, tied == "tied",
+            attention_bias=kind == "qwen2", softcap=None if softcap == "-" else float(softcap),
         )  # fmt: skip
     return shapes
 

@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from cluster.shapes import Shape
-from learner import attention
+from learner import packing
+from learner.attention import SEGMENTS, VARLEN
 from learner.config import LearnerConfig, ModelConfig
 from learner.trainer import Trainer
 from rollout.schema import build_group
@@ -69,7 +70,7 @@ def footprint(
     base: str = "none",
     cuda: bool = True,
 ) -> Footprint:
-    """Of the second optimizer step (in the first there are no optimizer states yet) over `groups`.
+    """Of one optimizer step over `groups`, not the first: there the optimizer has no states yet.
 
     Args:
         shape: of the model. Its head may not be soft-capped: the learner refuses such a model.
@@ -93,12 +94,21 @@ def footprint(
                 device="meta",
             )
         built = ledger.now
-        tables = [_table(*lengths) for lengths in groups]
-        trainer._step(tables)
+        _warm(trainer, cuda)
         gc.collect()
         ledger.peak = ledger.now
-        trainer._step(tables)
+        trainer._step([_table(*lengths) for lengths in groups])
         return _read(trainer, ledger, built)
+
+
+def _warm(trainer: Trainer, cuda: bool) -> None:
+    """Gives the optimizer its states, which it makes in its first step: those are part of every later peak."""
+    for master in trainer._policy.masters.values():
+        master.grad = torch.zeros_like(master)
+    for group in trainer._updater._optimizer.param_groups:
+        group["foreach"] = cuda  # AdamW's own choice on each device
+    trainer._updater.step(0.0, loss_is_finite=True)
+    trainer._policy.clear_gradients()
 
 
 def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
@@ -114,11 +124,11 @@ def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
     )
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of living meta storages while it is entered, and answers what only content could answer."""
 
     def __init__(self, granule: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._granule = granule
         self._living: dict[int, int] = {}  # storage -> bytes
@@ -139,7 +149,7 @@ class Ledger(TorchDispatchMode):
                 self._see(value)
         inside = KERNEL_BYTES.get(op)
         if inside is not None:
-            self.peak = max(self.peak, self.now + inside(*args))
+            self.peak = max(self.peak, self.now + inside(*args, **kwargs))
         return result
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> int:
@@ -167,17 +177,27 @@ def _flash_backward_bytes(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> 
     return 4 * tokens * heads * width + expanded
 
 
+def _dequantised_bytes(states: Tensor, packed: Tensor, shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """bitsandbytes multiplies many tokens by a 4-bit weight after it has multiplied the weight out (backends/cuda)."""
+    return shape[0] * shape[1] * states.element_size()
+
+
 KERNEL_BYTES: dict[Any, Callable[..., int]] = {
     torch.ops.torch_attn._varlen_attn_backward.default: _flash_backward_bytes,
+    torch.ops.bitsandbytes.gemm_4bit.default: _dequantised_bytes,
 }
 
 
 @contextmanager
 def _as_on(cuda: bool) -> Iterator[None]:
     """Within it the learner takes the branches that it would take on that device."""
+
+    def enable(lm: Any, *_: Any) -> bool:  # without the proof, which compares numbers
+        lm.set_attn_implementation(VARLEN if cuda else SEGMENTS)
+        return True
+
     with ExitStack() as stack:
-        if cuda:
-            stack.enter_context(mock.patch.object(attention, "kernels", lambda *_: [attention.VARLEN]))
+        stack.enter_context(mock.patch.object(packing, "enable", enable))
         stack.enter_context(_Cuda() if cuda else _Cpu())
         yield
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None) -> Any:
     """The causal language model of a transformers config, quantised as `from_pretrained` would do it."""
-    with torch.device("meta"):
-        lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.device("meta"), torch.no_grad():
+        lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         if quantization is not None:
             _quantise(lm, quantization)
     return lm
@@ -19,7 +19,7 @@ def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesC
 def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
     # Here: slow to import, and few runs use it.
     from bitsandbytes.functional import quantize_4bit
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn.modules import Params4bit
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     head = next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
