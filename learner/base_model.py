@@ -61,7 +61,7 @@ def to_eval(wrapped: Any) -> None:
     A 4-bit layer in evaluation mode that meets an input without gradient rewrites its weights for a bfloat16 kernel,
     which is less exact and cannot be differentiated afterwards. It knows that mode by its own flag alone.
     """
-    from bitsandbytes.nn import Linear4bit  # here: slow to import; peft has done so already
+    from bitsandbytes.nn.modules import Linear4bit  # here: slow to import; peft has done so already
 
     wrapped.eval()
     for module in wrapped.modules():

@@ -26,6 +26,8 @@ from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this one
     from learner.trainer import Trainer
 
+log = logging.getLogger("learner")
+
 CLOSE_S = 20.0
 BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
 
@@ -78,6 +80,9 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
             await worker.ready(start)
         trainer = spawn_trainer()
         await trainer.ready(start)
+        longest = config.rollout.max_prompt_length
+        fits = await trainer.call("rehearse", longest, deadline_s=config.cluster.deadlines.step)
+        log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     return list(workers), trainer
 
 

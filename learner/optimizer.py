@@ -54,6 +54,13 @@ class Updater:
         self._scaler.update()
         return norm, finite
 
+    def missing_state_bytes(self) -> int:
+        """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""
+        if self._optimizer.state or self._config.optimizer.kind == "paged_adamw_8bit":
+            return 0
+        size = 8 if self._config.optimizer.kind == "adamw" else 2  # two moments; block scales are another 1 %
+        return size * sum(weight.numel() for weight in self._weights)
+
     @property
     def may_overflow(self) -> bool:
         """True while the loss scale, not the model, may be to blame for a gradient that is not finite."""
