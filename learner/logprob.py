@@ -61,8 +61,7 @@ def token_logprobs(
     """[N] float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
     out = torch.empty(len(targets), device=hidden.device)
     for rows in _tiles(len(targets), token_tile):
-        out[rows] = _dot(hidden[rows], head[targets[rows]]) / temperature
-        out[rows] -= _fold(hidden[rows], head, temperature, vocab_tile, "logsumexp").logsumexp
+        out[rows] = _fold(hidden[rows], head, targets[rows], temperature, vocab_tile, "logprob").logprob
     return out
 
 
@@ -74,11 +73,11 @@ class _FrozenHead(torch.autograd.Function):
         logprobs, entropy = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
         jacobian = torch.empty_like(hidden)
         for rows in _tiles(len(targets), token_tile):
-            h, label = hidden[rows], head[targets[rows]].float()
-            fold = _fold(h, head, temperature, vocab_tile, "mean_row")
-            logprobs[rows] = _dot(h, label) / temperature - fold.logsumexp
-            entropy[rows] = fold.logsumexp - _dot(h, fold.mean_row) / temperature
-            jacobian[rows] = label.sub_(fold.mean_row).div_(temperature).to(hidden.dtype)
+            h = hidden[rows]
+            fold = _fold(h, head, targets[rows], temperature, vocab_tile, "mean_row")
+            logprobs[rows] = fold.logprob
+            entropy[rows] = fold.top + fold.log_total - (h.float() * fold.mean_row).sum(-1) / temperature
+            jacobian[rows] = head[targets[rows]].float().sub_(fold.mean_row).div_(temperature).to(hidden.dtype)
         ctx.save_for_backward(jacobian)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -96,12 +95,11 @@ class _TrainedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, token_tile: int, vocab_tile: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, logsumexp = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
+        logprobs, entropy, top, log_total = (torch.empty(len(targets), device=hidden.device) for _ in range(4))
         for rows in _tiles(len(targets), token_tile):
-            fold = _fold(hidden[rows], head, temperature, vocab_tile, "entropy")
-            logsumexp[rows], entropy[rows] = fold.logsumexp, fold.entropy
-            logprobs[rows] = _dot(hidden[rows], head[targets[rows]]) / temperature - fold.logsumexp
-        ctx.save_for_backward(hidden, head, targets, logsumexp)
+            fold = _fold(hidden[rows], head, targets[rows], temperature, vocab_tile, "entropy")
+            logprobs[rows], entropy[rows], top[rows], log_total[rows] = fold[:4]
+        ctx.save_for_backward(hidden, head, targets, top, log_total)
         ctx.settings = temperature, token_tile, vocab_tile
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -109,7 +107,7 @@ class _TrainedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, head, targets, logsumexp = ctx.saved_tensors
+        hidden, head, targets, top, log_total = ctx.saved_tensors
         temperature, token_tile, vocab_tile = ctx.settings
         slope = (grad / temperature)[:, None]
         # Vocabulary outside: float32 sums of [N, H] and of one tile of the head, instead of a whole [V, H].
@@ -118,13 +116,13 @@ class _TrainedHead(torch.autograd.Function):
             weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
             for rows in _tiles(len(targets), token_tile):
                 logits = _product(hidden[rows], weight.t()).div_(temperature)
-                logits.sub_(logsumexp[rows, None]).exp_().mul_(-slope[rows])
-                place = targets[rows, None] - words.start
-                inside = (place >= 0) & (place < len(weight))
-                logits.scatter_add_(1, place.clamp(0, len(weight) - 1), torch.where(inside, slope[rows], 0.0))
+                logits.sub_(top[rows, None]).sub_(log_total[rows, None]).exp_().mul_(-slope[rows])
+                place, inside = _within(targets[rows], words)
+                logits.scatter_add_(1, place, torch.where(inside, slope[rows], 0.0))
                 rounded = logits.to(head.dtype)
                 grad_hidden[rows] += _product(rounded, weight)
                 total += _product(rounded.t(), hidden[rows])
+                del logits, rounded  # before the next tile is made
             grad_head[words] = total.to(head.dtype)
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
 
@@ -132,20 +130,26 @@ class _TrainedHead(torch.autograd.Function):
 class _Fold(NamedTuple):
     """Of one tile of tokens, float32."""
 
-    logsumexp: Tensor  # [n] of the logits
+    logprob: Tensor  # [n] of the targets
     entropy: Tensor  # [n]
+    top: Tensor  # [n] greatest logit
+    log_total: Tensor  # [n] logsumexp of the logits less `top`: apart, or great logits would round it away
     mean_row: Tensor  # [n, H] p W
 
 
-def _fold(hidden: Tensor, head: Tensor, temperature: float, vocab_tile: int, want: str) -> _Fold:
-    """What the forward pass needs of the logits, folded over the tiles of the vocabulary; `want` names one field more
-    than the logsumexp, the others are not to be read."""
+def _fold(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, vocab_tile: int, want: str) -> _Fold:
+    """What the forward pass needs of the logits, folded over the tiles of the vocabulary.
+
+    `want`: logprob, entropy or mean_row; of the last two the other one is not to be read.
+    """
     n = len(hidden)
     top = torch.full((n,), torch.finfo(torch.float32).min, device=hidden.device)
-    total, spread = (torch.zeros(n, device=hidden.device) for _ in range(2))  # sums of exp(z - top), and times z - top
+    total, spread, label = (torch.zeros(n, device=hidden.device) for _ in range(3))
     mean = torch.zeros(n, hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
     for words in _tiles(len(head), vocab_tile):
         logits = _product(hidden, head[words].t()).div_(temperature)
+        place, inside = _within(targets, words)
+        label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]  # of the same product, so errors cancel
         higher = torch.maximum(top, logits.amax(-1))
         lift = top - higher
         decay = lift.exp()
@@ -153,12 +157,21 @@ def _fold(hidden: Tensor, head: Tensor, temperature: float, vocab_tile: int, wan
         weights = logits.exp() if want == "entropy" else logits.exp_()
         if want == "mean_row":
             mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words]))
-        elif want == "entropy":
-            spread.addcmul_(lift, total).mul_(decay).add_(logits.mul_(weights).sum(-1))
+        elif want == "entropy":  # total is the sum of exp(z - top), spread that of exp(z - top) (z - top)
+            spread.addcmul_(lift, total).mul_(decay).add_(torch.linalg.vecdot(logits, weights))
         total.mul_(decay).add_(weights.sum(-1))
         top = higher
+        del logits, weights  # before the next tile is made
     log_total = total.log()
-    return _Fold(log_total + top, log_total - spread / total, mean.div_(total[:, None]))
+    entropy = log_total - spread / total
+    return _Fold(label - top - log_total, entropy, top, log_total, mean.div_(total[:, None]))
+
+
+def _within(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """([n, 1] place of each target in that tile of the vocabulary, [n, 1] whether it is there; else the place is 0)."""
+    place = targets[:, None] - words.start
+    inside = (place >= 0) & (place < words.stop - words.start)
+    return place * inside, inside
 
 
 def _tiles(length: int, tile: int) -> list[slice]:
@@ -172,7 +185,3 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # no CPU kernel has half inputs and a float32 output
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a.float() * b.float()).sum(-1)
