@@ -198,7 +198,10 @@ def _as_on(cuda: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(packing, "enable", enable))
-        stack.enter_context(_Cuda() if cuda else _Cpu())
+        if cuda:
+            stack.enter_context(_Cuda())
+        else:
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _cpu_attention))
         yield
 
 
@@ -208,15 +211,6 @@ class _Cuda(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
-        return function(*args, **(kwargs or {}))
-
-
-class _Cpu(TorchFunctionMode):
-    """Attention by the CPU's flash kernel, which a meta tensor would not choose."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            return _cpu_attention(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
@@ -230,6 +224,7 @@ def _cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """The CPU's flash kernel, which a meta tensor would not choose."""
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out
