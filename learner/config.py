@@ -57,9 +57,9 @@ class LossConfig(Frozen):
 
 
 class LearnerConfig(Frozen):
-    """The learner's update. `token_budget`: padded tokens of a micro-batch; auto = 8192."""
+    """The learner's update. `token_budget`: tokens of a micro-batch, a shared prompt once; auto = 8192."""
 
-    mode: Literal["lora"] = "lora"
+    mode: Literal["lora", "full"] = "lora"  # full: every weight of the model, no adapter
     lora: LoraConfig = LoraConfig()
     groups_per_step: Annotated[int, Field(ge=1)] = 8
     learning_rate: Positive = 2e-5
@@ -129,9 +129,24 @@ class RunConfig(Frozen):
                 "learner.offload_boundaries: needs learner.checkpointing=full on a GPU, else there is nothing to move; "
                 f"got checkpointing={learner.checkpointing}, cluster.gpus.learner={gpus.learner:g}"
             )
+        if learner.mode == "full":
+            self._full()
         if self.model.reference is not None and learner.loss.beta == 0:
             raise ValueError("model.reference: without learner.loss.beta > 0 nothing is held close to it; got beta=0")
         return self
+
+    def _full(self) -> None:
+        """What goes with learner.mode full: no adapter to set, no second copy of the model, no type that overflows."""
+        wrong = {
+            "learner.lora": self.learner.lora != LoraConfig(),
+            "model.adapter": self.model.adapter is not None,
+            "model.base=nf4": self.model.base != "none",
+            "model.dtype=float16": self.model.dtype == "float16",
+            "learner.loss.beta > 0, whose reference would be a second copy of the model,": self.learner.loss.beta > 0,
+        }
+        named = [name for name, is_set in wrong.items() if is_set]
+        if named:
+            raise ValueError(f"learner.mode: full does not go with {', '.join(named)} (got both); set mode=lora")
 
     @property
     def run_dir(self) -> Path:
