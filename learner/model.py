@@ -1,15 +1,18 @@
-"""The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to.
+"""The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to; or a model that is
+trained as a whole (learner.mode: full), which has no reference.
 
 Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
 a second, cast copy of each LoRA layer's input (24 instead of 15 bytes per token, layer and hidden unit, bfloat16), and
 the adapter would not be, bit for bit, the one that vLLM serves. Updates of a bfloat16 or float16 weight would be
 rounded away, so the weights that the optimizer updates are float32 masters; the model holds their cast copy. With a
-float32 base masters and model share their memory.
+float32 base masters and model share their memory. Trained as a whole, N bfloat16 weights cost 2N bytes for the model,
+4N for the masters, 4N for their gradients, 2N for those of a micro-batch, and 8N (AdamW) or 2N (8-bit) for the states.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -29,13 +32,14 @@ HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2
 
 
 class Policy:
-    """Base model plus adapter.
+    """Base model plus adapter; without `lora`, the whole model.
 
     Attributes:
-        head: [V, H] frozen output embedding.
-        masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight) -> float32 weight to optimize.
+        head: [V, H] output embedding; frozen with an adapter.
+        masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each
+            of its weights -> float32 weight to optimize.
         packed: whether micro-batches may be packed (learner.attention); otherwise they must be padded.
-        peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json).
+        peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json); None without one.
 
     Raises:
         ValueError: the model cannot be trained here, or the adapter contradicts `lora`; the message names the setting.
@@ -45,7 +49,7 @@ class Policy:
     def __init__(
         self,
         model: ModelConfig,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
         *,
         checkpointing: Checkpointing,
         seed: int,
@@ -55,11 +59,13 @@ class Policy:
         self._lm = load_base(model, device)
         self._offload = offload
         self.head = head_of(self._lm, model.path)
-        self._peft = attach(self._lm, model, lora, seed)
-        self._roles: dict[str, str | None] = {
-            "policy": POLICY,
-            "reference": REFERENCE if REFERENCE in self._peft.peft_config else None,
-        }
+        self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
+        self.peft_config: dict[str, Any] | None = None
+        self._roles: dict[str, str | None] = {}
+        if lora is not None:
+            adapters = self._peft.peft_config
+            self.peft_config = as_json(adapters[POLICY]) | {"base_model_name_or_path": model.path}
+            self._roles = {"policy": POLICY, "reference": REFERENCE if REFERENCE in adapters else None}
         self._cast = [
             (name.replace(f".{POLICY}.", "."), weight)
             for name, weight in self._peft.named_parameters()
@@ -68,7 +74,6 @@ class Policy:
         self.masters = {name: _master(weight, self.head.dtype) for name, weight in self._cast}
         if model.adapter is not None:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
-        self.peft_config = as_json(self._peft.peft_config[POLICY]) | {"base_model_name_or_path": model.path}
         to_eval(self._peft)
         apply_checkpointing(self._lm, checkpointing, model.path)
         self._check_head(model.path)
@@ -135,7 +140,7 @@ class Policy:
         if wanted != found:
             names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
             raise ValueError(
-                f"adapter weights: names and shapes must be this model's, {len(names)} differ, first {names[0]}: "
+                f"weights: names and shapes must be this model's, {len(names)} differ, first {names[0]}: "
                 f"wanted {wanted.get(names[0])}, got {found.get(names[0])}; compare learner.lora with r and "
                 "target_modules in the adapter's adapter_config.json"
             )
@@ -143,6 +148,11 @@ class Policy:
             for name, master in self.masters.items():
                 master.copy_(tensors[name])
         self.sync()
+
+    def save_config(self, folder: Path) -> None:
+        """Writes the base model's config.json and generation_config.json."""
+        self._lm.config.save_pretrained(folder)
+        self._lm.generation_config.save_pretrained(folder)
 
     def check_ids(self, highest: int) -> None:
         """Raises ValueError if a token id is beyond the model's vocabulary."""

@@ -5,7 +5,6 @@ one thread of its own, in the order of the calls, and the event loop stays free 
 """
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,31 +16,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from learner import checkpointing
-from learner.adapters import WEIGHTS_FILE
 from learner.advantage import ADVANTAGES, has_signal
 from learner.batch import MicroBatch, Rows, micro_batches, read
 from learner.config import LearnerConfig, ModelConfig
+from learner.exports import export, load_masters, save_masters, update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
 from learner.logprob import policy_logprobs, token_logprobs
 from learner.loss import LOSSES, metrics_of, token_loss
 from learner.model import Policy
 from learner.optimizer import Updater, rate_factor
 from learner.random_state import random_state, set_random_state
-from rollout.engine import Adapter
+from rollout.engine import Adapter, Weights
 
 AUTO_TOKEN_BUDGET = 8192
 MAX_NONFINITE = 3  # skipped updates in a row
-CONFIG_FILE, STATE_FILE = "adapter_config.json", "trainer.pt"
+STATE_FILE = "trainer.pt"
 
 T = TypeVar("T")
 
 
 class Trainer:
-    """GRPO on a LoRA adapter.
+    """GRPO on a LoRA adapter, or on the whole model.
 
     Args:
         temperature: the sampler's; logprobs are of the tempered distribution, except those of `probe`.
@@ -67,14 +65,14 @@ class Trainer:
         device: str,
         memory_bytes: int | None = None,
     ) -> None:
-        self._config, self._temperature = learner, temperature
+        self._config, self._temperature, self._path = learner, temperature, model.path
         self._max_completion_length, self._total_steps = max_completion_length, total_steps
         self._device = torch.device(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
         self._memory, self._budget = MemoryLimit(memory_bytes, self._device), TokenBudget(tokens, self._device)
         self._policy = Policy(
             model,
-            learner.lora,
+            learner.lora if learner.mode == "lora" else None,
             checkpointing=checkpointing.resolve(learner.checkpointing, self._device),
             seed=seed,
             device=self._device,
@@ -118,10 +116,10 @@ class Trainer:
         """
         return await self._run(lambda: self._rehearse(prompt_length))
 
-    async def adapter(self) -> Adapter:
-        """The adapter of the present version, in the model's own type: exactly the weights the learner computes with,
-        and what vLLM would cast them to anyway."""
-        return await self._run(self._adapter)
+    async def adapter(self) -> Adapter | Weights:
+        """The adapter of the present version, or all weights with learner.mode full, in the model's own type: exactly
+        those the learner computes with, and what vLLM would cast them to anyway."""
+        return await self._run(lambda: update_of(self._policy, self._version))
 
     async def probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """[len - 1] float32, nats: logprob of token i + 1 given tokens <= i, present adapter, temperature 1.
@@ -146,7 +144,7 @@ class Trainer:
 
     async def export(self, folder: Path) -> None:
         """The present adapter in PEFT's format, float32. The folder is made."""
-        await self._run(lambda: self._export(folder))
+        await self._run(lambda: export(self._policy, folder, self._path))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -251,11 +249,6 @@ class Trainer:
                 "are those before them. Lower learner.learning_rate, or look at the last steps' rollouts"
             )
 
-    def _adapter(self) -> Adapter:
-        dtype = self._policy.head.dtype
-        tensors = {name: master.detach().to("cpu", dtype) for name, master in self._policy.masters.items()}
-        return Adapter.build(self._version, save(tensors), self._policy.peft_config)
-
     @torch.no_grad()
     def _probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         if len(token_ids) < 2:
@@ -265,13 +258,8 @@ class Trainer:
         logprobs = token_logprobs(self._policy.hidden(ids[None, :-1]), self._policy.head, ids[1:], 1.0)
         return np.asarray(logprobs.cpu().numpy())
 
-    def _export(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: master.detach().cpu() for name, master in self._policy.masters.items()}, folder / WEIGHTS_FILE)
-        (folder / CONFIG_FILE).write_text(json.dumps(self._policy.peft_config, indent=2))
-
     def _save(self, folder: Path) -> None:
-        self._export(folder)
+        save_masters(self._policy, folder)
         state = {
             "version": self._version,
             "nonfinite": self._nonfinite,
@@ -281,9 +269,8 @@ class Trainer:
         torch.save(state, folder / STATE_FILE)
 
     def _load(self, folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS_FILE)
         state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
-        self._policy.load(tensors)
+        load_masters(self._policy, folder)
         self._updater.load_state_dict(state["updater"])
         self._version, self._nonfinite = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._device)

@@ -35,10 +35,6 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enable_lora": True,
-        "max_loras": settings.adapter_window,
-        "max_cpu_loras": settings.adapter_window,
-        "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
         # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
         "logprobs_mode": "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
@@ -49,6 +45,13 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if settings.max_lora_rank > 0:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": settings.adapter_window,
+            "max_cpu_loras": settings.adapter_window,
+            "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
+        }
     if settings.base == "nf4":
         if not cuda:
             raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
