@@ -52,6 +52,11 @@ class Shape:
     softcap: float | None = None  # of the final logits: the learner refuses such a model
 
     @property
+    def norms(self) -> tuple[int, int]:
+        """RMS norms per layer of width `hidden`, and of width `head_dim`."""
+        return NORMS[self.kind]
+
+    @property
     def widths(self) -> dict[str, int]:
         """hidden, ffn, and the widths of all query heads and all key (or value) heads."""
         return {
@@ -74,7 +79,7 @@ class Shape:
     @property
     def other_params(self) -> int:
         """Norms and biases."""
-        wide, narrow = NORMS[self.kind]
+        wide, narrow = self.norms
         w = self.widths
         biases = self.attention_bias * (w["q"] + 2 * w["kv"]) + self.output_bias * w["hidden"]
         biases += self.mlp_bias * (2 * w["ffn"] + w["hidden"])
