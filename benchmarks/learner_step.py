@@ -36,10 +36,6 @@ PROMPT, COMPLETION, MICRO_BATCH = 64, 128, 4
 BUDGET = PROMPT + MICRO_BATCH * (COMPLETION - 1)  # tokens; the last of a completion predicts nothing
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
 RANK, ALPHA = 16, 32
-TRL_SCORES = {
-    False: "TRL runs as it comes: without Triton it scores every position, prompts too, here 1.5 times the tokens.",
-    True: "TRL was made to score the completions alone (--completions-only), as it does on CUDA.",
-}
 OURS_ONLY = 64  # completions; the others would take minutes or do not fit
 
 
@@ -188,6 +184,19 @@ def measure(folder: Path, vocab: int, generations: int, options: argparse.Namesp
     return row
 
 
+def about_trl(completions_only: bool) -> str:
+    scored = (
+        "TRL was made to score the completions alone (--completions-only), as it does on CUDA."
+        if completions_only
+        else "TRL runs as it comes: without Triton it scores every position, prompts too, here 1.5 times the tokens."
+    )
+    return (
+        f"{scored} **TRL without Triton is not TRL on CUDA**: without it TRL 1.16 works on tiles of up to 4096 x 32768 "
+        "logits with several float32 temporaries each; on CUDA a kernel folds one bfloat16 tile in its place. So its "
+        "time and above all its memory here are not its on a GPU; naive is the fairer yardstick for memory."
+    )
+
+
 def report(rows: list[dict[str, Any]], told: dict[str, Any], options: argparse.Namespace) -> str:
     def cell(row: dict[str, Any], name: str, form: str) -> str:
         return format(row[name], form) if name in row else "-"
@@ -218,15 +227,13 @@ def report(rows: list[dict[str, Any]], told: dict[str, Any], options: argparse.N
         f"{as_table(header, cells)}\n\n"
         "Random Qwen2, H = 128, 4 layers, tied embeddings. TRL and gleaner: 4 completions a micro-batch, no "
         "checkpointing; naive: the whole group at once, without the update. MiB: most bytes of new tensors at once, in "
-        f"the first step. CPU-s: the best of {options.repeats} later steps, in which TRL and gleaner took turns (naive: "
-        "one step); generation is in none of them. Gradient errors are relative to naive's. gleaner's peak at "
+        f"the first step. CPU-s: the best of {options.repeats} later steps, in which TRL and gleaner took turns (naive "
+        "one); generation is in none of them. Gradient errors are relative to naive's. gleaner's peak at "
         f"G = {OURS_ONLY} over its peak at G = 4: {', '.join(growth) or 'not measured'}.\n\n"
         f"Conditions: {as_text(told)}\n\n"
-        f"{TRL_SCORES[options.completions_only]} **TRL without Triton is not TRL on CUDA**: without it TRL 1.16 works "
-        "on tiles of up to 4096 x 32768 logits with several float32 temporaries each; on CUDA a kernel folds one "
-        "bfloat16 tile in its place. So its time and above all its memory here are not its on a GPU; naive is the "
-        "fairer yardstick for memory. Besides, the model is tiny and the vocabulary is not, which weighs "
-        "the head more than a real model does, and rows of one length, with a prompt half as long as a completion.\n"
+        f"{about_trl(options.completions_only) if options.with_trl else 'TRL was not installed.'} The model is tiny and "
+        "its vocabulary is not, which weighs the head more than a real model does; all rows have one length, and the "
+        "prompt is half as long as a completion.\n"
     )
 
 
