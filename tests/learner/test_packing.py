@@ -159,25 +159,44 @@ def test_blocks_join_the_segments_of_a_prefix_up_to_its_length() -> None:
     assert sum(layout.sizes) == 810
 
 
+def plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_q: int, max_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What torch.nn.attention.varlen documents: segments apart, bottom-right aligned, (left, 0) keys around the own."""
+    assert window_size[1] == 0
+    assert (max_q, max_k) == (int(q_ends.diff().max()), int(k_ends.diff().max()))
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    outputs = []
+    for s in range(len(q_ends) - 1):
+        queries, keys, values = q[q_ends[s] : q_ends[s + 1]], k[k_ends[s] : k_ends[s + 1]], v[k_ends[s] : k_ends[s + 1]]
+        place = torch.arange(len(queries))[:, None] + len(keys) - len(queries) - torch.arange(len(keys))
+        seen = (place >= 0) & ((place <= window_size[0]) | (window_size[0] < 0))
+        keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
-def test_flash_attention_is_given_the_same_visible_keys(window: int | None) -> None:
-    """The arguments for the kernel that is not here, against the mask of the one that is: bottom-right aligned."""
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_both_kernels_are_the_plain_attention(
+    window: int | None, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the CUDA kernel, so that what it is given is tested here."""
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     layout = Layout([Segment(0, 4), Segment(4, 7, 0, 4), Segment(7, 8, 0, 4), Segment(8, 13)])
-    ragged = layout.ragged(torch.device("cpu"))
     seen = torch.zeros(13, 13, dtype=torch.bool)
-    for s in range(4):
-        queries = range(int(ragged.query_ends[s]), int(ragged.query_ends[s + 1]))
-        keys = ragged.keys[int(ragged.key_ends[s]) : int(ragged.key_ends[s + 1])]
-        for i, query in enumerate(queries):
-            last = len(keys) - len(queries) + i
-            first = 0 if window is None else max(0, last - (window - 1))
-            seen[query, keys[first : last + 1]] = True
+    for own in layout.segments:
+        for query in range(own.start, own.stop):
+            keys = [*range(own.prefix_start, own.prefix_stop), *range(own.start, query + 1)]
+            seen[query, keys[-window:] if window else keys] = True
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 13, 4) for _ in range(3))
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    found = attention._by_segments(q, k, v, layout, 0.5, window).transpose(1, 2)
-    assert torch.allclose(found, wanted, atol=1e-6)
-    assert (ragged.longest_query, ragged.longest_key) == (5, 7)
+    q, k, v = (torch.randn(1, heads, 13, 8) for heads in (4, kv_heads, kv_heads))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
+    for kernel in (attention._by_segments, attention._by_varlen):
+        assert torch.allclose(kernel(q, k, v, layout, 0.3, window).transpose(1, 2), wanted, atol=1e-6)
 
 
 def test_the_kernel_follows_device_and_type() -> None:
