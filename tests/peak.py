@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 def peak_bytes(work: Callable[[], object]) -> int:
     """Most bytes held at once by what `work` allocates; what was there before does not count.
 
-    From the allocator's events (kineto, [memory]), hence exact and the same in every run, unlike the resident set. Of the calling thread
-    only, so `work` must not hand the work to another one.
+    From the allocator's events (kineto, [memory]), hence exact and the same in every run, unlike the resident set. Of
+    the calling thread only, so `work` must not hand the work to another one.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         work()
