@@ -41,7 +41,7 @@ def export(policy: Policy, folder: Path, path: str) -> None:
 
 
 def save_masters(policy: Policy, folder: Path) -> None:
-    """The float32 masters, for load_masters. The folder is made."""
+    """The weights that the optimizer updates, for load_masters. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: master.detach().cpu() for name, master in policy.masters.items()}, folder / WEIGHTS_FILE)
 

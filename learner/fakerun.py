@@ -105,7 +105,7 @@ def _warm(trainer: Trainer, cuda: bool) -> None:
     """Gives the optimizer its states, which it makes in its first step: those are part of every later peak."""
     for master in trainer._policy.masters.values():
         master.grad = torch.zeros_like(master)
-    for group in trainer._updater._optimizer.param_groups:
+    for group in (group for optimizer in trainer._updater.optimizers for group in optimizer.param_groups):
         group["foreach"] = cuda  # AdamW's own choice on each device
     trainer._updater.step(0.0, loss_is_finite=True)
     trainer._policy.clear_gradients()
@@ -119,9 +119,14 @@ def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
         weights=built - adapters,
         adapters=adapters,
         gradients=ledger.bytes_of([m.grad for m in masters if m.grad is not None]),
-        optimizer=ledger.bytes_of([t for state in updater._optimizer.state.values() for t in state.values()]),
+        optimizer=ledger.bytes_of([t for t in _states(updater.optimizers) if isinstance(t, Tensor)]),
         peak=ledger.peak,
     )
+
+
+def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Everything that they keep: tensors, and counts of steps."""
+    return (value for one in optimizers for state in one.state.values() for value in state.values())
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,8 +158,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> int:
-        """Of their storages, each once."""
-        return sum(self._living[key] for key in {t.untyped_storage()._cdata for t in tensors if t.is_meta})
+        """Of their storages, each once; 0 for bitsandbytes' lookup table of 1 KiB, which no operation makes."""
+        return sum(self._living.get(key, 0) for key in {t.untyped_storage()._cdata for t in tensors if t.is_meta})
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

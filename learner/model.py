@@ -6,7 +6,8 @@ a second, cast copy of each LoRA layer's input (24 instead of 15 bytes per token
 the adapter would not be, bit for bit, the one that vLLM serves. Updates of a bfloat16 or float16 weight would be
 rounded away, so the weights that the optimizer updates are float32 masters; the model holds their cast copy. With a
 float32 base masters and model share their memory. Trained as a whole, N bfloat16 weights cost 2N bytes for the model,
-4N for the masters, 4N for their gradients, 2N for those of a micro-batch, and 8N (AdamW) or 2N (8-bit) for the states.
+4N for the masters, 4N for their gradients, 2N for those of a micro-batch and 8N for AdamW's states; with 8-bit states
+there are no masters (learner.rounding), and it is 2N for the model, 2N for gradients, 2N for states.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class Policy:
     Attributes:
         head: [V, H] output embedding; frozen with an adapter.
         masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each
-            of its weights -> float32 weight to optimize.
+            of its weights -> float32 weight to optimize; the model's own weight if keep_masters is false.
         packed: whether micro-batches may be packed (learner.attention); otherwise they must be padded.
         peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json); None without one.
 
@@ -55,6 +56,7 @@ class Policy:
         seed: int,
         device: torch.device,
         offload: bool = False,
+        keep_masters: bool = True,
     ) -> None:
         self._lm = load_base(model, device)
         self._offload = offload
@@ -71,7 +73,9 @@ class Policy:
             for name, weight in self._peft.named_parameters()
             if weight.requires_grad
         ]
-        self.masters = {name: _master(weight, self.head.dtype) for name, weight in self._cast}
+        self.masters = {
+            name: _master(weight, self.head.dtype) if keep_masters else weight for name, weight in self._cast
+        }
         if model.adapter is not None:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)

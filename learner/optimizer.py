@@ -38,6 +38,11 @@ class Updater:
         # float16 gradients below 6e-8 would be 0, so the loss is scaled up and the float32 gradients down again.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=FIRST_LOSS_SCALE, enabled=dtype == "float16")
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The one of all weights."""
+        return [self._optimizer]
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return self._scaler.scale(loss)

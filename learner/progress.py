@@ -73,7 +73,7 @@ class Progress:
         return Group(table, Text(self._status))
 
     def summary(self, evaluations: Sequence[Evaluation], run_dir: Path) -> None:
-        """Before and after: scores, three completions, and where the adapter is."""
+        """Before and after: scores, three completions, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             table = Table("held-out", f"step {first.step}", f"step {last.step}", "change", title="summary")
@@ -85,5 +85,7 @@ class Progress:
                 self.console.print(Text(f"prompt  {old['prompt']}", style="bold"))
                 self.console.print(Text(f"before  {old['completion']}  (reward {old['reward']})"))
                 self.console.print(Text(f"after   {new['completion']}  (reward {new['reward']})\n"))
-        self.console.print(f"adapter  {run_dir / 'adapter'}", highlight=False, soft_wrap=True)
+        for name in ("adapter", "model"):  # the second after full fine-tuning
+            if (run_dir / name).is_dir():
+                self.console.print(f"{name:8} {run_dir / name}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)

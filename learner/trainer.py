@@ -27,8 +27,9 @@ from learner.headroom import MemoryLimit, TokenBudget, longest_rows
 from learner.logprob import policy_logprobs, token_logprobs
 from learner.loss import LOSSES, metrics_of, token_loss
 from learner.model import Policy
-from learner.optimizer import Updater, rate_factor
+from learner.optimizer import rate_factor
 from learner.random_state import random_state, set_random_state
+from learner.rounding import updater_for, wants_masters
 from rollout.engine import Adapter, Weights
 
 AUTO_TOKEN_BUDGET = 8192
@@ -77,8 +78,10 @@ class Trainer:
             seed=seed,
             device=self._device,
             offload=learner.offload_boundaries,
+            keep_masters=wants_masters(learner),
         )
-        self._updater = Updater(list(self._policy.masters.values()), learner, dtype=model.dtype, device=self._device)
+        weights = list(self._policy.masters.values())
+        self._updater = updater_for(weights, learner, dtype=model.dtype, device=self._device)
         self._version = 0
         self._nonfinite = 0  # skipped updates in a row
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
