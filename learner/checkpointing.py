@@ -15,7 +15,7 @@ that is being computed again finds their room empty instead of adding to the pea
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,39 +35,12 @@ Policy = str | int  # none | mlp | full | the number of layers
 
 
 def resolve(setting: Policy, device: torch.device) -> Policy:
-    """The policy for learner.checkpointing: without a memory budget, auto is full on a GPU and none on a CPU."""
+    """The policy for learner.checkpointing: what the planner left at auto is full on a GPU and none on a CPU."""
     if setting != "auto":
         return setting
     policy = "none" if device.type == "cpu" else "full"
-    log.info("learner.checkpointing: auto is %s on %s without a memory budget", policy, device.type)
+    log.info("learner.checkpointing: auto is %s on %s, no memory plan says otherwise", policy, device.type)
     return policy
-
-
-def recomputation(policy: Policy, layers: int, mlp_share: float) -> float:
-    """Forward passes of a decoder layer that are computed twice; mlp_share is the MLP's part of a layer's work."""
-    if isinstance(policy, int):
-        return float(policy)
-    return {"none": 0.0, "mlp": mlp_share * layers, "full": float(layers)}[policy]
-
-
-def choose(peaks: Mapping[Policy, int], budget: int, layers: int, mlp_share: float) -> Policy:
-    """The policy with the least recomputation whose peak meets the budget.
-
-    Args:
-        peaks: policy -> peak bytes of the learner under it.
-        budget: bytes.
-
-    Raises:
-        ValueError: none meets it; the message names the smallest peak.
-    """
-    fitting = [policy for policy, peak in peaks.items() if peak <= budget]
-    if not fitting:
-        least = min(peaks, key=lambda policy: peaks[policy])
-        raise ValueError(
-            f"learner.checkpointing: the learner must fit in {budget / 2**20:.0f} MiB, and needs "
-            f"{peaks[least] / 2**20:.0f} MiB with {least}; lower learner.token_budget, or set model.base=nf4"
-        )
-    return min(fitting, key=lambda policy: recomputation(policy, layers, mlp_share))
 
 
 def apply(lm: Any, policy: Policy, path: str) -> None:
