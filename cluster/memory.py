@@ -131,19 +131,21 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept)}
     else:
         first = min(policy, layers)
-        end = (layers - first) * layer + (kept if first < layers else 0)
-        parts = {"checkpoints": first * boundary, "activations": (layers - first) * layer, "live": 0}
-        parts["live"] = max(end, again[0], head_bytes(shape, learning, micro)) - parts["activations"]
+        # Nothing in front of the first layer wants a gradient, so it keeps 4 N h less; here it is not among the kept.
+        activations = (layers - first) * layer + 2 * boundary if first < layers else 0
+        end = activations + (kept if first < layers else 0)
+        live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
+        parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
     return parts
 
 
 def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
     """(attention and norms, feed-forward) that a layer of 16 bits keeps for its backward pass:
 
-    N (12 h + 4 q + 4 heads + 2 r per target) + 4 S k, and 8 N f. The norms keep float32 copies (2 x 4 h), the residual
-    stream and the adapters' inputs 2 h each; attention its queries, output, gathered keys and values, and logsumexp; the
-    feed-forward block gate, its activation, up, and their product. Norms of queries and keys add N (4 q + 4 k), further
-    norms of the layer (Gemma) 4 h each. In float32 twice as much, which is an upper bound.
+    N (12 h + 4 q + 4 heads + 2 r per target) + 4 S k, and 8 N f. The norms keep float32 copies (2 x 4 h), the
+    residual stream and the adapters' inputs 2 h each; attention its queries, output, gathered keys and values, and
+    logsumexp; the feed-forward block gate, its activation, up, and their product. Norms of queries and keys add
+    N (4 q + 4 k), further norms of the layer (Gemma) 4 h each. In float32 twice as much, which is an upper bound.
     """
     w, n = shape.widths, micro.tokens
     wide, narrow = shape.norms
@@ -241,7 +243,7 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
 
 
 def kv_token_bytes(shape: Shape, dtype: str) -> int:
-    """Keys and values of one token: 2 L k b (vLLM gives sliding-window layers their own, smaller, share: upper bound)."""
+    """Keys and values of one token: 2 L k b; less where vLLM gives sliding-window layers a smaller share."""
     return 2 * shape.layers * shape.widths["kv"] * DTYPE_BYTES[dtype]
 
 
