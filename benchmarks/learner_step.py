@@ -231,9 +231,9 @@ def report(rows: list[dict[str, Any]], told: dict[str, Any], options: argparse.N
         "one); generation is in none of them. Gradient errors are relative to naive's. gleaner's peak at "
         f"G = {OURS_ONLY} over its peak at G = 4: {', '.join(growth) or 'not measured'}.\n\n"
         f"Conditions: {as_text(told)}\n\n"
-        f"{about_trl(options.completions_only) if options.with_trl else 'TRL was not installed.'} The model is tiny and "
-        "its vocabulary is not, which weighs the head more than a real model does; all rows have one length, and the "
-        "prompt is half as long as a completion.\n"
+        f"{about_trl(options.completions_only) if options.with_trl else 'TRL was not installed.'} The model is tiny "
+        "and its vocabulary is not, which weighs the head more than a real model does; all rows have one length, and "
+        "the prompt is half as long as a completion.\n"
     )
 
 
