@@ -128,8 +128,13 @@ def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | 
     found = _search(shape, device_bytes, work, wish)
     if found is not None:
         return found
-    least = min(_candidates(shape, device_bytes, work, wish), key=lambda p: p.device_peak)
-    return Misfit(shape, device_bytes, least, tuple(_advice(shape, device_bytes, work, wish, least)))
+    small = least(shape, device_bytes, work, wish)
+    return Misfit(shape, device_bytes, small, tuple(_advice(shape, device_bytes, work, wish, small)))
+
+
+def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
+    """The settings that need the smallest device, whether it is this one or not."""
+    return min(_candidates(shape, device_bytes, work, wish), key=lambda p: p.device_peak)
 
 
 def gib(count: float) -> str:
@@ -223,7 +228,7 @@ def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
     return found
 
 
-def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, least: Plan) -> Iterator[str]:
+def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: Plan) -> Iterator[str]:
     changes: list[tuple[str, Workload, Wish]] = []
     if wish.checkpointing not in (None, "full"):
         changes.append(("learner.checkpointing=full", work, replace(wish, checkpointing="full")))
@@ -246,8 +251,8 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, least: 
     yield from _other_models(shape, device_bytes, work, wish)
     if wish.layouts != ("separate",) and _search(shape, device_bytes, work, replace(wish, layouts=("separate",))):
         yield "a second card of this size (cluster.gpus.generator=1, cluster.gpus.learner=1)"
-    if least.device_peak > USABLE * device_bytes:
-        yield f"a card of {gib(least.device_peak / USABLE)}"
+    if small.device_peak > USABLE * device_bytes:
+        yield f"a card of {gib(small.device_peak / USABLE)}"
     else:
         yield "memory.learner and memory.generator (auto leaves them to the plan)"
 
