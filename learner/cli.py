@@ -1,4 +1,5 @@
-"""gleaner: the console script. `gleaner run` is python -m learner.main; `gleaner rewards try` scores saved rollouts."""
+"""gleaner: the console script. `gleaner run` is python -m learner.main; `gleaner plan` says what fits a card;
+`gleaner rewards try` scores saved rollouts."""
 
 import argparse
 import sys
@@ -12,9 +13,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from learner.main import main as run
 
         return run(words[1:])
+    if words[:1] == ["plan"]:
+        from learner.plan_cli import main as plan
+
+        return plan(words[1:])
     if words[:2] == ["rewards", "try"]:
         return _rewards_try(words[2:])
-    print("usage: gleaner run --config FILE [key=value ...]\n       gleaner rewards try REWARD --rollouts DIR [--help]")
+    print(
+        "usage: gleaner run --config FILE [key=value ...]\n"
+        "       gleaner plan --gpu SIZE [--model MODEL | --all] [--help]\n"
+        "       gleaner rewards try REWARD --rollouts DIR [--help]"
+    )
     return 0 if words in (["--help"], ["-h"]) else 2
 
 

@@ -17,7 +17,9 @@ class ModelConfig(Frozen):
 
     path: str
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    base: Literal["none", "nf4"] = "none"  # nf4: QLoRA, the frozen base in 4 bits
     adapter: str | None = None  # folder of a PEFT LoRA adapter
+    reference: str | None = None  # folder of an adapter to stay close to (loss.beta); null: `adapter`, or the base
 
 
 class LoraConfig(Frozen):
@@ -36,9 +38,9 @@ class ScheduleConfig(Frozen):
 
 
 class OptimizerConfig(Frozen):
-    """AdamW or bitsandbytes' 8-bit AdamW."""
+    """AdamW, bitsandbytes' 8-bit AdamW, or the same with states that CUDA may page out to host memory."""
 
-    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    kind: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Positive = 1.0
@@ -55,16 +57,17 @@ class LossConfig(Frozen):
 
 
 class LearnerConfig(Frozen):
-    """The learner's update. `token_budget`: padded tokens of a micro-batch; auto = 8192."""
+    """The learner's update. `token_budget`: tokens of a micro-batch, a shared prompt once; auto = 8192."""
 
-    mode: Literal["lora"] = "lora"
+    mode: Literal["lora", "full"] = "lora"  # full: every weight of the model, no adapter
     lora: LoraConfig = LoraConfig()
     groups_per_step: Annotated[int, Field(ge=1)] = 8
     learning_rate: Positive = 2e-5
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
-    checkpointing: Literal["none", "full"] = "none"
+    checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"  # k: of the layers
+    offload_boundaries: bool = False  # what checkpointing: full keeps goes to host memory; for very long sequences
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 
@@ -106,6 +109,44 @@ class RunConfig(Frozen):
         if taken:
             raise ValueError(f"rewards: {', '.join(taken)} is a metric's name already; give that reward another name:")
         return self
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RunConfig":
+        """Settings that contradict each other; none may be taken and then ignored."""
+        learner, gpus = self.learner, self.cluster.gpus
+        if self.model.base == "nf4" and gpus.generator == 0:
+            raise ValueError(
+                "model.base: nf4 needs a generator that serves the same 4-bit base, and vLLM has bitsandbytes on CUDA "
+                "only; set cluster.gpus.generator=1, or base: none (got cluster.gpus.generator=0)"
+            )
+        if learner.optimizer.kind == "paged_adamw_8bit" and gpus.learner == 0:
+            raise ValueError(
+                "learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory; set adamw_8bit, or "
+                "cluster.gpus.learner=1 (got 0)"
+            )
+        if learner.offload_boundaries and (learner.checkpointing != "full" or gpus.learner == 0):
+            raise ValueError(
+                "learner.offload_boundaries: needs learner.checkpointing=full on a GPU, else there is nothing to move; "
+                f"got checkpointing={learner.checkpointing}, cluster.gpus.learner={gpus.learner:g}"
+            )
+        if learner.mode == "full":
+            self._full()
+        if self.model.reference is not None and learner.loss.beta == 0:
+            raise ValueError("model.reference: without learner.loss.beta > 0 nothing is held close to it; got beta=0")
+        return self
+
+    def _full(self) -> None:
+        """What goes with learner.mode full: no adapter to set, no second copy of the model, no type that overflows."""
+        wrong = {
+            "learner.lora": self.learner.lora != LoraConfig(),
+            "model.adapter": self.model.adapter is not None,
+            "model.base=nf4": self.model.base != "none",
+            "model.dtype=float16": self.model.dtype == "float16",
+            "learner.loss.beta > 0, whose reference would be a second copy of the model,": self.learner.loss.beta > 0,
+        }
+        named = [name for name, is_set in wrong.items() if is_set]
+        if named:
+            raise ValueError(f"learner.mode: full does not go with {', '.join(named)} (got both); set mode=lora")
 
     @property
     def run_dir(self) -> Path:

@@ -27,6 +27,8 @@ from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this one
     from learner.trainer import Trainer
 
+log = logging.getLogger("learner")
+
 CLOSE_S = 20.0
 BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
 
@@ -90,6 +92,9 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
             await worker.ready(start)
         trainer = spawn_trainer()
         await trainer.ready(start)
+        longest = config.rollout.max_prompt_length
+        fits = await trainer.call("rehearse", longest, deadline_s=config.cluster.deadlines.step)
+        log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     return list(workers), trainer
 
 
@@ -105,9 +110,10 @@ def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
             max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
             kv_cache_bytes=rollout.kv_cache,
             max_num_seqs=rollout.max_num_seqs,
-            max_lora_rank=config.learner.lora.rank,
+            max_lora_rank=config.learner.lora.rank if config.learner.mode == "lora" else 0,
             adapter_window=config.max_staleness + 2,
             seed=config.seed * 1000 + rank,
+            base=config.model.base,
         ),
         rewards=tuple(config.rewards),
         reward_workers=rollout.reward_workers,

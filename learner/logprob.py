@@ -2,15 +2,18 @@
 
 Letters: N tokens, V vocabulary, H hidden size. z = h W^T / T are the logits at temperature T, p = softmax(z).
 
-The head W is frozen under LoRA and the loss reaches h only through one number per token, so that
+Under LoRA the head W is frozen and the loss reaches h only through one number per token, so that
     d logp[n] / d h[n] = (W[y[n]] - p[n] W) / T =: e[n]
 can be formed in the forward pass, while p[n] is at hand, and is all that is kept: the backward pass is g[n] e[n].
 Two matrix products in all instead of the three of recomputing the logits. The tiles over the vocabulary are folded
 together by the online softmax of FlashAttention (2205.14135) with K = V = W; the running sums are float32, since
 sums rounded to bfloat16 per tile bias the gradient. Entropy comes for free: H[n] = logsumexp(z[n]) - h[n]·(p[n] W) / T.
+
+Where the head is trained, its gradient sums over tokens what must not be kept per token, so the backward pass forms the
+logits once more: d logp[n] / d z[n] = onehot(y[n]) - p[n], four matrix products in all.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,23 +32,19 @@ def policy_logprobs(
     token_tile: int = TOKEN_TILE,
     vocab_tile: int = VOCAB_TILE,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs, differentiable in `hidden`, and entropies, which carry no gradient.
+    """Logprobs, differentiable once in `hidden`, and in `head` if that wants a gradient; entropies without gradient.
 
     Args:
         hidden: [N, H] states that predict the targets; float32, bfloat16 or float16.
-        head: [V, H] output embedding of the same dtype; frozen.
+        head: [V, H] output embedding of the same dtype; with tied embeddings the embedding matrix itself.
         targets: [N] int64 token ids.
         temperature: the sampler's.
 
     Returns:
         ([N], [N]) float32, nats.
-
-    Raises:
-        ValueError: the head wants a gradient, which this operation does not compute.
     """
-    if head.requires_grad:
-        raise ValueError("head: must be frozen (its gradient is not computed here); call head.requires_grad_(False)")
-    logprobs, entropy = _PolicyLogprobs.apply(hidden, head, targets, temperature, token_tile, vocab_tile)  # type: ignore[no-untyped-call]
+    kind = _TrainedHead if head.requires_grad else _FrozenHead
+    logprobs, entropy = kind.apply(hidden, head, targets, temperature, token_tile, vocab_tile)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -61,27 +60,24 @@ def token_logprobs(
 ) -> Tensor:
     """[N] float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
     out = torch.empty(len(targets), device=hidden.device)
-    for start in range(0, len(targets), token_tile):
-        rows = slice(start, start + token_tile)
-        logsumexp, _ = _fold(hidden[rows], head, temperature, vocab_tile, mean_row=False)
-        out[rows] = _dot(hidden[rows], head[targets[rows]]) / temperature - logsumexp
+    for rows in _tiles(len(targets), token_tile):
+        out[rows] = _fold(hidden[rows], head, targets[rows], temperature, vocab_tile, "logprob").logprob
     return out
 
 
-class _PolicyLogprobs(torch.autograd.Function):
+class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, token_tile: int, vocab_tile: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
         jacobian = torch.empty_like(hidden)
-        for start in range(0, len(targets), token_tile):
-            rows = slice(start, start + token_tile)
-            h, label = hidden[rows], head[targets[rows]].float()
-            logsumexp, mean_row = _fold(h, head, temperature, vocab_tile, mean_row=True)
-            logprobs[rows] = _dot(h, label) / temperature - logsumexp
-            entropy[rows] = logsumexp - _dot(h, mean_row) / temperature
-            jacobian[rows] = label.sub_(mean_row).div_(temperature).to(hidden.dtype)
+        for rows in _tiles(len(targets), token_tile):
+            h = hidden[rows]
+            fold = _fold(h, head, targets[rows], temperature, vocab_tile, "mean_row")
+            logprobs[rows] = fold.logprob
+            entropy[rows] = fold.top + fold.log_total - (h.float() * fold.mean_row).sum(-1) / temperature
+            jacobian[rows] = head[targets[rows]].float().sub_(fold.mean_row).div_(temperature).to(hidden.dtype)
         ctx.save_for_backward(jacobian)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -90,28 +86,96 @@ class _PolicyLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (jacobian,) = ctx.saved_tensors
-        return (grad[:, None] * jacobian).to(jacobian.dtype), None, None, None, None, None
+        # In its place: nothing else wants it, and autograd says so if a second backward pass does.
+        return jacobian.mul_(grad[:, None]), None, None, None, None, None
 
 
-def _fold(
-    hidden: Tensor, head: Tensor, temperature: float, vocab_tile: int, *, mean_row: bool
-) -> tuple[Tensor, Tensor]:
-    """([n] logsumexp of the logits, [n, H] p W or [n, 0]) of one tile of tokens, folded over the vocabulary's tiles."""
+class _TrainedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, token_tile: int, vocab_tile: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, top, log_total = (torch.empty(len(targets), device=hidden.device) for _ in range(4))
+        for rows in _tiles(len(targets), token_tile):
+            fold = _fold(hidden[rows], head, targets[rows], temperature, vocab_tile, "entropy")
+            logprobs[rows], entropy[rows], top[rows], log_total[rows] = fold[:4]
+        ctx.save_for_backward(hidden, head, targets, top, log_total)
+        ctx.settings = temperature, token_tile, vocab_tile
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden, head, targets, top, log_total = ctx.saved_tensors
+        temperature, token_tile, vocab_tile = ctx.settings
+        slope = (grad / temperature)[:, None]
+        # Vocabulary outside: float32 sums of [N, H] and of one tile of the head, instead of a whole [V, H].
+        grad_hidden, grad_head = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(head)
+        for words in _tiles(len(head), vocab_tile):
+            weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
+            for rows in _tiles(len(targets), token_tile):
+                logits = _product(hidden[rows], weight.t()).div_(temperature)
+                logits.sub_(top[rows, None]).sub_(log_total[rows, None]).exp_().mul_(-slope[rows])
+                place, inside = _within(targets[rows], words)
+                logits.scatter_add_(1, place, torch.where(inside, slope[rows], 0.0))
+                rounded = logits.to(head.dtype)
+                grad_hidden[rows] += _product(rounded, weight)
+                total += _product(rounded.t(), hidden[rows])
+                del logits, rounded  # before the next tile is made
+            grad_head[words] = total.to(head.dtype)
+        return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
+
+
+class _Fold(NamedTuple):
+    """Of one tile of tokens, float32."""
+
+    logprob: Tensor  # [n] of the targets
+    entropy: Tensor  # [n]
+    top: Tensor  # [n] greatest logit
+    log_total: Tensor  # [n] logsumexp of the logits less `top`: apart, or great logits would round it away
+    mean_row: Tensor  # [n, H] p W
+
+
+def _fold(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, vocab_tile: int, want: str) -> _Fold:
+    """What the forward pass needs of the logits, folded over the tiles of the vocabulary.
+
+    `want`: logprob, entropy or mean_row; of the last two the other one is not to be read.
+    """
     n = len(hidden)
-    top = torch.full((n,), -torch.inf, device=hidden.device)
-    total = torch.zeros(n, device=hidden.device)
-    mean = torch.zeros(n, hidden.shape[1] if mean_row else 0, device=hidden.device)
-    for start in range(0, len(head), vocab_tile):
-        rows = head[start : start + vocab_tile]
-        logits = _product(hidden, rows.t()).div_(temperature)
+    top = torch.full((n,), torch.finfo(torch.float32).min, device=hidden.device)
+    total, spread, label = (torch.zeros(n, device=hidden.device) for _ in range(3))
+    mean = torch.zeros(n, hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
+    for words in _tiles(len(head), vocab_tile):
+        logits = _product(hidden, head[words].t()).div_(temperature)
+        place, inside = _within(targets, words)
+        label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]  # of the same product, so errors cancel
         higher = torch.maximum(top, logits.amax(-1))
-        decay = (top - higher).exp_()
-        weights = logits.sub_(higher[:, None]).exp_()
+        lift = top - higher
+        decay = lift.exp()
+        logits.sub_(higher[:, None])
+        weights = logits.exp() if want == "entropy" else logits.exp_()
+        if want == "mean_row":
+            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words]))
+        elif want == "entropy":  # total is the sum of exp(z - top), spread that of exp(z - top) (z - top)
+            spread.addcmul_(lift, total).mul_(decay).add_(torch.linalg.vecdot(logits, weights))
         total.mul_(decay).add_(weights.sum(-1))
-        if mean_row:
-            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), rows))
         top = higher
-    return total.log().add_(top), mean.div_(total[:, None])
+        del logits, weights  # before the next tile is made
+    log_total = total.log()
+    entropy = log_total - spread / total
+    return _Fold(label - top - log_total, entropy, top, log_total, mean.div_(total[:, None]))
+
+
+def _within(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """([n, 1] place of each target in that tile of the vocabulary, [n, 1] whether it is there; else the place is 0)."""
+    place = targets[:, None] - words.start
+    inside = (place >= 0) & (place < words.stop - words.start)
+    return place * inside, inside
+
+
+def _tiles(length: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -121,7 +185,3 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # no CPU kernel has half inputs and a float32 output
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a.float() * b.float()).sum(-1)

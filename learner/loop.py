@@ -228,7 +228,8 @@ class Loop:
             (folder / "config.json").write_text(config.model_dump_json())
 
     async def _export(self) -> None:
-        fresh, final = self.sinks.folder / ".adapter", self.sinks.folder / "adapter"
+        name = "adapter" if self.config.learner.mode == "lora" else "model"
+        fresh, final = self.sinks.folder / f".{name}", self.sinks.folder / name
         shutil.rmtree(fresh, ignore_errors=True)
         await self.trainer.call("export", fresh, deadline_s=self.config.cluster.deadlines.step)
         shutil.rmtree(final, ignore_errors=True)

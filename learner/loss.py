@@ -5,9 +5,10 @@ recorded it, rho = exp(lp - mu), A = advantage of the completion, c = coefficien
 tokens of an optimizer batch,
     sum of  c * ( -objective(rho, A) + beta * kl ).
 
-Only gradients train, and d objective / d lp = w(rho, A) * A for a weight w that is a constant to autograd; so a variant
-of GRPO is a function w. Engine mismatch and staleness need no second set of logprobs: rho is taken to the *sampler*,
-never to a recomputed old policy, on top of which a truncated importance weight would count the ratio twice.
+Only gradients train, and d objective / d lp = w(rho, A) * A; so a variant of GRPO is a function w, and what is computed
+here is dL/dlp itself, without autograd: the backward pass starts from the logprobs. Engine mismatch and staleness need
+no second set of logprobs: rho is taken to the *sampler*, never to a recomputed old policy, on top of which a truncated
+importance weight would count the ratio twice.
 
 The coefficients c (table LOSSES) are computed over the whole optimizer batch before it is split, so that the gradient
 does not depend on the split. Completions that are skipped since their gradient is exactly 0 still count in them.
@@ -34,7 +35,7 @@ class Weighted:
     """What a ratio function says of each token, all [N] and free of gradient."""
 
     weight: Tensor  # w: the gradient of the token is c * w * A * d lp
-    objective: Tensor  # the surrogate's value, reported as loss/total
+    objective: Tensor  # its value, reported as loss/total
     clipped: Tensor  # bool: capped, clipped or masked
 
 
@@ -81,8 +82,8 @@ def grpo(lengths: Lengths, max_completion_length: int) -> Coefficients:
 LOSSES: dict[str, Callable[[Lengths, int], Coefficients]] = {"dapo": dapo, "dr_grpo": dr_grpo, "grpo": grpo}
 
 
-def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
-    """[N] k3 estimate of KL(policy || reference), with the gradient of that same KL.
+def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """([N] k3 estimate of KL(policy || reference), [N] derivative of that same KL to the logprobs).
 
     The value is exp(d) - d - 1 with d = ref - lp (Schulman 2020; DeepSeekMath 2402.03300, equation 4). Its own
     gradient, 1 - exp(d), is in expectation that of KL(reference || policy), and unbounded for a token that the
@@ -90,31 +91,30 @@ def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tenso
     2512.02556, equation 7), which works out to rho * (lp - ref): unbiased, and corrected for the sampler too. As in
     the objective rho is capped at 2, which trades a bias on rare tokens for their variance.
     """
-    d = (reference - logprobs).detach()
-    slope = -ratio.clamp(max=RATIO_CAP) * d
-    return slope * (logprobs - logprobs.detach()) + d.exp() - d - 1
+    d = reference - logprobs
+    return d.exp() - d - 1, -ratio.clamp(max=RATIO_CAP) * d
 
 
+@torch.no_grad()
 def token_loss(
     logprobs: Tensor, entropy: Tensor, batch: MicroBatch, config: LossConfig, *, reference: Tensor | None, version: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a micro-batch (a share of the optimizer batch's, so shares are added) and what its metrics are made of.
+    """dL/dlp of a micro-batch (L is a share of the optimizer batch's loss) and what its metrics are made of.
 
     Args:
-        logprobs: [N] float32 with a graph. entropy: [N] float32.
+        logprobs, entropy: [N] float32.
         reference: [N] float32 logprobs of the reference, needed if config.beta > 0.
         version: the policy version that `logprobs` belongs to.
 
     Returns:
-        A scalar with a graph, and float64 scalars without one: sums, and maxima under names that end in _max.
+        [N] float32 to start the backward pass of `logprobs` with, and float64 scalars: sums, and maxima under names
+        that end in _max.
     """
-    difference = logprobs.detach() - batch.behavior
+    difference = logprobs - batch.behavior
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, gap = log_ratio.exp(), difference.abs()
     weighted = RATIOS[config.ratio](ratio, batch.advantages, config.epsilon)
-    # The bracket is 0, so the value is the surrogate's; its gradient is the weight form's.
-    gain = weighted.objective + weighted.weight * batch.advantages * (logprobs - logprobs.detach())
-    per_token = -gain
+    slope, value = -weighted.weight * batch.advantages, -weighted.objective
     current = batch.versions == version
     parts = {
         "tokens": torch.ones_like(ratio).sum(),
@@ -126,12 +126,11 @@ def token_loss(
         "current_gap_max": torch.where(current, gap, 0.0).max(),
     }
     if reference is not None:
-        kl = kl_to_reference(logprobs, reference, ratio)
-        per_token = per_token + config.beta * kl
-        parts["kl"] = kl.detach().sum()
-    loss = (batch.coefficients * per_token).sum()
-    parts["loss"] = loss.detach()
-    return loss, {name: value.double() for name, value in parts.items()}
+        kl, kl_slope = kl_to_reference(logprobs, reference, ratio)
+        slope, value = slope + config.beta * kl_slope, value + config.beta * kl
+        parts["kl"] = kl.sum()
+    parts["loss"] = (batch.coefficients * value).sum()
+    return batch.coefficients * slope, {name: part.double() for name, part in parts.items()}
 
 
 def metrics_of(parts: Iterable[dict[str, Tensor]]) -> dict[str, float]:

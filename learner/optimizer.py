@@ -1,4 +1,4 @@
-"""The update: AdamW or its 8-bit form, the learning rate of each step, and float16's loss scale."""
+"""The update: AdamW or its 8-bit forms, the learning rate of each step, and float16's loss scale."""
 
 import math
 from collections.abc import Sequence
@@ -34,9 +34,14 @@ class Updater:
     def __init__(self, weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str, device: torch.device) -> None:
         self._weights = list(weights)
         self._config = config
-        self._optimizer = build_optimizer(self._weights, config.optimizer)
+        self._optimizer = build_optimizer(self._weights, config.optimizer, device)
         # float16 gradients below 6e-8 would be 0, so the loss is scaled up and the float32 gradients down again.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=FIRST_LOSS_SCALE, enabled=dtype == "float16")
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The one of all weights."""
+        return [self._optimizer]
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
@@ -54,6 +59,13 @@ class Updater:
         self._scaler.update()
         return norm, finite
 
+    def missing_state_bytes(self) -> int:
+        """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""
+        if self._optimizer.state or self._config.optimizer.kind == "paged_adamw_8bit":
+            return 0
+        size = 8 if self._config.optimizer.kind == "adamw" else 2  # two moments; block scales are another 1 %
+        return size * sum(weight.numel() for weight in self._weights)
+
     @property
     def may_overflow(self) -> bool:
         """True while the loss scale, not the model, may be to blame for a gradient that is not finite."""
@@ -69,16 +81,24 @@ class Updater:
             self._scaler.load_state_dict(state["scaler"])
 
 
-def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW (1711.05101), or bitsandbytes' AdamW with 8-bit block-wise states (2110.02861); both run on CPU and CUDA.
 
+    The paged kind keeps its states in CUDA's unified memory, which moves to the host when the device is full.
     The learning rate is set before each step.
-    """
-    if config.kind == "adamw":
-        return torch.optim.AdamW(weights, betas=config.betas, weight_decay=config.weight_decay)
-    from bitsandbytes.optim.adamw import AdamW8bit  # here: slow to import, and few runs use it
 
-    adamw_8bit: torch.optim.Optimizer = AdamW8bit(  # type: ignore[no-untyped-call]
-        weights, betas=config.betas, weight_decay=config.weight_decay
-    )
-    return adamw_8bit
+    Raises:
+        ValueError: the paged kind without CUDA.
+    """
+    settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
+    if config.kind == "adamw":
+        return torch.optim.AdamW(weights, **settings)
+    if config.kind == "paged_adamw_8bit" and device.type != "cuda":
+        raise ValueError(
+            f"learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory, got device {device}; set adamw_8bit"
+        )
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit  # here: slow to import, and few runs use it
+
+    kind: Any = PagedAdamW8bit if config.kind == "paged_adamw_8bit" else AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(weights, **settings)
+    return optimizer

@@ -137,7 +137,9 @@ def _absolute(config: RunConfig) -> RunConfig:
         path = Path(text).expanduser() if text is not None else None
         return str(path.absolute()) if path is not None and path.exists() else text
 
-    model = config.model.model_copy(update={"path": whole(config.model.path), "adapter": whole(config.model.adapter)})
+    model = config.model.model_copy(
+        update={name: whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+    )
     rewards = []
     for reward in config.rewards:
         file, colon, function = reward.use.rpartition(":")

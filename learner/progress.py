@@ -72,7 +72,7 @@ class Progress:
         return Group(table, Text(self._status))
 
     def summary(self, evaluations: Sequence[Evaluation], run_dir: Path) -> None:
-        """Before and after: scores, three completions, and where the adapter is."""
+        """Before and after: scores, three completions, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             later = [f"step {last.step}", "change"] if last is not first else []
@@ -87,7 +87,9 @@ class Progress:
                 if last is not first:  # a run stopped before its second evaluation has no after
                     lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
                 self.console.print(lines, soft_wrap=True)
-        self.console.print(f"adapter  {run_dir / 'adapter'}", highlight=False, soft_wrap=True)
+        for name in ("adapter", "model"):  # the second after full fine-tuning
+            if (run_dir / name).is_dir():
+                self.console.print(f"{name:8} {run_dir / name}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
 
 

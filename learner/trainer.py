@@ -5,12 +5,9 @@ one thread of its own, in the order of the calls, and the event loop stays free 
 """
 
 import asyncio
-import json
 import math
-import random
-import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,27 +16,31 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from learner import checkpointing
 from learner.advantage import ADVANTAGES, has_signal
 from learner.batch import MicroBatch, Rows, micro_batches, read
 from learner.config import LearnerConfig, ModelConfig
+from learner.exports import export, load_masters, save_masters, update_of
+from learner.headroom import MemoryLimit, TokenBudget, longest_rows
 from learner.logprob import policy_logprobs, token_logprobs
 from learner.loss import LOSSES, metrics_of, token_loss
-from learner.model import WEIGHTS_FILE, Policy
-from learner.optimizer import Updater, rate_factor
-from rollout.engine import Adapter
+from learner.model import Policy
+from learner.optimizer import rate_factor
+from learner.random_state import random_state, set_random_state
+from learner.rounding import updater_for, wants_masters
+from rollout.engine import Adapter, Weights
 
 AUTO_TOKEN_BUDGET = 8192
 MAX_NONFINITE = 3  # skipped updates in a row
-CONFIG_FILE, STATE_FILE = "adapter_config.json", "trainer.pt"
+STATE_FILE = "trainer.pt"
 
 T = TypeVar("T")
 
 
 class Trainer:
-    """GRPO on a LoRA adapter.
+    """GRPO on a LoRA adapter, or on the whole model.
 
     Args:
         temperature: the sampler's; logprobs are of the tempered distribution, except those of `probe`.
@@ -47,6 +48,7 @@ class Trainer:
         total_steps: of the run, for the learning-rate schedule.
         seed: of the adapter's initial weights.
         device: cpu, cuda or cuda:<n>.
+        memory_bytes: most that the learner may hold (see learner.headroom.MemoryLimit); None: no limit.
 
     Raises:
         ValueError: the model or adapter cannot be trained here (see learner.model.Policy).
@@ -62,13 +64,24 @@ class Trainer:
         total_steps: int,
         seed: int,
         device: str,
+        memory_bytes: int | None = None,
     ) -> None:
-        self._config, self._temperature = learner, temperature
+        self._config, self._temperature, self._path = learner, temperature, model.path
         self._max_completion_length, self._total_steps = max_completion_length, total_steps
         self._device = torch.device(device)
-        self._budget = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
-        self._policy = Policy(model, learner.lora, checkpointing=learner.checkpointing, seed=seed, device=self._device)
-        self._updater = Updater(list(self._policy.masters.values()), learner, dtype=model.dtype, device=self._device)
+        tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
+        self._memory, self._budget = MemoryLimit(memory_bytes, self._device), TokenBudget(tokens, self._device)
+        self._policy = Policy(
+            model,
+            learner.lora if learner.mode == "lora" else None,
+            checkpointing=checkpointing.resolve(learner.checkpointing, self._device),
+            seed=seed,
+            device=self._device,
+            offload=learner.offload_boundaries,
+            keep_masters=wants_masters(learner),
+        )
+        weights = list(self._policy.masters.values())
+        self._updater = updater_for(weights, learner, dtype=model.dtype, device=self._device)
         self._version = 0
         self._nonfinite = 0  # skipped updates in a row
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
@@ -83,18 +96,33 @@ class Trainer:
         Returns:
             Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
             sampled by the present version, in nats; time/train in seconds; memory/learner_peak in bytes: on CUDA the
-            allocator's peak in this step, on CPU the highest resident set of the whole process since its start.
+            allocator's peak in this step, on CPU the highest resident set of the whole process since its start;
+            memory/oom_retries counts how often this step was taken again with half the token budget.
 
         Raises:
             ValueError: the groups are malformed or have token ids beyond the vocabulary.
+            OutOfMemory: a micro-batch of one completion does not fit, or memory_bytes was exceeded on a CPU.
             RuntimeError: loss or gradient was not finite in three steps in a row.
         """
         return await self._run(lambda: self._step(groups))
 
-    async def adapter(self) -> Adapter:
-        """The adapter of the present version, in the model's own type: exactly the weights the learner computes with,
-        and what vLLM would cast them to anyway."""
-        return await self._run(self._adapter)
+    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+        """The most that a step can ask for, once, and nothing of it kept: a micro-batch as large as the token budget
+        allows, of prompts of that length with completions of the greatest, forward and backward, beside room for the
+        optimizer's states. So a run that does not fit says so before its first step, not at its longest sample.
+
+        Returns:
+            memory/learner_peak in bytes, memory/oom_retries and memory/token_budget.
+
+        Raises:
+            OutOfMemory: a single completion of the greatest length does not fit.
+        """
+        return await self._run(lambda: self._rehearse(prompt_length))
+
+    async def adapter(self) -> Adapter | Weights:
+        """The adapter of the present version, or all weights with learner.mode full, in the model's own type: exactly
+        those the learner computes with, and what vLLM would cast them to anyway."""
+        return await self._run(lambda: update_of(self._policy, self._version))
 
     async def probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """[len - 1] float32, nats: logprob of token i + 1 given tokens <= i, present adapter, temperature 1.
@@ -119,37 +147,64 @@ class Trainer:
 
     async def export(self, folder: Path) -> None:
         """The present adapter in PEFT's format, float32. The folder is made."""
-        await self._run(lambda: self._export(folder))
+        await self._run(lambda: export(self._policy, folder, self._path))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _step(self, groups: list[pa.Table]) -> dict[str, float]:
-        started = time.perf_counter()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        started, retries = time.perf_counter(), self._budget.retries
+        self._memory.start_step()
         rows = read(groups)
         self._policy.check_ids(max((int(ids.max()) for ids in rows.prompts + rows.completions if len(ids)), default=0))
-        batches = [batch.to(self._device) for batch in self._assemble(rows)]
+        plan = self._assemble(rows)
         rate = self._config.learning_rate * rate_factor(self._version, self._total_steps, self._config.schedule)
-        metrics = self._accumulate(batches)
+        metrics = self._budget.run(plan, self._accumulate)
         norm, updated = 0.0, False
-        if batches:
+        learned = metrics["loss/trained_tokens"] > 0
+        if learned:
             norm, updated = self._updater.step(rate, loss_is_finite=math.isfinite(metrics["loss/total"]))
             self._policy.sync()
         self._version += 1
-        self._guard(skipped=bool(batches) and not updated, loss=metrics["loss/total"], norm=norm)
+        self._memory.check()
+        self._guard(skipped=learned and not updated, loss=metrics["loss/total"], norm=norm)
         return metrics | {
             "loss/grad_norm": norm,
             "loss/learning_rate": rate,
-            "loss/skipped_nonfinite": float(bool(batches) and not updated),
+            "loss/skipped_nonfinite": float(learned and not updated),
             "reward/zero_variance_groups": float(sum(not has_signal(rewards) for rewards in rows.rewards)),
             "time/train": time.perf_counter() - started,
-            "memory/learner_peak": self._peak_bytes(),
+            **self._memory_metrics(retries),
         }
 
-    def _assemble(self, rows: Rows) -> list[MicroBatch]:
-        """The learner's opinions of the rows: advantages, coefficients, and which completions are trained at all."""
+    def _rehearse(self, prompt_length: int) -> dict[str, float]:
+        length = self._max_completion_length
+        budget, packed = self._budget, self._policy.packed
+        # Enough completions to fill a micro-batch, whether they share their prompt or not.
+        rows = longest_rows(prompt_length, length, count=budget.tokens // max(length - 1, 1) + 1)
+        same = np.ones(len(rows.lengths))
+
+        def plan(tokens: int) -> list[MicroBatch]:
+            return micro_batches(rows, same, same, same > 0, tokens, packed=packed)[:1]
+
+        self._memory.start_step()
+        states = torch.empty(self._updater.missing_state_bytes(), dtype=torch.uint8, device=self._device)
+        budget.run(plan, self._accumulate)
+        del states
+        self._policy.clear_gradients()
+        self._memory.check()
+        return self._memory_metrics(0)
+
+    def _memory_metrics(self, retries_before: int) -> dict[str, float]:
+        return {
+            "memory/learner_peak": float(self._memory.peak()),
+            "memory/oom_retries": float(self._budget.retries - retries_before),
+            "memory/token_budget": float(self._budget.tokens),
+        }
+
+    def _assemble(self, rows: Rows) -> Callable[[int], list[MicroBatch]]:
+        """Token budget -> micro-batches, with the learner's opinions of the rows: advantages, coefficients, and which
+        completions are trained at all."""
         loss = self._config.loss
         rewards = np.concatenate(rows.rewards) if rows.rewards else np.empty(0)
         judged = np.isfinite(rewards)
@@ -157,31 +212,34 @@ class Trainer:
         coefficients = np.zeros(len(rewards))
         coefficients[judged] = LOSSES[loss.kind](rows.lengths[judged], self._max_completion_length)
         trained = judged & ((advantages != 0) | (loss.beta > 0))
-        return micro_batches(rows, advantages, coefficients, trained, self._budget)
+        packed = self._policy.packed
+        return lambda budget: micro_batches(rows, advantages, coefficients, trained, budget, packed=packed)
 
-    def _accumulate(self, batches: list[MicroBatch]) -> dict[str, float]:
+    def _accumulate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Gradients of all micro-batches into the masters."""
         self._policy.clear_gradients()
         references = self._references(batches) if self._config.loss.beta > 0 else [None] * len(batches)
         parts = []
         for batch, reference in zip(batches, references, strict=True):
-            hidden = self._policy.predicting(batch)
-            logprobs, entropy = policy_logprobs(hidden, self._policy.head, batch.targets, self._temperature)
-            loss, part = token_loss(
-                logprobs, entropy, batch, self._config.loss, reference=reference, version=self._version
+            on_device = batch.to(self._device)
+            logprobs, entropy = policy_logprobs(
+                self._policy.predicting(on_device), self._policy.head, on_device.targets, self._temperature
             )
-            torch.autograd.backward(self._updater.scale(loss))
+            slopes, part = token_loss(
+                logprobs, entropy, on_device, self._config.loss, reference=reference, version=self._version
+            )
+            torch.autograd.backward(logprobs, self._updater.scale(slopes))
             self._policy.collect_gradients()
             parts.append(part)
         return metrics_of(parts)
 
     @torch.no_grad()
-    def _references(self, batches: list[MicroBatch]) -> list[Tensor | None]:
+    def _references(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
         policy = self._policy
-        with policy.reference():
+        with policy.acting_as("reference"):
             return [
                 token_logprobs(policy.predicting(batch), policy.head, batch.targets, self._temperature)
-                for batch in batches
+                for batch in (batch.to(self._device) for batch in batches)
             ]
 
     def _guard(self, *, skipped: bool, loss: float, norm: float) -> None:
@@ -194,16 +252,6 @@ class Trainer:
                 "are those before them. Lower learner.learning_rate, or look at the last steps' rollouts"
             )
 
-    def _peak_bytes(self) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(self._device))
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-    def _adapter(self) -> Adapter:
-        dtype = self._policy.head.dtype
-        tensors = {name: master.detach().to("cpu", dtype) for name, master in self._policy.masters.items()}
-        return Adapter.build(self._version, save(tensors), self._policy.peft_config)
-
     @torch.no_grad()
     def _probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         if len(token_ids) < 2:
@@ -213,45 +261,19 @@ class Trainer:
         logprobs = token_logprobs(self._policy.hidden(ids[None, :-1]), self._policy.head, ids[1:], 1.0)
         return np.asarray(logprobs.cpu().numpy())
 
-    def _export(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: master.detach().cpu() for name, master in self._policy.masters.items()}, folder / WEIGHTS_FILE)
-        (folder / CONFIG_FILE).write_text(json.dumps(self._policy.peft_config, indent=2))
-
     def _save(self, folder: Path) -> None:
-        self._export(folder)
+        save_masters(self._policy, folder)
         state = {
             "version": self._version,
             "nonfinite": self._nonfinite,
             "updater": self._updater.state_dict(),
-            "random": _random_state(self._device),
+            "random": random_state(self._device),
         }
         torch.save(state, folder / STATE_FILE)
 
     def _load(self, folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS_FILE)
         state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
-        self._policy.load(tensors)
+        load_masters(self._policy, folder)
         self._updater.load_state_dict(state["updater"])
         self._version, self._nonfinite = state["version"], state["nonfinite"]
-        _set_random_state(state["random"], self._device)
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """State of every generator that training may draw from, as values that torch.load(weights_only=True) accepts."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.tensor(keys, dtype=torch.int64), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    name, keys, *rest = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+        set_random_state(state["random"], self._device)

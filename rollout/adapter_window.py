@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-from rollout.engine import Adapter, AdapterRefused, digest_of
+from rollout.engine import Adapter, AdapterRefused, Weights, digest_of
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
@@ -48,8 +48,10 @@ class AdapterWindow:
         """Oldest first."""
         return list(self._residents)
 
-    def stage(self, adapter: Adapter) -> Resident:
+    def stage(self, adapter: Adapter | Weights) -> Resident:
         """Writes the adapter as PEFT would, in a folder of its own. The digest is that of the bytes read back.
+
+        Whole weights are not written: they are loaded from memory, and no two versions are held.
 
         Raises AdapterCorrupt, or AdapterRefused if the payload is not safetensors.
         """
@@ -57,6 +59,8 @@ class AdapterWindow:
         keys = _keys_of(adapter)
         # A fresh folder each time: vLLM keeps a loaded file mapped, and rewriting it in place kills the process.
         folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
+        if isinstance(adapter, Weights):
+            return Resident(adapter.version, adapter.digest, folder, keys)
         weights = folder / _WEIGHTS
         weights.write_bytes(adapter.payload)
         (folder / _CONFIG).write_text(json.dumps(adapter.config))
@@ -105,7 +109,7 @@ class AdapterWindow:
         self._root.cleanup()
 
 
-def _keys_of(adapter: Adapter) -> frozenset[str]:
+def _keys_of(adapter: Adapter | Weights) -> frozenset[str]:
     """Tensor names in a safetensors header: 8 bytes of length, little endian, then a JSON object."""
     try:
         (length,) = struct.unpack_from("<Q", adapter.payload)

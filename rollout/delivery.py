@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rollout.engine import Adapter
+from rollout.engine import Adapter, Weights
 
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
 # bf16 to about 6e-2 on a 25M model, and grows with depth
@@ -25,12 +25,12 @@ class DeliveryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """An adapter on its way, with what the learner says of the probe tokens under it.
+    """An adapter (with learner.mode full: all weights) on its way, with what the learner says of the probe tokens.
 
     probe_ids: [N] tokens; logprobs, previous: [N-1] nats, of the new policy and of the one before it (None at first).
     """
 
-    adapter: Adapter
+    adapter: Adapter | Weights
     probe_ids: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
     previous: npt.NDArray[np.float32] | None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 # belong to another temperature than the learner assumes.
 MIN_TEMPERATURE = 0.01
 DTYPES = ("float32", "bfloat16", "float16")
+BASES = ("none", "nf4")
 
 
 class EngineError(RuntimeError):
@@ -125,12 +126,41 @@ class Adapter:
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
-        found = digest_of(self.payload)
-        if found != self.digest:
-            raise AdapterCorrupt(
-                f"adapter v{self.version}: sha256 of its {len(self.payload)} payload bytes must be "
-                f"{self.digest[:12]}…, got {found[:12]}…; send it again from the learner"
-            )
+        _verify("adapter", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of a model on their way from the learner to the generators (learner.mode: full).
+
+    Attributes:
+        version, digest: as of an Adapter.
+        payload: safetensors bytes with the names of the checkpoint; a weight that is tied to another is left out.
+    """
+
+    version: int
+    digest: str
+    payload: bytes
+
+    @classmethod
+    def build(cls, version: int, payload: bytes) -> Weights:
+        """Computes the digest. Raises ValueError for a negative version."""
+        if version < 0:
+            raise ValueError(f"weights version must be at least 0, got {version}")
+        return cls(version=version, digest=digest_of(payload), payload=payload)
+
+    def verify(self) -> None:
+        """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
+        _verify("weights", self)
+
+
+def _verify(what: str, update: Adapter | Weights) -> None:
+    found = digest_of(update.payload)
+    if found != update.digest:
+        raise AdapterCorrupt(
+            f"{what} v{update.version}: sha256 of its {len(update.payload)} payload bytes must be "
+            f"{update.digest[:12]}…, got {found[:12]}…; send it again from the learner"
+        )
 
 
 def digest_of(payload: bytes) -> str:
@@ -148,10 +178,12 @@ class EngineSettings:
         max_model_len: prompt and completion together, tokens.
         kv_cache_bytes: bytes of KV cache per device.
         max_num_seqs: sequences decoded at once.
-        max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports).
+        max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
+            adapters, the whole model is replaced by load_weights.
         adapter_window: adapter versions resident at once, at least 2: load_adapter waits while all others are in
             use. max_staleness + 2 is enough.
         seed: must contain the worker's rank: two engines with one seed sample the same tokens.
+        base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; CUDA only.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
 
@@ -167,14 +199,19 @@ class EngineSettings:
     max_lora_rank: int
     adapter_window: int
     seed: int
+    base: str = "none"
     gpu_memory_utilization: float = 0.05
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.base not in BASES:
+            raise ValueError(f"base must be one of {', '.join(BASES)}, got {self.base!r}")
         if self.adapter_window < 2:
             raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
-        for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "max_lora_rank"):
+        if self.max_lora_rank < 0:
+            raise ValueError(f"max_lora_rank must be at least 0, got {self.max_lora_rank}")
+        for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -194,6 +231,15 @@ class Engine(Protocol):
 
         Calls that began before finish on the version they began with. Loading the newest version again is a no-op.
         Raises AdapterCorrupt, AdapterRefused, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def load_weights(self, weights: Weights) -> str:
+        """Replaces all weights of the model; returns the sha256 hex of the bytes that were loaded.
+
+        Waits until the calls that began before are done, and lets later ones wait, since one engine holds one version.
+        Loading the newest version again is a no-op. Raises AdapterCorrupt, AdapterRefused (also if the engine was
+        started for adapters), EngineDied, EngineClosed.
         """
         ...
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine import Adapter, Completion, EngineClosed, NoAdapter, Sampling, digest_of
+from rollout.engine import Adapter, Completion, EngineClosed, NoAdapter, Sampling, Weights, digest_of
 
 
 def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:
@@ -50,13 +50,19 @@ class FakeEngine:
         return [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
 
     async def load_adapter(self, adapter: Adapter) -> str:
+        return self._load(adapter)
+
+    async def load_weights(self, weights: Weights) -> str:
+        return self._load(weights)
+
+    def _load(self, update: Adapter | Weights) -> str:
         if self._closed:
-            raise EngineClosed("load_adapter after close()")
-        adapter.verify()
-        self._version = adapter.version
-        if adapter.version != self._drop_adapter_at:
-            self._policy = adapter.version
-        return digest_of(adapter.payload)
+            raise EngineClosed("a new policy after close()")
+        update.verify()
+        self._version = update.version
+        if update.version != self._drop_adapter_at:
+            self._policy = update.version
+        return digest_of(update.payload)
 
     async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         self._newest()

@@ -24,7 +24,7 @@ from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
 from rollout.delivery import Push
-from rollout.engine import Sampling
+from rollout.engine import Sampling, Weights
 from rollout.problems import Problems
 from rollout.schema import Problem
 
@@ -111,7 +111,8 @@ class Producer:
     async def deliver(self, push: Push) -> None:
         """Sends an adapter, proves that the worker generates with it, and acknowledges it."""
         with self.pipes.timeline.span("push", self.actor.name, version=push.adapter.version):
-            digest = await self.actor.call("load_adapter", push.adapter, deadline_s=self.deadlines.push)
+            load = "load_weights" if isinstance(push.adapter, Weights) else "load_adapter"
+            digest = await self.actor.call(load, push.adapter, deadline_s=self.deadlines.push)
             answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
             push.verify(self.actor.name, digest, answer)
         await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)

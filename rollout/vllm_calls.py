@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _FINISH_REASONS = ("stop", "length", "abort")
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs. Raises ValueError for a LoRA rank above vLLM's highest."""
+    """Keywords of vllm.EngineArgs. Raises ValueError for a LoRA rank above vLLM's highest, and for nf4 on a CPU."""
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
     arguments: dict[str, Any] = {
@@ -33,10 +34,6 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enable_lora": True,
-        "max_loras": settings.adapter_window,
-        "max_cpu_loras": settings.adapter_window,
-        "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
         # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
         "logprobs_mode": "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
@@ -47,6 +44,18 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if settings.max_lora_rank > 0:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": settings.adapter_window,
+            "max_cpu_loras": settings.adapter_window,
+            "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
+        }
+    if settings.base == "nf4":
+        if not cuda:
+            raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
+        # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
+        arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     if cuda:
         return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}
     return arguments | {
@@ -60,6 +69,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
 
 def build_engine(arguments: dict[str, Any]) -> Any:
     """A vllm LLMEngine in this process; the calling thread owns it from here on."""
+    if arguments.get("quantization") == "bitsandbytes":
+        _check_bitsandbytes()
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -72,6 +83,15 @@ def build_engine(arguments: dict[str, Any]) -> Any:
         os.environ.pop("LD_PRELOAD", None)
         if preload is not None:
             os.environ["LD_PRELOAD"] = preload
+
+
+def _check_bitsandbytes() -> None:
+    homes = ("vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin")
+    if not any(find_spec(home) for home in homes):
+        raise ValueError(
+            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own from vLLM 0.28 on and not "
+            "installed here; run: pip install vllm-bnb-plugin, or set model.base=none"
+        )
 
 
 def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_size: int) -> list[int]:

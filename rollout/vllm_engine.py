@@ -33,6 +33,7 @@ from rollout.engine import (
     EngineSettings,
     NoAdapter,
     Sampling,
+    Weights,
 )
 from rollout.engine_env import check_env
 from rollout.vllm_calls import (
@@ -40,12 +41,12 @@ from rollout.vllm_calls import (
     checked_prompt,
     completion_params,
     engine_arguments,
-    lora_id,
     lora_request,
     probe_params,
     read_completions,
     read_probe,
 )
+from rollout.vllm_load import load_adapter, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class _Request:
 @dataclass(slots=True)
 class _Load:
     staged: Resident
+    payload: bytes | None = None  # of whole weights; an adapter lies in its folder
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -124,6 +126,12 @@ class VllmEngine:
         """See Engine.load_adapter. Waits, and lets later calls wait behind it, while every version is in use."""
         staged = await asyncio.to_thread(self._window.stage, adapter)
         digest: str = await self._call(_Load(staged))
+        return digest
+
+    async def load_weights(self, weights: Weights) -> str:
+        """See Engine.load_weights."""
+        staged = await asyncio.to_thread(self._window.stage, weights)
+        digest: str = await self._call(_Load(staged, weights.payload))
         return digest
 
     async def close(self) -> None:
@@ -216,7 +224,7 @@ class VllmEngine:
             request.id,
             {"prompt_token_ids": request.prompt_ids},
             request.params,
-            lora_request=lora_request(adapter.version, adapter.folder),
+            lora_request=lora_request(adapter.version, adapter.folder) if self._settings.max_lora_rank else None,
         )
         request.adapter = adapter
         adapter.users += 1
@@ -226,34 +234,28 @@ class VllmEngine:
         staged, newest = command.staged, self._window.newest
         if newest is not None and (staged.version, staged.digest) == (newest.version, newest.digest):
             self._window.discard(staged)
-            _settle(command.answer, newest.digest)
-            return True
-        try:
-            self._window.check(staged)
-            if not self._make_room():
-                return False
-            self._engine.add_lora(lora_request(staged.version, staged.folder))
-            if lora_id(staged.version) not in self._engine.list_loras():
-                raise EngineError(f"vLLM took adapter v{staged.version} but does not list it; restart the worker")
-        except (EngineError, ValueError) as error:
+        elif (command.payload is None) == (self._settings.max_lora_rank == 0):
             self._window.discard(staged)
-            if isinstance(error, EngineError):
-                raise
-            raise AdapterRefused(f"vLLM refused adapter v{staged.version}: {error}") from error
-        self._window.add(staged)
+            raise AdapterRefused(
+                f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} takes "
+                f"{'whole weights' if command.payload is None else 'adapters'} only; start it for the other kind"
+            )
+        elif not self._load_new(staged, command.payload):
+            return False
         _settle(command.answer, staged.digest)
         return True
 
-    def _make_room(self) -> bool:
-        """Drops the oldest unused version if the window is full. vLLM's own LRU could drop one that is in use."""
-        if not self._window.is_full():
+    def _load_new(self, staged: Resident, payload: bytes | None) -> bool:
+        try:
+            if payload is None:
+                return load_adapter(self._engine, self._window, staged)
+            if self._running:
+                return False
+            load_weights(self._engine, self._window, staged, payload)
             return True
-        victim = self._window.victim()
-        if victim is None:
-            return False
-        self._engine.remove_lora(lora_id(victim.version))
-        self._window.drop(victim)
-        return True
+        except EngineError:
+            self._window.discard(staged)
+            raise
 
     def _finish(self, output: Any) -> None:
         request = self._running.get(output.request_id)

@@ -15,7 +15,7 @@ from cluster.telemetry import peak_memory
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
-from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, Sampling
+from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, Sampling, Weights
 from rollout.schema import Problem, build_group
 
 log = logging.getLogger("rollout")
@@ -114,6 +114,10 @@ class RolloutWorker:
     async def load_adapter(self, adapter: Adapter) -> str:
         """Takes a newer policy; requests under way finish on theirs. Returns the digest of what was loaded."""
         return await self.engine.load_adapter(adapter)
+
+    async def load_weights(self, weights: Weights) -> str:
+        """Replaces the whole model, between requests. Returns the digest of what was loaded."""
+        return await self.engine.load_weights(weights)
 
     async def probe(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """[N-1] logprobs of token i+1 after tokens 0..i under the newest policy, temperature 1."""

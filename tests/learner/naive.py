@@ -27,7 +27,9 @@ def logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int], tempe
     return picked[len(prompt) - 1 :]
 
 
-def loss(lp: Tensor, behavior: Tensor, advantage: float, reference: Tensor | None, config: LossConfig) -> Tensor:
+def loss(
+    lp: Tensor, behavior: Tensor, advantage: float | Tensor, reference: Tensor | None, config: LossConfig
+) -> Tensor:
     """[T] loss of each token, before the denominators."""
     ratio = (lp - behavior).exp()
     if config.ratio == "clip":

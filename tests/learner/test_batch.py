@@ -8,39 +8,75 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch import micro_batches, read
+from learner.batch import MicroBatch, Rows, micro_batches, read
 from tests.learner.rollouts import make_group, make_groups, uniform
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), budget=st.integers(1, 200))
-def test_every_trained_token_once_and_within_budget(seed: int, budget: int) -> None:
+def sequence(batch: MicroBatch, place: int) -> list[int]:
+    """The tokens that the state at `place` of the flattened ids has read, by the segments or the padded row."""
+    flat = batch.ids.flatten().tolist()
+    if batch.layout is None:
+        return flat[place // batch.ids.shape[1] * batch.ids.shape[1] : place + 1]
+    (own,) = (s for s in batch.layout.segments if s.start <= place < s.stop)
+    assert batch.positions is not None
+    read = [*range(own.prefix_start, own.prefix_stop), *range(own.start, place + 1)]
+    assert batch.positions[0, read].tolist() == list(range(len(read)))
+    return [flat[i] for i in read]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 200), packed=st.booleans())
+def test_every_trained_token_once_in_its_place_and_within_budget(seed: int, budget: int, packed: bool) -> None:
     groups = make_groups([[0, 1, 0], [1, 0, 1, 1]], lambda p, c: [-0.5 - i for i in range(len(c))], seed=seed)
     rows = read(groups)
     trained = np.array([True, False, True, True, True, True, False])
     advantages, coefficients = np.arange(7, dtype=np.float64), np.arange(7, dtype=np.float64) / 8
-    found: dict[int, tuple[list[int], list[int]]] = {}
-    for batch in micro_batches(rows, advantages, coefficients, trained, budget):
-        assert batch.ids.numel() <= budget or len(batch.ids) == 1
-        flat = batch.ids.flatten()
-        for row in sorted({int(a) for a in batch.advantages}):
+    found: list[int] = []
+    batches = micro_batches(rows, advantages, coefficients, trained, budget, packed=packed)
+    sizes = [batch.ids.numel() for batch in batches]
+    assert not packed or sizes == sorted(sizes, reverse=True)
+    for batch in batches:
+        numbers = batch.advantages.int().tolist()
+        assert batch.ids.numel() <= budget or len(set(numbers)) == 1
+        for row in sorted(set(numbers)):
             mine = batch.advantages == row
-            place = batch.index[mine]
-            begin = int(place[0]) // batch.ids.shape[1] * batch.ids.shape[1]
-            found[row] = (flat[begin : int(place[0]) + 1].tolist(), batch.targets[mine].tolist())
-            assert flat[place[1:]].tolist() == batch.targets[mine][:-1].tolist()  # each state reads the token before
-            assert batch.coefficients[mine].tolist() == [row / 8] * int(mine.sum())
-            assert batch.behavior[mine].tolist() == [-0.5 - i for i in range(int(mine.sum()))]
+            prompt, completion = rows.prompts[row].tolist(), rows.completions[row].tolist()
+            assert batch.targets[mine].tolist() == completion
+            for i, place in enumerate(batch.index[mine].tolist()):
+                assert sequence(batch, place) == prompt + completion[:i]
+            assert batch.coefficients[mine].tolist() == [row / 8] * len(completion)
+            assert batch.behavior[mine].tolist() == [-0.5 - i for i in range(len(completion))]
+            found.append(row)
     assert sorted(found) == [0, 2, 3, 4, 5]
-    for row, (prompt, completion) in found.items():
-        assert prompt == rows.prompts[row].tolist()
-        assert completion == rows.completions[row].tolist()
 
 
-def test_longest_first_and_a_long_row_alone() -> None:
+def everything(rows: Rows, budget: int, *, packed: bool) -> list[MicroBatch]:
+    n = len(rows.lengths)
+    return micro_batches(rows, np.arange(n) * 1.0, np.ones(n), np.ones(n, dtype=bool), budget, packed=packed)
+
+
+def test_padded_longest_first_and_a_long_row_alone() -> None:
     group = make_group([1, 2], [[3], [3] * 9, [3] * 4], [0, 1, 2], uniform)
-    batches = micro_batches(read([group]), np.zeros(3), np.zeros(3), np.ones(3, dtype=bool), 7)
-    assert [tuple(batch.ids.shape) for batch in batches] == [(1, 10), (1, 5), (1, 2)]
+    assert [tuple(b.ids.shape) for b in everything(read([group]), 7, packed=False)] == [(1, 10), (1, 5), (1, 2)]
+
+
+def test_groups_stay_whole_if_they_fit_else_share_the_prompt_within_each_part() -> None:
+    small = make_group([1, 2], [[3] * 4, [3] * 2], [0, 1], uniform)  # 2 + 3 + 1 tokens
+    large = make_group([5] * 4, [[6] * 4] * 5, [0, 1, 2, 3, 4], uniform, position=1)  # 4 + 5 * 3
+    batches = everything(read([small, large]), 13, packed=True)
+    # the large one in parts of 3 and 2 completions; of the whole 2 + 6 tokens fit beside neither
+    assert [b.ids.tolist()[0] for b in batches] == [[5] * 4 + [6] * 9, [5] * 4 + [6] * 6, [1, 2, 3, 3, 3, 3]]
+    (whole,) = everything(read([small, large]), 25, packed=True)
+    assert whole.layout is not None
+    assert whole.layout.segments[0] == (0, 4, 0, 0)
+    assert whole.layout.segments[1] == (4, 7, 0, 4)
+    assert whole.layout.segments[-2:] == [(21, 24, 19, 21), (24, 25, 19, 21)]
+
+
+def test_a_completion_that_shares_with_nobody_is_one_plain_segment() -> None:
+    (batch,) = everything(read([make_group([1, 2], [[3] * 9], [0], uniform)]), 4, packed=True)
+    assert batch.layout is not None
+    assert batch.layout.segments == [(0, 10, 0, 0)]
 
 
 def test_token_arrays_are_views_of_the_tables() -> None:
@@ -50,9 +86,10 @@ def test_token_arrays_are_views_of_the_tables() -> None:
     assert all(start <= row.ctypes.data < start + size for row in read([group]).completions)
 
 
-def test_an_empty_completion_is_not_trained() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_empty_completion_is_not_trained(packed: bool) -> None:
     group = make_group([1, 2], [[], [3, 4]], [0, 1], uniform)
-    (batch,) = micro_batches(read([group]), np.ones(2), np.ones(2), np.ones(2, dtype=bool), 100)
+    (batch,) = everything(read([group]), 100, packed=packed)
     assert batch.ids.tolist() == [[1, 2, 3]]
     assert batch.index.tolist() == [1, 2]
     assert batch.targets.tolist() == [3, 4]

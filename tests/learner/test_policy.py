@@ -165,7 +165,7 @@ def test_reference_gives_the_adapter_back(tiny_path: str, adapter_path: str) -> 
                 master.add_(0.05)
             policy.sync()
             before = policy.hidden(ids)
-            with policy.reference():
+            with policy.acting_as("reference"):
                 assert not torch.allclose(policy.hidden(ids), before)
             assert torch.equal(policy.hidden(ids), before)
         torch.autograd.backward(policy.hidden(ids).sum())

@@ -1,0 +1,125 @@
+"""What the benchmarks share: CPU time, peak memory, and the conditions that belong to a figure.
+
+TRL and Liger, with which they compare, are no dependencies of gleaner. They go beside it, without what they would pull
+in, in a folder that is put on the path:
+
+    pip install --no-deps --target build/rivals -r benchmarks/requirements.txt
+    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.head_op
+    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner_step
+
+Without them the benchmarks do their own part and say what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton")
+MIB = 2**20
+
+
+class Peak:
+    """Within it, the most bytes of tensors held at once beside those that were there before, temporaries inside of
+    kernels included; from the allocator's own events, hence the same in every run. Of the calling thread only."""
+
+    def __enter__(self) -> Peak:
+        self.bytes = 0
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        run = self._profile.profiler
+        assert run is not None
+        held = 0
+        events = [event for event in run.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            self.bytes = max(self.bytes, held)
+
+
+def peak_mib(work: Callable[[], object]) -> float:
+    with Peak() as peak:
+        work()
+    return peak.bytes / MIB
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Of all threads of this process: what other processes do costs wall time, not this."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def installed(module: str) -> bool:
+    """Whether a rival is there; says so if it is not."""
+    if find_spec(module) is not None:
+        return True
+    print(f"{module} is not installed and is left out; see the top of benchmarks/common.py", flush=True)
+    return False
+
+
+def conditions() -> dict[str, Any]:
+    """What a figure depends on beside the code."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+              if line.startswith("model name")]  # fmt: skip
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": [round(value, 1) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def as_text(told: dict[str, Any]) -> str:
+    """The conditions in a line of Markdown."""
+    versions = ", ".join(f"{name} {value or 'absent'}" for name, value in told["versions"].items())
+    return (
+        f"{told['date']}, `{told['command']}`, {told['cpu']}, {told['cores']} cores shared with other work (load "
+        f"average {told['load'][0]} at the start, so CPU-seconds and not wall time), {told['threads']} thread, Python "
+        f"{told['python']}, {versions}, float32."
+    )
+
+
+def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def save(name: str, content: dict[str, Any], text: str) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(text.rstrip() + "\n")
+    print(text)

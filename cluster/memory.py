@@ -1,0 +1,264 @@
+"""The memory model: what a learner and a generator hold, in bytes, by part. Pure functions of a shape and settings.
+
+Letters: h hidden, f feed-forward, q all query heads, k all key heads (or value heads) in elements; L layers; n adapter
+weights; b bytes per element of the base's type; N tokens of the largest micro-batch, C of them completion tokens,
+S keys that its completions attend to (a shared prompt once per completion); V vocabulary; r rank.
+
+Sources. What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what
+each layer keeps and a maximum over the places where it can be highest; the coefficients are those of learner.fakerun
+(the real step on tensors without content), and a test holds them to it within 2 % of the peak. Figures of the engine
+are those of vLLM's documentation and source, and estimates where it has none; each function says which.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.shapes import LINEAR, Shape
+
+GB = 10**9
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuBLAS workspace (8 to 32 MiB) included
+FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
+HEAD_TILE = 43 * 10**6  # learner.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
+PREFILL_TOKENS = 4096  # rollout.vllm_calls: most tokens of one engine step
+
+Parts = dict[str, int]
+Checkpointing = Literal["none", "mlp", "full"] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """Tokens of the largest micro-batch."""
+
+    tokens: int  # N
+    completion: int  # C
+    keys: int  # S
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, generations: int, budget: int) -> "Micro":
+        """As learner.batch packs groups of `generations` completions, all as long as they may be, under a budget: whole
+        groups while they fit, else one prompt with as many completions as fit, at least one."""
+        group = prompt + generations * (completion - 1)
+        if group <= budget:
+            groups, each = budget // group, generations
+        else:
+            groups, each = 1, max(1, (budget - prompt) // max(completion - 1, 1))
+        own = completion - 1
+        keys = prompt + each * (prompt + own) if each > 1 else prompt + own
+        return cls(groups * (prompt + each * own), groups * each * completion, groups * keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How a learner trains, as far as it matters for memory."""
+
+    mode: Literal["lora", "full"] = "lora"
+    rank: int = 16
+    targets: tuple[str, ...] = tuple(LINEAR)
+    dtype: str = "bfloat16"
+    base: Literal["none", "nf4"] = "none"
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    checkpointing: Checkpointing = "full"
+    frozen_adapters: int = 0  # reference and other roles
+    offload: bool = False  # boundaries of checkpointing=full in host memory
+
+
+def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
+    """What the learner holds at its highest, by part; their sum is what the device must have for it."""
+    static = learner_static(shape, learning)
+    step = step_bytes(shape, learning, micro)
+    return static | step | {"fragmentation": round(FRAGMENTATION * sum(step.values())), "context": CONTEXT}
+
+
+def learner_static(shape: Shape, learning: Learning) -> Parts:
+    """What is alive between two steps.
+
+    weights: b per parameter. nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, an 8-bit scale per 64
+      of them and a float32 scale per 256 of those; bitsandbytes keeps two code tables of 272 floats per matrix.
+    adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b n for
+      each frozen adapter.
+    gradients: 4 n, of the masters. Full fine-tuning: b per parameter.
+    optimizer: AdamW two states of the master's type, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256.
+      Full fine-tuning: the states have the weights' type. Paged states lie in host memory when the device is full.
+    """
+    b = DTYPE_BYTES[learning.dtype]
+    if learning.mode == "full":
+        n, master = shape.params, b
+        adapters = 0
+    else:
+        n, master = shape.lora_params(learning.rank, learning.targets), 4
+        adapters = (4 if b == 4 else b + 4) * n + learning.frozen_adapters * b * n
+    if learning.optimizer == "adamw":
+        states = 2 * master * n
+    else:
+        states = 0 if learning.optimizer == "paged_adamw_8bit" else 2 * n + 2 * n // 64
+    return {
+        "weights": base_bytes(shape, learning.base, b),
+        "adapters": adapters,
+        "gradients": master * n,
+        "optimizer": states,
+    }
+
+
+def base_bytes(shape: Shape, base: str, b: int) -> int:
+    """The frozen base; embeddings and head are not quantised."""
+    if base == "none":
+        return b * shape.params
+    linear = shape.linear_params
+    tables = 4 * 272 * len(LINEAR) * shape.layers
+    return b * (shape.params - linear) + linear // 2 + linear // 64 + 4 * linear // (64 * 256) + tables
+
+
+def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
+    """What a step takes on top: `checkpoints` (inputs of layers that are computed twice), `activations` (what the other
+    layers keep) and `live` (the most that one place takes beside them, the tile of the head or the layer at work).
+
+    The peak lies in the last layers, where the backward pass begins; with checkpointing=k possibly in layer k, too.
+    """
+    kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
+    layer = kept_attention + kept_mlp
+    boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
+    again, kept = live_again(shape, learning, micro), live_kept(shape, learning, micro)
+    policy, layers = learning.checkpointing, shape.layers
+    if policy == "none":
+        parts = {"checkpoints": 0, "activations": layers * layer, "live": kept}
+    elif policy == "mlp":
+        parts = {"checkpoints": 0, "activations": layers * kept_attention, "live": max(again[1], kept)}
+    elif policy == "full":
+        held = 0 if learning.offload else layers * boundary
+        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept)}
+    else:
+        first = min(policy, layers)
+        # Nothing in front of the first layer wants a gradient, so it keeps 4 N h less; here it is not among the kept.
+        activations = (layers - first) * layer + 2 * boundary if first < layers else 0
+        end = activations + (kept if first < layers else 0)
+        live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
+        parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
+    return parts
+
+
+def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
+    """(attention and norms, feed-forward) that a layer of 16 bits keeps for its backward pass:
+
+    N (12 h + 4 q + 4 heads + 2 r per target) + 4 S k, and 8 N f. The norms keep float32 copies (2 x 4 h), the
+    residual stream and the adapters' inputs 2 h each; attention its queries, output, gathered keys and values, and
+    logsumexp; the feed-forward block gate, its activation, up, and their product. Norms of queries and keys add
+    N (4 q + 4 k), further norms of the layer (Gemma) 4 h each. In float32 twice as much, which is an upper bound.
+    """
+    w, n = shape.widths, micro.tokens
+    wide, narrow = shape.norms
+    attention = n * ((12 + 4 * (wide - 2)) * w["hidden"] + 4 * w["q"] + 4 * shape.heads) + 4 * micro.keys * w["kv"]
+    if learning.mode == "lora":
+        attention += 2 * n * learning.rank * len(learning.targets)
+    if narrow:
+        attention += 4 * n * (w["q"] + w["kv"] + shape.heads + shape.kv_heads)
+    factor = DTYPE_BYTES[learning.dtype] // 2
+    return factor * attention, factor * 8 * n * w["ffn"]
+
+
+def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
+    """The most while a layer (the MLP alone) that is computed twice is on its way back.
+
+    In the feed-forward block: the layer again, and N (4 f + 2.1 h) for the gradients of gate, up and product; behind a
+    norm after it (Gemma) at least 22 N h, its float32 temporaries. In attention: its part of the layer, and
+    N (8 q - 4 h) + 4 S k for gradients, with FlashAttention's own float32 gradient of the queries among them, and with
+    fewer key than query heads 4 S q for keys and values per query head (mha_varlen_bwd). A 4-bit base has its largest
+    matrix multiplied out for the product that leads to the gradient of the feed-forward block's inside, 2 N f of which
+    are not there yet.
+    """
+    kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
+    w, n = shape.widths, micro.tokens
+    factor = DTYPE_BYTES[learning.dtype] // 2
+    gemma = shape.norms[0] > 2
+    mlp = n * (4 * w["ffn"] + int(2.1 * w["hidden"]) + 250)
+    if gemma:
+        mlp = max(mlp - 3 * n * w["hidden"], n * (22 * w["hidden"] + 1100))
+    alone = n * (4 * w["ffn"] - int((5.3 if gemma else 1.85) * w["hidden"]))
+    attention = n * (8 * w["q"] - (12 if gemma else 4) * w["hidden"]) + 4 * micro.keys * w["kv"]
+    if w["kv"] != w["q"]:
+        attention += 4 * micro.keys * w["q"]
+    extra = max(0, _dequantised(shape, learning) - factor * 2 * n * w["ffn"])
+    layer = kept_attention + max(kept_mlp + factor * mlp + extra, factor * attention)
+    return layer, max(kept_mlp + factor * alone + extra, factor * attention)
+
+
+def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
+    """The most beside what all layers keep: the head's tile, the last norm's way back (20 N h), or that of the last
+    layer, which needs little more than what it frees."""
+    _, alone = live_again(shape, learning, micro)
+    _, kept_mlp = kept_per_layer(shape, learning, micro)
+    norm = 20 * micro.tokens * shape.hidden * DTYPE_BYTES[learning.dtype] // 2
+    return max(head_bytes(shape, learning, micro), norm, alone - kept_mlp)
+
+
+def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
+    """learner.logprob: one tile of logits, independent of V; the rows of the head that a tile of tokens needs; and per
+    completion token its state and its Jacobian. A trained head also has one tile of its gradient in float32."""
+    factor = DTYPE_BYTES[learning.dtype] // 2
+    trained = 8192 * shape.hidden * 4 if learning.mode == "full" else 0
+    return HEAD_TILE + factor * shape.hidden * (37_300 + micro.tokens // 2 + 4 * micro.completion) + trained
+
+
+def _dequantised(shape: Shape, learning: Learning) -> int:
+    """The largest matrix of a layer, multiplied out for its product, with its scales in float32."""
+    if learning.base == "none":
+        return 0
+    largest = max(i * o for i, o in map(shape.linear, LINEAR))
+    return largest * DTYPE_BYTES[learning.dtype] + largest // 16
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a generator serves, as far as it matters for memory."""
+
+    dtype: str = "bfloat16"
+    base: Literal["none", "nf4"] = "none"
+    rank: int = 16
+    adapters: int = 2  # policy versions resident at once
+    sequences: int = 128  # decoded at once
+    kv_bytes: int = 0
+    targets: tuple[str, ...] = tuple(LINEAR)
+
+
+def generator_bytes(shape: Shape, serving: Serving) -> Parts:
+    """What vLLM holds on a card while it generates.
+
+    weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each
+      adapter version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
+      tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
+    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB). context: one process.
+    """
+    b = DTYPE_BYTES[serving.dtype]
+    tokens = max(PREFILL_TOKENS, serving.sequences)
+    return {
+        "weights": base_bytes(shape, serving.base, b),
+        "kv_cache": serving.kv_bytes,
+        "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
+        "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,
+        "graphs": 12 * 10**6 * shape.layers,
+        "context": CONTEXT,
+    }
+
+
+def kv_token_bytes(shape: Shape, dtype: str) -> int:
+    """Keys and values of one token: 2 L k b; less where vLLM gives sliding-window layers a smaller share."""
+    return 2 * shape.layers * shape.widths["kv"] * DTYPE_BYTES[dtype]
+
+
+def asleep(parts: Parts) -> Parts:
+    """What of a generator stays on the card in vLLM's sleep level 1: weights (with the adapters' slots) go to host
+    memory and the KV cache is dropped (vllm docs, features/sleep_mode)."""
+    return {name: parts[name] for name in ("workspace", "graphs", "context")}
+
+
+def total(*parts: Parts) -> int:
+    """Sum over parts and roles."""
+    return sum(sum(part.values()) for part in parts)
+
+
+def mlp_share(shape: Shape) -> float:
+    """The feed-forward block's part of the weights, hence of the work, of a layer."""
+    work: Sequence[int] = [i * o for i, o in map(shape.linear, LINEAR)]
+    return sum(work[4:]) / sum(work)

@@ -1,0 +1,210 @@
+"""Shapes of decoder-only models: how many parameters of which kind, from a config.json or from the built-in table.
+
+The table holds the numbers of each model's public config.json. Parameter counts follow from them exactly; a test
+compares them with the classes of transformers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Kind of layer by `model_type`: (RMS norms of width `hidden` per layer, norms of width `head_dim` per layer).
+NORMS = {
+    "llama": (2, 0),
+    "mistral": (2, 0),
+    "qwen2": (2, 0),
+    "qwen3": (2, 2),
+    "gemma": (2, 0),
+    "gemma2": (4, 0),
+    "gemma3_text": (4, 2),
+}
+# The adapters' targets by name -> (width in, width out) of a layer's linear modules, in the letters of `Shape.widths`.
+LINEAR = {
+    "q_proj": ("hidden", "q"),
+    "k_proj": ("hidden", "kv"),
+    "v_proj": ("hidden", "kv"),
+    "o_proj": ("q", "hidden"),
+    "gate_proj": ("hidden", "ffn"),
+    "up_proj": ("hidden", "ffn"),
+    "down_proj": ("ffn", "hidden"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense decoder with a gated feed-forward block, widths in elements."""
+
+    name: str
+    kind: str  # model_type of its config.json
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool  # head and input embedding are one matrix
+    attention_bias: bool = False  # on q, k and v
+    output_bias: bool = False  # on o
+    mlp_bias: bool = False  # on gate, up and down
+    softcap: float | None = None  # of the final logits: the learner refuses such a model
+
+    @property
+    def norms(self) -> tuple[int, int]:
+        """RMS norms per layer of width `hidden`, and of width `head_dim`."""
+        return NORMS[self.kind]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """hidden, ffn, and the widths of all query heads and all key (or value) heads."""
+        return {
+            "hidden": self.hidden,
+            "ffn": self.ffn,
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
+        }
+
+    def linear(self, target: str) -> tuple[int, int]:
+        """(in, out) of a layer's linear module; KeyError for a name that is not in LINEAR."""
+        wide, out = LINEAR[target]
+        return self.widths[wide], self.widths[out]
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of all linear modules of all layers, without biases: what a 4-bit base stores in 4 bits."""
+        return self.layers * sum(i * o for i, o in map(self.linear, LINEAR))
+
+    @property
+    def other_params(self) -> int:
+        """Norms and biases."""
+        wide, narrow = self.norms
+        w = self.widths
+        biases = self.attention_bias * (w["q"] + 2 * w["kv"]) + self.output_bias * w["hidden"]
+        biases += self.mlp_bias * (2 * w["ffn"] + w["hidden"])
+        return self.layers * (wide * self.hidden + narrow * self.head_dim + biases) + self.hidden
+
+    @property
+    def embedding_params(self) -> int:
+        """Input embedding, plus the head if it is a matrix of its own."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def params(self) -> int:
+        """All parameters, a tied head once."""
+        return self.linear_params + self.other_params + self.embedding_params
+
+    def lora_params(self, rank: int, targets: tuple[str, ...] = tuple(LINEAR)) -> int:
+        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1)."""
+        return self.layers * rank * sum(sum(self.linear(target)) for target in targets)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "model") -> "Shape":
+        """Of the content of a config.json; a multimodal one counts with its text part only.
+
+        Raises:
+            ValueError: the architecture is not one of NORMS, or a width is missing.
+        """
+        text: Mapping[str, Any] = config.get("text_config") or config
+        kind = str(text.get("model_type"))
+        if kind not in NORMS:
+            raise ValueError(f"{name}: memory of model_type {kind!r} is not known; known: {', '.join(NORMS)}")
+        wanted = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        missing = [key for key in wanted if not isinstance(text.get(key), int)]
+        if missing:
+            raise ValueError(f"{name}: config.json must give {', '.join(missing)}")
+        heads = int(text["num_attention_heads"])
+        gemma = kind.startswith("gemma")
+        bias = bool(text.get("attention_bias", False))
+        return cls(
+            name=name,
+            kind=kind,
+            hidden=int(text["hidden_size"]),
+            ffn=int(text["intermediate_size"]),
+            layers=int(text["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or (256 if gemma else int(text["hidden_size"]) // heads)),
+            vocab=int(text["vocab_size"]),
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", gemma))),
+            attention_bias=bias or kind == "qwen2",  # Qwen2 has them without saying so
+            output_bias=bias,
+            mlp_bias=bool(text.get("mlp_bias", False)),
+            softcap=text.get("final_logit_softcapping"),
+        )
+
+    def to_config(self) -> dict[str, Any]:
+        """The config.json that `from_config` reads and transformers builds this shape from."""
+        return {
+            "model_type": self.kind,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.output_bias,
+            "mlp_bias": self.mlp_bias,
+            "final_logit_softcapping": self.softcap,
+            "max_position_embeddings": 32768,
+        }
+
+
+def shape_of(model: str) -> Shape:
+    """Of a name in SHAPES (`Qwen2.5-3B`, with or without owner and `-Instruct`), or of a folder with a config.json.
+
+    Raises:
+        ValueError: neither, or an architecture that is not known.
+    """
+    file = Path(model) / "config.json"
+    if file.is_file():
+        return Shape.from_config(json.loads(file.read_text()), Path(model).name)
+    plain = model.rpartition("/")[2].lower()
+    for ending in ("-instruct", "-it", "-base", "-pt"):
+        plain = plain.removesuffix(ending)
+    for name, shape in SHAPES.items():
+        if plain in (name.lower(), f"meta-{name.lower()}"):
+            return shape
+    raise ValueError(f"model: {model} is no folder with a config.json and not in the table: {', '.join(SHAPES)}")
+
+
+def _table(rows: str) -> dict[str, Shape]:
+    """One model a line, in the order of Shape's first ten fields; `softcap` follows where there is one."""
+    shapes = {}
+    for row in rows.strip().splitlines():
+        name, kind, *numbers, tied, softcap = row.split()
+        hidden, ffn, layers, heads, kv_heads, head_dim, vocab = map(int, numbers)
+        shapes[name] = Shape(
+            name, kind, hidden, ffn, layers, heads, kv_heads, head_dim, vocab, tied == "tied",
+            attention_bias=kind == "qwen2", softcap=None if softcap == "-" else float(softcap),
+        )  # fmt: skip
+    return shapes
+
+
+SHAPES = _table("""
+SmolLM2-135M  llama        576  1536 30  9  3  64  49152 tied   -
+SmolLM2-360M  llama        960  2560 32 15  5  64  49152 tied   -
+SmolLM2-1.7B  llama       2048  8192 24 32 32  64  49152 tied   -
+Qwen2.5-0.5B  qwen2        896  4864 24 14  2  64 151936 tied   -
+Qwen2.5-1.5B  qwen2       1536  8960 28 12  2 128 151936 tied   -
+Qwen2.5-3B    qwen2       2048 11008 36 16  2 128 151936 tied   -
+Qwen2.5-7B    qwen2       3584 18944 28 28  4 128 152064 untied -
+Qwen2.5-14B   qwen2       5120 13824 48 40  8 128 152064 untied -
+Qwen3-0.6B    qwen3       1024  3072 28 16  8 128 151936 tied   -
+Qwen3-1.7B    qwen3       2048  6144 28 16  8 128 151936 tied   -
+Qwen3-4B      qwen3       2560  9728 36 32  8 128 151936 tied   -
+Qwen3-8B      qwen3       4096 12288 36 32  8 128 151936 untied -
+Qwen3-14B     qwen3       5120 17408 40 40  8 128 151936 untied -
+Llama-3.2-1B  llama       2048  8192 16 32  8  64 128256 tied   -
+Llama-3.2-3B  llama       3072  8192 28 24  8 128 128256 tied   -
+Llama-3.1-8B  llama       4096 14336 32 32  8 128 128256 untied -
+Mistral-7B-v0.3 mistral   4096 14336 32 32  8 128  32768 untied -
+Gemma-2-2B    gemma2      2304  9216 26  8  4 256 256000 tied   30
+Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30
+Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -
+Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -
+Gemma-3-4B    gemma3_text 2560 10240 34  8  4 256 262208 tied   -
+""")

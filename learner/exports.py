@@ -1,0 +1,51 @@
+"""What leaves the learner: the update for the generators, the folder for users, the masters for a resumed run."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save, save_file
+from transformers import AutoTokenizer
+
+from learner.adapters import WEIGHTS_FILE
+from learner.model import Policy
+from rollout.engine import Adapter, Weights
+
+CONFIG_FILE, MODEL_FILE = "adapter_config.json", "model.safetensors"
+
+
+def update_of(policy: Policy, version: int) -> Adapter | Weights:
+    """The present weights in the model's own type: exactly those that the learner computes with.
+
+    An adapter, or the whole model (2 bytes per weight in 16-bit types, held once in this process's memory).
+    """
+    dtype = policy.head.dtype
+    payload = save({name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()})
+    if policy.peft_config is None:
+        return Weights.build(version, payload)
+    return Adapter.build(version, payload, policy.peft_config)
+
+
+def export(policy: Policy, folder: Path, path: str) -> None:
+    """For users. An adapter in PEFT's format, float32; or a whole model in its own type, a model.path for this project,
+    transformers and vLLM. The folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if policy.peft_config is not None:
+        save_masters(policy, folder)
+        (folder / CONFIG_FILE).write_text(json.dumps(policy.peft_config, indent=2))
+        return
+    dtype = policy.head.dtype
+    weights = {name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()}
+    save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+    policy.save_config(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+
+
+def save_masters(policy: Policy, folder: Path) -> None:
+    """The weights that the optimizer updates, for load_masters. The folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: master.detach().cpu() for name, master in policy.masters.items()}, folder / WEIGHTS_FILE)
+
+
+def load_masters(policy: Policy, folder: Path) -> None:
+    """Raises ValueError if they are another policy's, FileNotFoundError if the folder holds none."""
+    policy.load(load_file(folder / WEIGHTS_FILE))

@@ -1,0 +1,170 @@
+"""gleaner plan --gpu 16GiB [--model NAME_OR_DIR | --all]: which model fits which card, with what settings."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.memory import GB
+from cluster.planner import USABLE, Misfit, Plan, Wish, Workload, gib, least, plan
+from cluster.shapes import SHAPES, Shape, shape_of
+from learner import plan_picture
+from rollout.config import parse_bytes
+
+FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
+METHODS = {
+    "full": Wish(mode="full", base="none", checkpointing="none"),
+    "full, 8-bit Adam": Wish(mode="full", base="none", checkpointing="none", optimizer="adamw_8bit"),
+    "+ checkpointing": Wish(mode="full", base="none", checkpointing="full", optimizer="adamw_8bit"),
+    "LoRA": Wish(base="none", checkpointing="none"),
+    "LoRA + ckpt": Wish(base="none", checkpointing="full"),
+    "QLoRA": Wish(base="nf4", checkpointing="full"),
+}
+SOFTCAP = "not trained: its logits are soft-capped"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that is said of one model."""
+
+    shape: Shape
+    needs: dict[str, Plan]  # by method, the settings that need least
+    chosen: Plan | Misfit
+
+    @property
+    def trained(self) -> bool:
+        return self.shape.softcap is None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0; 1 if the one model that was asked for does not fit; 2 for wrong arguments."""
+    args = _parse(argv)
+    try:
+        device = int(str(parse_bytes(args.gpu)))
+        shapes = [shape_of(args.model)] if args.model else list(_shapes(all_of_them=args.all))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    work = Workload(args.generations, args.prompt, args.completion, args.sequences, args.staleness + 2)
+    found = [_plans(shape, device, work, args.rank, args.cards) for shape in shapes]
+    if args.json:
+        print(json.dumps([_as_json(one) for one in found], indent=2))
+    else:
+        _print(found, device, work, args.cards)
+    if args.png:
+        try:
+            plan_picture.save_png([one.chosen for one in found if one.trained], device, Path(args.png))
+        except ImportError:
+            print("error: --png needs matplotlib: pip install 'gleaner[plan]'", file=sys.stderr)
+            return 2
+    return int(args.model is not None and isinstance(found[0].chosen, Misfit))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gleaner plan", description="Which models fit a card, generator and learner together, and how."
+    )
+    parser.add_argument("--gpu", required=True, metavar="SIZE", help="memory of one card, for example 16GiB")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="name in the table or folder with a config.json; default: five usual sizes")
+    which.add_argument("--all", action="store_true", help="every model of the built-in table")
+    parser.add_argument("--cards", type=int, choices=(1, 2), default=1, help="2: one for each role (default 1)")
+    parser.add_argument("--generations", type=int, default=8, help="completions per problem (default 8)")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens (default 256)")
+    parser.add_argument("--completion", type=int, default=786, help="tokens (default 786)")
+    parser.add_argument("--sequences", type=int, default=64, help="most that are decoded at once (default 64)")
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness (default 0)")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter (default 16)")
+    parser.add_argument("--json", action="store_true", help="every number, by role and part, in bytes")
+    parser.add_argument("--png", metavar="FILE", help="stacked bars")
+    return parser.parse_args(argv)
+
+
+def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
+    return list(SHAPES.values()) if all_of_them else [SHAPES[name] for name in FIVE]
+
+
+def _plans(shape: Shape, device: int, work: Workload, rank: int, cards: int) -> Found:
+    """What each method needs at least, and what the planner chooses for LoRA."""
+
+    def asked(wish: Wish) -> Wish:
+        return replace(wish, rank=rank, layouts=("separate",) if cards == 2 else wish.layouts)
+
+    needs = {name: least(shape, device, work, asked(wish)) for name, wish in METHODS.items()}
+    return Found(shape, needs, plan(shape, device, work, asked(Wish())))
+
+
+def _print(found: Sequence[Found], device: int, work: Workload, cards: int) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
+    on = f"{cards} card{'s' if cards > 1 else ''} of {gib(device)}"
+    lengths = f"G={work.generations}, prompt {work.prompt}, completion {work.completion}"
+    console.print(f"GB per card that generator and learner need at least; green fits {on}  ({lengths})")
+    console.print(_needs(found))
+    console.print(f"what is chosen on {on}, GB")
+    console.print(_choices(found))
+    console.print(plan_picture.bars([one.chosen for one in found if one.trained], device))
+    for one in found:
+        if isinstance(one.chosen, Misfit) and one.trained:
+            needs, advice = gib(one.chosen.needs), "; or ".join(one.chosen.advice)
+            console.print(f"{one.shape.name} needs {needs} with the least of settings. Instead: {advice}")
+    console.print(
+        "full: computed, not trained (this learner trains adapters). Activations are those of the real step within "
+        "2 %; the engine's workspace and graphs, contexts and fragmentation are estimates.",
+        style="dim",
+    )
+
+
+def _needs(found: Sequence[Found]) -> Table:
+    table = Table("model", *METHODS)
+    for one in found:
+        cells = [_cell(plan) for plan in one.needs.values()] if one.trained else [SOFTCAP]
+        table.add_row(one.shape.name, *cells)
+    return table
+
+
+def _cell(needed: Plan) -> str:
+    fits = needed.device_peak <= USABLE * needed.device_bytes
+    return f"[{'green' if fits else 'red'}]{needed.device_peak / GB:.1f}{'' if fits else ' no'}[/]"
+
+
+def _choices(found: Sequence[Found]) -> Table:
+    columns = ("model", "layout", "base", "checkpointing", "token budget", "KV cache", "sequences", "learner", "engine")
+    table = Table(*columns)
+    for one in found:
+        chosen = one.chosen
+        if isinstance(chosen, Plan) and one.trained:
+            policy = chosen.checkpointing
+            twice = f"{policy} of {one.shape.layers}" if isinstance(policy, int) else policy
+            table.add_row(
+                one.shape.name, chosen.layout, chosen.base, twice, str(chosen.token_budget),
+                f"{chosen.kv_bytes / GB:.2f}", str(chosen.sequences),
+                f"{chosen.learner_bytes / GB:.1f}", f"{chosen.generator_bytes / GB:.1f}",
+            )  # fmt: skip
+    return table
+
+
+def _as_json(one: Found) -> dict[str, Any]:
+    trained = {} if one.trained else {"refused": SOFTCAP}
+    needs = {name: to_dict(needed) for name, needed in one.needs.items()}
+    return {
+        "model": one.shape.name,
+        "params": one.shape.params,
+        **trained,
+        "chosen": to_dict(one.chosen),
+        "least": needs,
+    }
+
+
+def to_dict(found: Plan | Misfit) -> dict[str, Any]:
+    """Every number of a plan, JSON-able, in bytes."""
+    if isinstance(found, Misfit):
+        return {"fits": False, "needs": found.needs, "advice": list(found.advice)}
+    numbers = {key: value for key, value in asdict(found).items() if key != "shape"}
+    sums = {key: getattr(found, key) for key in ("learner_bytes", "generator_bytes", "device_peak")}
+    return {"fits": found.device_peak <= USABLE * found.device_bytes, **numbers, **sums}

@@ -1,0 +1,80 @@
+"""A new policy into a running LLMEngine: one adapter more, or all weights replaced in place.
+
+Only the engine's own thread calls these, between two steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.adapter_window import AdapterWindow, Resident
+from rollout.engine import AdapterRefused, EngineError
+from rollout.vllm_calls import lora_id, lora_request
+
+
+def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
+    """Makes the staged adapter the newest; False if every resident one is in use.
+
+    Raises AdapterRefused, or EngineError if vLLM did not keep it.
+    """
+    window.check(staged)
+    if not _make_room(engine, window):
+        return False
+    try:
+        engine.add_lora(lora_request(staged.version, staged.folder))
+    except ValueError as error:
+        raise AdapterRefused(f"vLLM refused adapter v{staged.version}: {error}") from error
+    if lora_id(staged.version) not in engine.list_loras():
+        raise EngineError(f"vLLM took adapter v{staged.version} but does not list it; restart the worker")
+    window.add(staged)
+    return True
+
+
+def _make_room(engine: Any, window: AdapterWindow) -> bool:
+    """Drops the oldest unused version if the window is full. vLLM's own LRU could drop one that is in use."""
+    if not window.is_full():
+        return True
+    victim = window.victim()
+    if victim is None:
+        return False
+    engine.remove_lora(lora_id(victim.version))
+    window.drop(victim)
+    return True
+
+
+def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes) -> None:
+    """Replaces all weights by the staged ones (safetensors); nothing may be running.
+
+    Raises AdapterRefused if their version or names are wrong. Anything else that goes wrong leaves a model of two
+    versions, hence is a RuntimeError that ends the engine.
+    """
+    from safetensors.torch import load
+
+    window.check(staged)
+    try:
+        # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a function and tensors may be passed as they are.
+        engine.collective_rpc(_replace, args=(load(payload),))
+    except Exception as error:
+        raise RuntimeError(f"weights v{staged.version} were loaded in part: {type(error).__name__}: {error}") from error
+    # Cached keys and values are the old model's, and nothing in their key says so.
+    if not engine.reset_prefix_cache():
+        raise RuntimeError(f"weights v{staged.version}: vLLM kept the prefix cache of the weights before them")
+    if window.is_full() and (victim := window.victim()) is not None:
+        window.drop(victim)
+    window.add(staged)
+
+
+def _replace(worker: Any, tensors: dict[str, Any]) -> None:
+    """Runs in vLLM's worker."""
+    worker.model_runner.reload_weights(weights_iterator=iter(tensors.items()), is_checkpoint_format=True)
+    model = worker.model_runner.get_model()
+    head: Any = getattr(model, "lm_head", None)
+    if not hasattr(head, "cpu_linear"):
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    # vLLM on a CPU computes with a repacked copy of the output embedding, which a reload does not renew where it is
+    # tied to the input embedding: it would go on with the old one, with no more than a line in the log.
+    if model.config.tie_word_embeddings:
+        head.weight = model.model.embed_tokens.weight
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -1,0 +1,42 @@
+"""The memory model's coefficients against the fake run of the step that trains: within 2 % of the learner's peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.memory import Checkpointing, Learning, Micro, learner_static, step_bytes, total
+from cluster.shapes import SHAPES
+from learner.config import LearnerConfig
+from learner.fakerun import footprint
+
+CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
+    ("Qwen2.5-0.5B", "full", "none", 16, (256, 786, 4)),
+    ("Llama-3.2-1B", "none", "none", 16, (256, 786, 4)),
+    ("Qwen3-4B", "mlp", "none", 16, (256, 300, 8)),
+    ("Llama-3.1-8B", "full", "nf4", 16, (256, 786, 4)),
+    ("Qwen2.5-14B", "full", "none", 64, (512, 500, 4)),
+    ("Gemma-3-1B", "full", "none", 16, (2000, 300, 8)),
+    ("SmolLM2-135M", 3, "none", 16, (256, 786, 4)),
+    ("Qwen2.5-7B", 2, "none", 16, (1000, 100, 8)),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), CASES)
+def test_the_model_is_the_step(
+    name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int]
+) -> None:
+    """Four layers of the real widths: every part is linear in the number of layers."""
+    shape = replace(SHAPES[name], layers=4)
+    prompt, completion, count = lengths
+    settings = {"checkpointing": policy, "token_budget": prompt + count * (completion - 1), "lora": {"rank": rank}}
+    # Twice: in the second micro-batch the gradients of the first are there.
+    groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
+    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, base=base)
+    learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy)
+    micro = Micro.of(prompt, completion, count, settings["token_budget"])
+    static = learner_static(shape, learning)
+    parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients}
+    assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
+    assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)

@@ -1,0 +1,79 @@
+"""Whole weights into a running vLLM: equal to the model loaded afresh, tied or not, and never mixed with the old."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.engine import AdapterCorrupt, AdapterRefused, Completion, NoAdapter, Sampling, Weights
+from rollout.vllm_engine import VllmEngine
+from tests.rollout.house import TOLERANCE, run, settings
+from tests.tiny import make_adapter, make_tiny_model
+
+LONG = [i % 250 for i in range(300)]  # vLLM caches prefixes in blocks of 128 tokens on a CPU
+IDS = list(range(40, 80))
+
+
+def weights_of(model: Path, version: int) -> Weights:
+    return Weights.build(version, (model / "model.safetensors").read_bytes())
+
+
+def logprobs(model: Path, ids: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        rows = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0, :-1].log_softmax(-1)
+    return np.asarray(rows.gather(-1, tokens[0, 1:, None])[:, 0])
+
+
+def off(model: Path, prompt: list[int], completion: Completion) -> float:
+    expected = logprobs(model, prompt + completion.token_ids.tolist())[len(prompt) - 1 :]
+    return float(np.abs(completion.logprobs - expected).max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bool) -> None:
+    models = [make_tiny_model(tmp_path / str(seed), seed=seed, tied=tied) for seed in range(3)]
+    engine = VllmEngine(settings(models[0], max_lora_rank=0))
+    sampling = Sampling(n=2, max_tokens=40, seed=1)
+
+    async def story() -> tuple[list[Completion], list[Completion]]:
+        with pytest.raises(NoAdapter):
+            await engine.probe(IDS)
+        for version in (0, 1):
+            weights = weights_of(models[version], version)
+            assert await engine.load_weights(weights) == weights.digest
+            assert await engine.load_weights(weights) == weights.digest  # again: nothing happens
+            assert np.abs(await engine.probe(IDS) - logprobs(models[version], IDS)).max() < TOLERANCE
+        before = asyncio.create_task(engine.generate(LONG, sampling))
+        await asyncio.sleep(0)
+        loading = asyncio.create_task(engine.load_weights(weights_of(models[2], 2)))
+        await asyncio.sleep(0.01)
+        after = await engine.generate(LONG, sampling)
+        await loading
+        return await before, after
+
+    try:
+        before, after = run(story())
+        assert [c.policy_version for c in before] == [1, 1]
+        assert [c.policy_version for c in after] == [2, 2]
+        assert max(off(models[1], LONG, c) for c in before) < TOLERANCE
+        assert max(off(models[2], LONG, c) for c in after) < TOLERANCE  # and the cached prefix of before is not used
+        good = weights_of(models[0], 3)
+        with pytest.raises(AdapterCorrupt, match="weights v3: sha256"):
+            run(engine.load_weights(dataclasses.replace(good, payload=good.payload[:-1] + b"x")))
+        with pytest.raises(AdapterRefused, match="its version must be above"):
+            run(engine.load_weights(weights_of(models[0], 1)))
+        from rollout.engine import Adapter
+
+        with pytest.raises(AdapterRefused, match="takes whole weights only"):
+            run(engine.load_adapter(Adapter.build(4, *make_adapter(models[0], seed=1))))
+        assert np.abs(run(engine.probe(IDS)) - logprobs(models[2], IDS)).max() < TOLERANCE
+    finally:
+        run(engine.close())
