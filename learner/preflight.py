@@ -4,12 +4,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.actors import in_job
 from cluster.placement import PlacementError, Role, local_node, place
 from learner import checkpoint
 from learner.config import RunConfig
 from learner.evaluate import accuracy_judge
+from learner.memory_plan import Budgets, MemoryPlanError, settle
 from learner.settings import to_yaml
 from rewards.base import RewardError
 from rewards.check import try_rewards
@@ -25,7 +27,9 @@ class PreflightError(ValueError):
     """An input of the run is wrong."""
 
 
-PROBLEMS = (PreflightError, PlacementError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError)
+PROBLEMS = (
+    PreflightError, PlacementError, MemoryPlanError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Prepared:
     resume_from: Path | None
     finished_steps: int
     skipped_checkpoints: list[str]
+    budgets: Budgets
 
 
 def roles(config: RunConfig) -> list[Role]:
@@ -49,7 +54,7 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Checks output folder, placement, checkpoints, model, data and rewards, cheapest first."""
+    """Checks output folder, placement, checkpoints, model, memory, data and rewards, cheapest first."""
     if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
         config = config.model_copy(update={"output_dir": str(Path.home() / config.output_dir)})
     _check_output(config.run_dir)
@@ -63,7 +68,7 @@ def prepare(config: RunConfig) -> Prepared:
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
     config = _absolute(config)
-    _check_model(config)
+    budgets = settle(config, _check_model(config))
     chat = Chat.load(config.model.path)
     problems, heldout = load(config.data, chat, config.rollout.max_prompt_length, config.seed)
     try:
@@ -79,6 +84,7 @@ def prepare(config: RunConfig) -> Prepared:
         resume_from=resume_from,
         finished_steps=0 if resume_from is None else checkpoint.step_of(resume_from),
         skipped_checkpoints=skipped,
+        budgets=budgets,
     )
 
 
@@ -89,6 +95,7 @@ def report(prepared: Prepared) -> str:
     lines += [f"resume       {prepared.resume_from or 'from the start'}"]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
+    lines += [prepared.budgets.note]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
 
 
@@ -128,8 +135,8 @@ def _absolute(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model, "rewards": rewards})
 
 
-def _check_model(config: RunConfig) -> None:
-    """Reads config.json only: the model exists, and prompt and completion fit its context."""
+def _check_model(config: RunConfig) -> dict[str, Any]:
+    """Reads config.json only, and returns it: the model exists, and prompt and completion fit its context."""
     from transformers import AutoConfig
 
     try:
@@ -146,6 +153,8 @@ def _check_model(config: RunConfig) -> None:
             f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
             f"tokens, got {need}"
         )
+    content: dict[str, Any] = shape.to_dict()
+    return content
 
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:
