@@ -78,28 +78,29 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     weights: b per parameter. nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, an 8-bit scale per 64
       of them and a float32 scale per 256 of those; bitsandbytes keeps two code tables of 272 floats per matrix.
     adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b n for
-      each frozen adapter.
-    gradients: 4 n, of the masters. Full fine-tuning: b per parameter.
-    optimizer: AdamW two states of the master's type, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256.
-      Full fine-tuning: the states have the weights' type. Paged states lie in host memory when the device is full.
+      each frozen adapter. Full fine-tuning: 4 n masters, none with an 8-bit optimizer (learner.rounding).
+    gradients: 4 n, of the masters; b n without masters.
+    optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
+      in host memory when the device is full.
     """
     b = DTYPE_BYTES[learning.dtype]
-    if learning.mode == "full":
-        n, master = shape.params, b
-        adapters = 0
-    else:
-        n, master = shape.lora_params(learning.rank, learning.targets), 4
-        adapters = (4 if b == 4 else b + 4) * n + learning.frozen_adapters * b * n
-    if learning.optimizer == "adamw":
-        states = 2 * master * n
-    else:
-        states = 0 if learning.optimizer == "paged_adamw_8bit" else 2 * n + 2 * n // 64
+    n = trained_params(shape, learning)
+    masters = learning.mode == "lora" or learning.optimizer == "adamw"
+    adapters = (4 if b < 4 and masters else 0) * n
+    if learning.mode == "lora":
+        adapters += (1 + learning.frozen_adapters) * b * n
+    states = {"adamw": 8 * n, "adamw_8bit": 2 * n + n // 32, "paged_adamw_8bit": 0}
     return {
         "weights": base_bytes(shape, learning.base, b),
         "adapters": adapters,
-        "gradients": master * n,
-        "optimizer": states,
+        "gradients": (4 if masters else b) * n,
+        "optimizer": states[learning.optimizer],
     }
+
+
+def trained_params(shape: Shape, learning: Learning) -> int:
+    """n: weights of the adapter, or of the model."""
+    return shape.params if learning.mode == "full" else shape.lora_params(learning.rank, learning.targets)
 
 
 def base_bytes(shape: Shape, base: str, b: int) -> int:
@@ -116,6 +117,9 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     layers keep) and `live` (the most that one place takes beside them, the tile of the head or the layer at work).
 
     The peak lies in the last layers, where the backward pass begins; with checkpointing=k possibly in layer k, too.
+    `update`: what the optimizer takes for its temporaries beyond that, when the activations are gone: 4 n by torch's
+    foreach AdamW; 12 bytes per weight of the largest matrix where that is updated in float32. Full fine-tuning also has
+    the gradients of this micro-batch by then, b n.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
@@ -136,7 +140,14 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         end = activations + (kept if first < layers else 0)
         live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
-    return parts
+    return parts | {"update": max(0, _update_bytes(shape, learning) - sum(parts.values()))}
+
+
+def _update_bytes(shape: Shape, learning: Learning) -> int:
+    n = trained_params(shape, learning)
+    if learning.optimizer == "adamw":
+        return 4 * n
+    return 0 if learning.mode == "lora" else 12 * shape.vocab * shape.hidden
 
 
 def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:

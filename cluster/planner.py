@@ -35,6 +35,7 @@ class Workload:
     completion: int = 256
     sequences: int = 128  # most that are decoded at once
     adapters: int = 2  # policy versions that a generator holds
+    generators: int = 1  # on one device
 
     @property
     def longest(self) -> int:
@@ -80,7 +81,8 @@ class Plan:
     kv_bytes: int
     sequences: int  # of full length that the KV cache holds at once
     learner: Parts
-    generator: Parts
+    generator: Parts  # of one
+    generators: int = 1
 
     @property
     def learner_bytes(self) -> int:
@@ -93,13 +95,13 @@ class Plan:
     @property
     def device_peak(self) -> int:
         """The most that one device must have."""
-        learner, generator = self.learner_bytes, self.generator_bytes
+        learner, generator = self.learner_bytes, self.generators * self.generator_bytes
         if self.layout == "separate":
             return max(learner, generator)
         if self.layout == "slices":
             return learner + generator
         between = sum(self.learner[name] for name in ("weights", "adapters", "gradients", "optimizer", "context"))
-        return max(between + generator, learner + memory.total(memory.asleep(self.generator)))
+        return max(between + generator, learner + self.generators * memory.total(memory.asleep(self.generator)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | 
 
 def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
     """The settings that need the smallest device, whether it is this one or not."""
-    return min(_candidates(shape, device_bytes, work, wish), key=lambda p: p.device_peak)
+    return min(_candidates(shape, device_bytes, work, wish), key=lambda p: (p.device_peak, p.learner_bytes))
 
 
 def gib(count: float) -> str:
@@ -184,7 +186,7 @@ def _plan(
     full_length = memory.kv_token_bytes(shape, wish.dtype) * (work.prompt + work.completion)
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(kv_bytes // full_length, work.sequences),
-        memory.learner_bytes(shape, learning, micro), memory.generator_bytes(shape, serving),
+        memory.learner_bytes(shape, learning, micro), memory.generator_bytes(shape, serving), work.generators,
     )  # fmt: skip
 
 

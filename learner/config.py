@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from cluster.config import ClusterConfig, Frozen
 from rewards.config import RewardConfig, resolved_names
-from rollout.config import DataConfig, RolloutConfig
+from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -71,6 +71,20 @@ class LearnerConfig(Frozen):
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 
+class MemoryConfig(Frozen):
+    """Two budgets, in bytes. `device`: of one card (on a CPU, of what both roles may have); null applies no limit.
+
+    `generator`: all of it; `learner`: tensors, without the CUDA context of about 0.5 GB. auto leaves layout and budgets
+    to the plan (cluster.planner), which also settles learner.checkpointing, learner.token_budget and rollout.kv_cache
+    where these are auto.
+    """
+
+    device: Bytes | None = None
+    layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
+    generator: BytesOrAuto = "auto"
+    learner: BytesOrAuto = "auto"
+
+
 class CheckpointConfig(Frozen):
     """A checkpoint every `every` steps and at the end; the newest `keep` stay."""
 
@@ -93,6 +107,7 @@ class RunConfig(Frozen):
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
+    memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)

@@ -46,7 +46,7 @@ class Footprint:
     """Bytes of a learner. The first four are alive between two steps, `peak` is the highest within a step."""
 
     weights: int  # of the frozen base, buffers and scales of a 4-bit base included
-    adapters: int  # the copy that the model computes with (and a frozen reference), and the float32 masters
+    adapters: int  # the copy that the model computes with (and a frozen reference), and float32 masters
     gradients: int  # of the masters
     optimizer: int  # its states
     peak: int
@@ -74,7 +74,8 @@ def footprint(
 
     Args:
         shape: of the model. Its head may not be soft-capped: the learner refuses such a model.
-        learner: the configuration of the run; checkpointing and token_budget must not be auto.
+        learner: the configuration of the run; checkpointing and token_budget must not be auto, and the optimizer must
+            be adamw (the 8-bit kernels take no tensors without content).
         cuda: as on a card, or as on a CPU (other attention kernels, float32 products in the head, exact bytes).
 
     Raises:
@@ -112,21 +113,20 @@ def _warm(trainer: Trainer, cuda: bool) -> None:
 
 
 def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
-    policy, updater = trainer._policy, trainer._updater
+    policy = trainer._policy
+    named = dict(policy._peft.named_parameters())
+    model = {id(weight) for weight in named.values()}
     masters = list(policy.masters.values())
-    adapters = ledger.bytes_of([*masters, *(w for n, w in policy._peft.named_parameters() if "lora_" in n)])
+    own = [weight for name, weight in named.items() if "lora_" in name]
+    adapters = ledger.bytes_of([*own, *(master for master in masters if id(master) not in model)])
+    states = [state for optimizer in trainer._updater.optimizers for state in optimizer.state.values()]
     return Footprint(
         weights=built - adapters,
         adapters=adapters,
         gradients=ledger.bytes_of([m.grad for m in masters if m.grad is not None]),
-        optimizer=ledger.bytes_of([t for t in _states(updater.optimizers) if isinstance(t, Tensor)]),
+        optimizer=ledger.bytes_of([tensor for state in states for tensor in state.values()]),
         peak=ledger.peak,
     )
-
-
-def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
-    """Everything that they keep: tensors, and counts of steps."""
-    return (value for one in optimizers for state in one.state.values() for value in state.values())
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
 from learner.config import RunConfig
 from learner.loop import Loop, Sinks
+from learner.memory_plan import PlanFile
 from learner.preflight import Prepared, roles
 from learner.progress import Progress
 from learner.settings import to_yaml
@@ -45,6 +46,7 @@ async def live(prepared: Prepared) -> int:
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(f"all {prepared.total_steps} steps are done already: raise steps, or give another name=")
             return 0
+        progress.note(prepared.budgets.note)
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
         session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
         workers: list[Actor] = []
@@ -80,10 +82,12 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
     await session.reserve([*generators, learner], deadline_s=start)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     workers = [
-        session.spawn(role, RolloutWorker, [worker_spec(config, rank)], env, restarts=-1)
+        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets.kv_cache)], env, restarts=-1)
         for rank, role in enumerate(generators)
     ]
-    spawn_trainer = partial(session.spawn, learner, make_trainer, [config, prepared.total_steps], {}, restarts=0)
+    settled = config.model_copy(update={"learner": prepared.budgets.learner})
+    wanted = [settled, prepared.total_steps, prepared.budgets.learner_bytes]
+    spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {}, restarts=0)
     if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
         trainer = spawn_trainer()
         await asyncio.gather(*(actor.ready(start) for actor in [*workers, trainer]))
@@ -98,8 +102,8 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
     return list(workers), trainer
 
 
-def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
-    """What generator number `rank` is built from."""
+def worker_spec(config: RunConfig, rank: int, kv_cache: int) -> WorkerSpec:
+    """What generator number `rank` is built from; `kv_cache` in bytes."""
     rollout = config.rollout
     return WorkerSpec(
         rank=rank,
@@ -108,7 +112,7 @@ def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
             model=config.model.path,
             dtype=config.model.dtype,
             max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
-            kv_cache_bytes=rollout.kv_cache,
+            kv_cache_bytes=kv_cache,
             max_num_seqs=rollout.max_num_seqs,
             max_lora_rank=config.learner.lora.rank if config.learner.mode == "lora" else 0,
             adapter_window=config.max_staleness + 2,
@@ -121,8 +125,8 @@ def worker_spec(config: RunConfig, rank: int) -> WorkerSpec:
     )
 
 
-def make_trainer(config: RunConfig, total_steps: int) -> "Trainer":
-    """The learner, built in its own process."""
+def make_trainer(config: RunConfig, total_steps: int, memory_bytes: int | None) -> "Trainer":
+    """The learner, built in its own process; `memory_bytes` is the most that it may hold."""
     # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from learner.trainer import Trainer
@@ -135,6 +139,7 @@ def make_trainer(config: RunConfig, total_steps: int) -> "Trainer":
         total_steps=total_steps,
         seed=config.seed,
         device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
+        memory_bytes=memory_bytes,
     )
 
 
@@ -145,7 +150,8 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(folder / "timeline.json")
-    sinks = Sinks(folder, Metrics(folder, config.trackers, prepared.finished_steps), timeline, progress)
+    metrics = Metrics(folder, config.trackers, prepared.finished_steps)
+    sinks = Sinks(folder, metrics, timeline, progress, PlanFile(folder, prepared.budgets))
     cursor = Cursor()
     buffer = Buffer(
         groups_per_step=config.learner.groups_per_step,

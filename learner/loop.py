@@ -26,6 +26,7 @@ from cluster.telemetry import Metrics, Timeline, overlap, seconds
 from learner import checkpoint
 from learner.config import RunConfig
 from learner.evaluate import Evaluation, evaluate
+from learner.memory_plan import PlanFile
 from learner.metrics import batch_metrics
 from learner.progress import Progress
 from rollout import ledger
@@ -48,6 +49,7 @@ class Sinks:
     metrics: Metrics
     timeline: Timeline
     progress: Progress
+    plan: PlanFile | None = None
 
 
 class Loop:
@@ -190,6 +192,8 @@ class Loop:
             metrics["buffer/dropped_stale"] = float(self.pipes.buffer.dropped_stale)
             metrics["buffer/groups"] = float(len(self.pipes.buffer))
             metrics["rollout/restarts"] = float(sum(p.restarts for p in self.producers))
+            if self.sinks.plan is not None:
+                self.sinks.plan.measure(metrics)
         self.sinks.metrics.log(self.step, metrics)
         self.sinks.progress.step(self.step, metrics)
 

@@ -114,8 +114,8 @@ def _print(found: Sequence[Found], device: int, work: Workload, cards: int) -> N
             needs, advice = gib(one.chosen.needs), "; or ".join(one.chosen.advice)
             console.print(f"{one.shape.name} needs {needs} with the least of settings. Instead: {advice}")
     console.print(
-        "full: computed, not trained (this learner trains adapters). Activations are those of the real step within "
-        "2 %; the engine's workspace and graphs, contexts and fragmentation are estimates.",
+        "Tensors of the learner are those of the real step within 2 % (learner.fakerun); the engine's workspace and "
+        "graphs, contexts and fragmentation are estimates.",
         style="dim",
     )
 

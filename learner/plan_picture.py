@@ -10,11 +10,12 @@ from cluster.memory import GB
 from cluster.planner import Misfit, Plan
 
 WIDTH = 72  # characters of a bar
+END = 1.35  # of the card: where the picture cuts the bars of a model that does not fit
 # What a reader tells apart: label, role, parts, colour (of rich and of matplotlib).
 BANDS = (
     ("learner: weights", "learner", ("weights",), "blue"),
     ("adapter, gradient, optimizer", "learner", ("adapters", "gradients", "optimizer"), "cyan"),
-    ("activations", "learner", ("checkpoints", "activations", "live", "fragmentation"), "magenta"),
+    ("activations", "learner", ("checkpoints", "activations", "live", "update", "fragmentation"), "magenta"),
     ("generator: weights", "generator", ("weights",), "green"),
     ("KV cache", "generator", ("kv_cache",), "yellow"),
     ("adapters, workspace, graphs", "generator", ("lora_slots", "workspace", "graphs"), "red"),
@@ -65,14 +66,15 @@ def save_png(plans: Sequence[Plan | Misfit], device: int, file: Path) -> None:
     for row, found in enumerate(plans):
         left = 0.0
         chosen = found.least if isinstance(found, Misfit) else found
-        for label, colour, size in bands(chosen):
+        for label, colour, whole in bands(chosen):
+            size = min(whole, max(0, END * device - left * GB))  # what is beyond the picture is cut
             faint = 0.25 if isinstance(found, Misfit) else 0.85
             axes.barh(row, size / GB, left=left, color=_plain(colour), alpha=faint, label=label if row == 0 else None)
             left += size / GB
-        axes.text(left, row, f" {_words(found)}", va="center", fontsize=8)
+        axes.text(min(max(left, device / GB), END * device / GB), row, f"  {_words(found)}", va="center", fontsize=8)
     axes.axvline(device / GB, color="black", linestyle="--", label=f"the card, {device / 2**30:.0f} GiB")
     axes.set_yticks(range(len(plans)), [found.shape.name for found in plans])
-    axes.set_xlim(0, 1.45 * device / GB)
+    axes.set_xlim(0, 2.1 * device / GB)
     axes.invert_yaxis()
     axes.set_xlabel("GB of generator and learner together")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.6 / len(plans)), ncols=4, fontsize=8)

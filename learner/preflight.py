@@ -9,6 +9,7 @@ from cluster.placement import PlacementError, Role, local_node, place
 from learner import checkpoint
 from learner.config import RunConfig
 from learner.evaluate import accuracy_judge
+from learner.memory_plan import Budgets, MemoryPlanError, settle
 from learner.settings import to_yaml
 from rewards.base import RewardError
 from rewards.check import try_rewards
@@ -29,7 +30,9 @@ class PreflightError(ValueError):
     """An input of the run is wrong."""
 
 
-PROBLEMS = (PreflightError, PlacementError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError)
+PROBLEMS = (
+    PreflightError, PlacementError, MemoryPlanError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Prepared:
     resume_from: Path | None
     finished_steps: int
     skipped_checkpoints: list[str]
+    budgets: Budgets
 
 
 def roles(config: RunConfig) -> list[Role]:
@@ -53,7 +57,7 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Checks output folder, placement, checkpoints, model, data and rewards, cheapest first."""
+    """Checks output folder, placement, checkpoints, model, memory, data and rewards, cheapest first."""
     if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
         config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
     _check_output(config.run_dir)
@@ -69,6 +73,7 @@ def prepare(config: RunConfig) -> Prepared:
     config = _absolute(config)
     chat = Chat.load(config.model.path)
     _check_context(config, chat.context)
+    budgets = settle(config, chat.config)
     problems, heldout = load(config.data, chat, config.rollout.max_prompt_length, config.seed)
     try:
         accuracy_judge(config.rewards, config.data.eval.judge)
@@ -83,6 +88,7 @@ def prepare(config: RunConfig) -> Prepared:
         resume_from=resume_from,
         finished_steps=0 if resume_from is None else checkpoint.step_of(resume_from),
         skipped_checkpoints=skipped,
+        budgets=budgets,
     )
 
 
@@ -93,6 +99,7 @@ def report(prepared: Prepared) -> str:
     lines += [f"resume       {prepared.resume_from or 'from the start'}"]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
+    lines += [prepared.budgets.note]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
 
 

@@ -29,7 +29,9 @@ class Chat:
     message, a blank line between them, encoded as the tokenizer encodes any text.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int, context: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int, config: Mapping[str, Any] | None = None
+    ) -> None:
         highest = max(tokenizer.get_vocab().values())
         if highest >= vocabulary:
             raise ChatError(
@@ -44,7 +46,7 @@ class Chat:
             )
         self._tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
-        self.context = context  # tokens that prompt and completion may have together; None where the model says nothing
+        self.config: dict[str, Any] = dict(config or {})  # the model's config.json
         self.has_template = bool(tokenizer.chat_template)
 
     @classmethod
@@ -53,14 +55,18 @@ class Chat:
         config = _read_json(path, "config.json")
         if not config:
             raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
-        text = config | config.get("text_config", {})  # where a model of several kinds of input keeps these
-        vocabulary, context = text.get("vocab_size"), text.get("max_position_embeddings")
+        vocabulary = _text_config(config).get("vocab_size")
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = _tokenizer(path)
         ends = [tokenizer.eos_token_id, _read_json(path, "generation_config.json").get("eos_token_id")]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
-        return cls(tokenizer, tuple(dict.fromkeys(flat)), int(vocabulary), context)
+        return cls(tokenizer, tuple(dict.fromkeys(flat)), int(vocabulary), config)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that prompt and completion may have together; None where the model says nothing."""
+        return _text_config(self.config).get("max_position_embeddings")
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """What the model is given (messages, or plain text without a template) and its token ids [P]."""
@@ -92,6 +98,12 @@ class Chat:
                 f"of roles {', '.join(roles)}; use an instruct model, or a column of text"
             )
         return "\n\n".join(message["content"] for message in messages)
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a model of several kinds of input keeps what concerns text."""
+    text: Mapping[str, Any] = config.get("text_config", {})
+    return {**config, **text}
 
 
 def _tokenizer(path: str) -> Any:

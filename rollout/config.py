@@ -23,6 +23,19 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=2**20)]
 
 
+def _bytes_or_auto(value: object) -> object:
+    # Checked here whole: of a union pydantic would tell one error per member.
+    if value == "auto":
+        return value
+    size = parse_bytes(value)
+    if not isinstance(size, int) or size < 2**20:
+        raise ValueError(f"must be auto or a size of at least 1MiB, got {value!r}")
+    return size
+
+
+BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_bytes_or_auto)]
+
+
 class EvalConfig(Frozen):
     """Held-out evaluation. `path: null` holds problems out of the training data; `every: 0` switches it off."""
 
@@ -47,7 +60,8 @@ class DataConfig(Frozen):
 
 
 class RolloutConfig(Frozen):
-    """Generation. Token counts are per completion or prompt; `kv_cache` is bytes per generator."""
+    """Generation. Token counts are per completion or prompt; `kv_cache` is bytes per generator, auto: by the memory
+    plan, 256MiB without one."""
 
     workers: Annotated[int, Field(ge=1)] = 1
     num_generations: Annotated[int, Field(ge=2)] = 8
@@ -55,7 +69,7 @@ class RolloutConfig(Frozen):
     max_completion_length: Annotated[int, Field(ge=1)] = 256
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: float = 1.0
-    kv_cache: Bytes = 256 * 2**20
+    kv_cache: BytesOrAuto = 256 * 2**20
     max_num_seqs: Annotated[int, Field(ge=1)] = 128
     reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
 

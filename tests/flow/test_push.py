@@ -72,9 +72,9 @@ async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this file is no module in an actor's process
     roles = [Role("generator-0", 1, 0), Role("learner", 1, 0)]
     await session.reserve(roles, deadline_s=60)
-    spec = dataclasses.replace(worker_spec(config, 0), make_engine=forgetful)
+    spec = dataclasses.replace(worker_spec(config, 0, 32 * 2**20), make_engine=forgetful)
     generator = session.spawn(roles[0], RolloutWorker, [spec], required_env(cuda=False), restarts=0)
-    learner = session.spawn(roles[1], make_trainer, [config, 10], {}, restarts=0)
+    learner = session.spawn(roles[1], make_trainer, [config, 10, None], {}, restarts=0)
     await asyncio.gather(generator.ready(120), learner.ready(120))
     yield generator, learner
     await generator.call("close", deadline_s=30)

@@ -50,6 +50,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "generator-1: 1 CPU, 0 GPU" in out
     assert "27 to train on, 3 held out" in out
     assert "learning_rate: 2.0e-05" in out
+    assert "memory.device is null, so no limit is applied" in out
     assert not Path("runs").exists()
 
 
@@ -66,6 +67,11 @@ WRONG = {
     "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
     "judge that is not there": (["data.eval.judge=truth"], "data.eval.judge: must be one of ok, got truth"),
     "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .* 1 GPU"),
+    "memory that is too small": (
+        ["memory.device=1GiB"],
+        r"memory.device: .* needs .* GiB .*Change one of: .*a card of",
+    ),
+    "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
     "judge named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
     "checkpoint that is not there": (["resume=runs/run/checkpoints/step-000007"], "resume: .*not there"),
 }

@@ -1,0 +1,230 @@
+"""memory: of a run's configuration -> the budgets that its processes are held to, and what they then really took.
+
+Settled before any process starts; a run that cannot fit is refused with what to change. The plan's choices do not
+change what is learned (gradients depend neither on the token budget nor on recomputation), so a run may be resumed
+under another.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import memory
+from cluster.planner import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
+from cluster.shapes import LINEAR, Shape
+from learner.config import LearnerConfig, RunConfig
+
+log = logging.getLogger("learner")
+
+DEFAULT_KV = 256 * 2**20
+DEFAULT_TOKENS = 8192  # learner.trainer's own
+NO_LIMIT = 2**60
+WARN_AT = 0.9
+METRICS = {"learner": "memory/learner_peak", "generator": "memory/generator_peak"}
+
+
+class MemoryPlanError(ValueError):
+    """The run does not fit, or its memory settings contradict each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What the run's processes get.
+
+    Attributes:
+        learner: the configuration with everything settled that the plan settles.
+        kv_cache: bytes of each generator.
+        learner_bytes: most that the learner's allocator may hold, without the CUDA context; None: no limit.
+        plan: what was planned, by role and part; None for an architecture that the memory model does not know.
+        note: one line for the user.
+    """
+
+    learner: LearnerConfig
+    kv_cache: int
+    learner_bytes: int | None
+    plan: Plan | None
+    note: str
+
+
+def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
+    """The budgets of a run.
+
+    Args:
+        model: the content of the model's config.json.
+
+    Raises:
+        MemoryPlanError: the message names the settings to change.
+    """
+    try:
+        shape = Shape.from_config(model, config.model.path)
+    except ValueError as error:
+        return _unplanned(config, str(error))
+    if config.memory.device is None:
+        return _unlimited(config, shape)
+    layouts = _layouts(config)
+    found = plan(shape, config.memory.device, _workload(config), _wish(config, layouts))
+    if isinstance(found, Misfit):
+        raise MemoryPlanError(str(found))
+    chosen = config.learner.model_copy(
+        update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
+    )
+    note = (
+        f"memory: {found.layout} on {gib(found.device_bytes)}: learner {gib(found.learner_bytes)} (checkpointing "
+        f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
+        f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
+    )
+    return Budgets(chosen, found.kv_bytes, _learner_cap(config, found), found, note)
+
+
+def _unplanned(config: RunConfig, reason: str) -> Budgets:
+    sizes = config.memory
+    if sizes.device is not None:
+        raise MemoryPlanError(f"memory.device: no plan for this model ({reason}); set memory.device=null")
+    kv = config.rollout.kv_cache
+    cap = None if sizes.learner == "auto" else sizes.learner
+    return Budgets(config.learner, DEFAULT_KV if kv == "auto" else kv, cap, None, f"memory: no plan ({reason})")
+
+
+def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
+    """The settings as they stand; what they will take is planned all the same, to be compared with."""
+    learner, kv = config.learner, config.rollout.kv_cache
+    cuda = config.cluster.gpus.learner > 0
+    settled = {
+        "checkpointing": ("full" if cuda else "none") if learner.checkpointing == "auto" else learner.checkpointing,
+        "token_budget": DEFAULT_TOKENS if learner.token_budget == "auto" else learner.token_budget,
+    }
+    fixed = config.model_copy(
+        update={
+            "learner": learner.model_copy(update=settled),
+            "rollout": config.rollout.model_copy(update={"kv_cache": DEFAULT_KV if kv == "auto" else kv}),
+        }
+    )
+    found = plan(shape, NO_LIMIT, _workload(config), _wish(fixed, ("slices",)))
+    if isinstance(found, Misfit):
+        raise MemoryPlanError(str(found))
+    cap = None if config.memory.learner == "auto" else config.memory.learner
+    note = (
+        f"memory: memory.device is null, so no limit is applied; planned: learner {gib(found.learner_bytes)}, "
+        f"generator {gib(found.generator_bytes)}"
+    )
+    return Budgets(learner, found.kv_bytes, cap, found, note)
+
+
+def _layouts(config: RunConfig) -> tuple[Layout, ...]:
+    """The layouts that the run's placement allows."""
+    wanted, gpus = config.memory.layout, config.cluster.gpus
+    own_cards = gpus.generator + gpus.learner > 1
+    if wanted == "alternating":
+        raise MemoryPlanError(
+            "memory.layout: alternating can be planned (gleaner plan), but not run: generators do not sleep yet; set "
+            "slices or separate"
+        )
+    if wanted == "separate" and not own_cards:
+        raise MemoryPlanError(
+            f"memory.layout: separate needs a card for each role; set cluster.gpus.generator=1 and .learner=1 (got "
+            f"{gpus.generator:g} and {gpus.learner:g})"
+        )
+    if wanted == "slices" and own_cards:
+        raise MemoryPlanError(
+            f"memory.layout: slices needs both roles on one card; set cluster.gpus.generator + .learner to at most 1 "
+            f"(got {gpus.generator:g} + {gpus.learner:g})"
+        )
+    return ("separate",) if own_cards else ("slices",)
+
+
+def _workload(config: RunConfig) -> Workload:
+    rollout, gpus = config.rollout, config.cluster.gpus
+    count = rollout.workers
+    if gpus.generator > 0:  # as cluster.placement fills a card
+        left = 1 - gpus.learner if gpus.generator + gpus.learner <= 1 else 1
+        count = max(1, min(count, int(left / gpus.generator + 1e-9)))
+    return Workload(
+        generations=rollout.num_generations,
+        prompt=rollout.max_prompt_length,
+        completion=rollout.max_completion_length,
+        sequences=rollout.max_num_seqs,
+        adapters=config.max_staleness + 2,
+        generators=count,
+    )
+
+
+def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
+    model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
+    targets = learner.lora.targets
+    known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
+    return Wish(
+        mode=learner.mode,
+        rank=learner.lora.rank,
+        targets=known or tuple(LINEAR),
+        dtype=model.dtype,
+        optimizer=learner.optimizer.kind,
+        frozen_adapters=int(model.adapter is not None or model.reference is not None),
+        offload=learner.offload_boundaries,
+        base=model.base,
+        checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
+        token_budget=None if learner.token_budget == "auto" else learner.token_budget,
+        kv_bytes=None if kv == "auto" else kv,
+        layouts=layouts,
+        learner_cap=None if sizes.learner == "auto" else sizes.learner + memory.CONTEXT,
+        generator_cap=None if sizes.generator == "auto" else sizes.generator,
+    )
+
+
+def _learner_cap(config: RunConfig, found: Plan) -> int:
+    """What memory.learner says, else all that the generators leave: slack is of use only to the role that grows."""
+    if config.memory.learner != "auto":
+        return config.memory.learner
+    others = found.generators * found.generator_bytes if found.layout == "slices" else 0
+    return round(USABLE * found.device_bytes) - others - memory.CONTEXT
+
+
+class PlanFile:
+    """plan.json of a run: the plan, and beside each role's number what was measured. Rewritten as peaks grow."""
+
+    def __init__(self, folder: Path, budgets: Budgets) -> None:
+        self._file = folder / "plan.json"
+        self._peaks: dict[str, float | None] = dict.fromkeys(METRICS)
+        found = budgets.plan
+        self._planned = {} if found is None else {"learner": found.learner, "generator": found.generator}
+        self._limited = found is not None and found.device_bytes != NO_LIMIT
+        self._settings: dict[str, Any] = {"note": budgets.note, "learner_cap_bytes": budgets.learner_bytes}
+        if found is not None:
+            self._settings |= {
+                "device_bytes": found.device_bytes if self._limited else None, "layout": found.layout,
+                "base": found.base, "checkpointing": found.checkpointing, "token_budget": found.token_budget,
+                "kv_bytes": found.kv_bytes, "sequences": found.sequences, "generators": found.generators,
+            }  # fmt: skip
+        self._write()
+
+    def measure(self, metrics: Mapping[str, float]) -> None:
+        """Takes the peaks (bytes) out of a step's metrics; warns once when a generator comes to 90 % of its budget.
+
+        The learner warns by itself (learner.headroom), against what its allocator may hold.
+        """
+        grown = {
+            role: metrics[name] for role, name in METRICS.items() if metrics.get(name, 0) > (self._peaks[role] or 0)
+        }
+        if not grown:
+            return
+        before = self._peaks["generator"] or 0
+        self._peaks |= grown
+        self._write()
+        budget, now = memory.total(self._planned.get("generator", {})), self._peaks["generator"] or 0
+        if self._limited and before <= WARN_AT * budget < now:
+            log.warning(
+                "memory: a generator's peak of %s is %.0f %% of its %s", gib(now), 100 * now / budget, gib(budget)
+            )
+
+    def _write(self) -> None:
+        roles = {
+            role: {
+                "parts": self._planned.get(role),
+                "planned": memory.total(self._planned[role]) if role in self._planned else None,
+                "measured": self._peaks[role],
+            }
+            for role in METRICS
+        }
+        self._file.write_text(json.dumps({**self._settings, **roles}, indent=2))
