@@ -141,7 +141,7 @@ def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
 
 def gib(count: float) -> str:
     """Bytes as text."""
-    return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _search(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | None:

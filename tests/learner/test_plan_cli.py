@@ -1,0 +1,49 @@
+"""gleaner plan, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.shapes import SHAPES
+from learner.cli import main
+
+
+def test_all_models_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    png = tmp_path / "plan.png"
+    assert main(["plan", "--gpu", "16GiB", "--all", "--png", str(png)]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in SHAPES)
+    assert "Qwen2.5-14B needs" in out
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_model_as_json_at_once() -> None:
+    """Imports included, and nothing heavy among them."""
+    code = (
+        "import sys; from learner.cli import main; code = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'ray'} & set(sys.modules); sys.exit(code)"
+    )
+    words = ["plan", "--gpu", "24GiB", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--json"]
+    started = time.perf_counter()
+    told = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 20  # 2 on a quiet machine
+    (one,) = json.loads(told.stdout)
+    assert one["chosen"]["fits"]
+    assert one["chosen"]["device_peak"] <= 24 * 2**30
+    assert not one["least"]["full"]["fits"]
+
+
+def test_a_misfit_and_a_mistake_have_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--gpu", "8GiB", "--model", "Qwen2.5-14B"]) == 1
+    assert "Instead: " in capsys.readouterr().out
+    assert main(["plan", "--gpu", "8GiB", "--model", "GPT-9"]) == 2
+    assert "not in the table" in capsys.readouterr().err
+    assert main(["plan", "--gpu", "lots", "--model", "Qwen2.5-14B"]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-0.6B"].to_config()))
+    assert main(["plan", "--gpu", "24GB", "--model", str(tmp_path)]) == 0
