@@ -81,9 +81,9 @@ def report(found: dict[str, dict[str, Any]], told: dict[str, Any]) -> str:
         f"{CONTEXT / GB:.1f} GB for the CUDA context and {FRAGMENTATION:.0%} of the step for fragmentation, which are "
         "estimates; vLLM comes on top (`gleaner plan`). (In brackets: by the memory model alone.)\n\n"
         f"{as_table(['model', 'billions', *METHODS], rows)}\n\n"
-        "Every number is from a run of learner.trainer.Trainer on tensors without content (learner.fakerun), without "
-        f"weights or a GPU; the memory model that the planner uses is at most {apart:.1%} from it. The slowest took "
-        f"{slowest:.0f} CPU-seconds. Nothing of this was measured on a card.\n\n"
+        "Numbers without brackets are from a run of learner.trainer.Trainer on tensors without content "
+        "(learner.fakerun), without weights or a GPU; the memory model that the planner uses is at most "
+        f"{apart:.1%} from them. The slowest took {slowest:.0f} CPU-seconds. Nothing here was measured on a card.\n\n"
         f"Conditions: {as_text(told).replace('float32.', 'bfloat16.')}\n"
     )
 

@@ -140,6 +140,8 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         end = activations + (kept if first < layers else 0)
         live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
+    if learning.mode == "full":  # the head's gradient, the first that there is
+        parts["live"] += DTYPE_BYTES[learning.dtype] * shape.vocab * shape.hidden
     return parts | {"update": max(0, _update_bytes(shape, learning) - sum(parts.values()))}
 
 
@@ -156,7 +158,8 @@ def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int,
     N (12 h + 4 q + 4 heads + 2 r per target) + 4 S k, and 8 N f. The norms keep float32 copies (2 x 4 h), the
     residual stream and the adapters' inputs 2 h each; attention its queries, output, gathered keys and values, and
     logsumexp; the feed-forward block gate, its activation, up, and their product. Norms of queries and keys add
-    N (4 q + 4 k), further norms of the layer (Gemma) 4 h each. In float32 twice as much, which is an upper bound.
+    N (4 q + 4 k), further norms of the layer (Gemma) 4 h each. Norms that train also keep what their weight multiplies,
+    in 16 bits (Gemma: float32). In float32 twice as much, which is an upper bound.
     """
     w, n = shape.widths, micro.tokens
     wide, narrow = shape.norms
@@ -165,6 +168,9 @@ def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int,
         attention += 2 * n * learning.rank * len(learning.targets)
     if narrow:
         attention += 4 * n * (w["q"] + w["kv"] + shape.heads + shape.kv_heads)
+    if learning.mode == "full":
+        normed = wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0)
+        attention += (4 if wide > 2 else 2) * n * normed
     factor = DTYPE_BYTES[learning.dtype] // 2
     return factor * attention, factor * 8 * n * w["ffn"]
 

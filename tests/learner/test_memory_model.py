@@ -42,11 +42,14 @@ def test_the_model_is_the_step(
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("Qwen2.5-0.5B", 24), ("Llama-3.1-8B", 2)])
-def test_full_fine_tuning(name: str, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers", "policy"),
+    [("Llama-3.1-8B", 2, "full"), ("Qwen2.5-0.5B", 8, "none"), ("Qwen3-0.6B", 8, "none"), ("Gemma-3-1B", 8, "none")],
+)
+def test_full_fine_tuning(name: str, layers: int, policy: Checkpointing) -> None:
     shape = replace(SHAPES[name], layers=layers)
-    settings = {"mode": "full", "checkpointing": "full", "token_budget": 3396}
+    settings = {"mode": "full", "checkpointing": policy, "token_budget": 3396}
     fake = footprint(shape, LearnerConfig.model_validate(settings), [(256, [786] * 4), (257, [785] * 4)])
-    learning = Learning(mode="full", checkpointing="full")
+    learning = Learning(mode="full", checkpointing=policy)
     predicted = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))
     assert predicted == pytest.approx(fake.peak, rel=0.02)
