@@ -11,7 +11,7 @@ from learner.config import RunConfig
 from learner.evaluate import accuracy_judge
 from learner.memory_plan import Budgets, MemoryPlanError, settle
 from learner.settings import to_yaml
-from rewards.base import RewardError
+from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rollout.chat import Chat, ChatError
 from rollout.problems import Problems, ProblemsError, load
@@ -166,14 +166,7 @@ def _check_context(config: RunConfig, context: int | None) -> None:
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:
     """Each judge once, on a dummy completion of the first problem, in a worker process like those of the run."""
-    chatty = not isinstance(problem.messages, str)
-    try_rewards(
-        config.rewards,
-        prompts=[list(problem.messages) if chatty else problem.messages],
-        completions=[[{"role": "assistant", "content": ""}] if chatty else ""],
-        completion_ids=[[0]],
-        columns={key: [value] for key, value in problem.columns.items()},
-    )
+    try_rewards(config.rewards, **case_of(problem.messages, [""], [[0]], problem.columns))
 
 
 def _total_steps(config: RunConfig, num_problems: int) -> int:

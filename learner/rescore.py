@@ -12,7 +12,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from learner.settings import parse_value
-from rewards.base import RewardError
+from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
@@ -57,14 +57,8 @@ async def _score(config: RewardConfig, groups: Sequence[pa.Table]) -> list[Score
 def _case(group: pa.Table) -> dict[str, Any]:
     """What a judge was given for this group."""
     problem = json.loads(group.column("problem")[0].as_py())
-    texts = group.column("completion").to_pylist()
-    chatty = not isinstance(problem["messages"], str)
-    return {
-        "prompts": [problem["messages"]] * len(texts),
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chatty else texts,
-        "completion_ids": group.column("completion_ids").to_pylist(),
-        "columns": {key: [value] * len(texts) for key, value in problem["columns"].items()},
-    }
+    texts, ids = (group.column(name).to_pylist() for name in ("completion", "completion_ids"))
+    return case_of(problem["messages"], texts, ids, problem["columns"])
 
 
 def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores: Sequence[Scores]) -> str:

@@ -19,7 +19,8 @@ Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` a
 own process, far from the trainer. A function that demands one of them is refused before training starts.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 Values = Sequence[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
@@ -37,3 +38,17 @@ class RewardLoadError(RewardError):
 
 class RewardFailed(RewardError):
     """A judge with `on_error: fail` gave no judgement for at least one sample."""
+
+
+def case_of(
+    prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What judges are given for one group: each text conversational where the prompt is a list of messages, and the
+    prompt and columns of the problem repeated once per completion. Keywords of RewardPool.score and try_rewards."""
+    chatty = not isinstance(prompt, str)
+    return {
+        "prompts": [list(prompt) if chatty else prompt] * len(texts),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chatty else list(texts),
+        "completion_ids": completion_ids,
+        "columns": {key: [value] * len(texts) for key, value in columns.items()},
+    }

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cluster.telemetry import peak_memory
+from rewards.base import case_of
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
@@ -59,14 +60,8 @@ class RolloutWorker:
             os._exit(1)
         generate_ms = (time.perf_counter() - start) * 1e3
         texts = [self.chat.decode(c.token_ids.tolist()) for c in completions]
-        chatty = not isinstance(problem.messages, str)
-        prompt = list(problem.messages) if chatty else problem.messages
-        scores = await self.pool.score(
-            prompts=[prompt] * len(texts),
-            completions=[[{"role": "assistant", "content": text}] for text in texts] if chatty else texts,
-            completion_ids=[c.token_ids.tolist() for c in completions],
-            columns={key: [value] * len(texts) for key, value in problem.columns.items()},
-        )
+        ids = [c.token_ids.tolist() for c in completions]
+        scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
         for sentence in scores.failures:
             if sentence not in self._said and len(self._said) < MAX_SENTENCES:
                 self._said.add(sentence)
