@@ -117,6 +117,9 @@ class Remote:
                 result = await ref
         except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
             raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
+        except asyncio.CancelledError:  # nobody wants the answer any more; over there it is cancelled, too
+            ray.cancel(ref)
+            raise
         except TimeoutError:
             ray.cancel(ref)
             silent = time.monotonic() - self._last_answer

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Metrics:
@@ -55,30 +55,41 @@ class Metrics:
             self._board.close()
 
 
-class Timeline:
-    """Spans of every role: kept for overlap figures, and written as a Chrome trace (open it in ui.perfetto.dev)."""
+class _Span(NamedTuple):
+    what: str
+    role: str
+    start: float  # seconds of time.perf_counter
+    end: float
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
-        self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
-        self._spans: list[tuple[str, float, float]] = []
-        self._open: dict[object, tuple[str, float]] = {}
-        self._zero = time.perf_counter()
-        self._ids = itertools.count()
+
+class Timeline:
+    """Spans of every role: kept for overlap figures, and written as a Chrome trace (open it in ui.perfetto.dev).
+
+    A resumed run goes on in the same file; its times are those of the clock on the wall.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._file = path.open("a" if resume_step > 0 else "w", buffering=1)
+        if self._file.tell() == 0:
+            self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
+        self._spans: list[_Span] = []
+        self._open: dict[object, tuple[str, str, float]] = {}
+        self._epoch = time.time() - time.perf_counter()
+        self._ids = itertools.count(time.time_ns())
 
     @contextmanager
     def span(self, what: str, role: str, concurrent: bool = False, **details: Any) -> Iterator[None]:
         """Records how long the body took. `concurrent`: spans of this kind overlap within the role."""
         start, mark = time.perf_counter(), object()
-        self._open[mark] = (what, start)
+        self._open[mark] = (what, role, start)
         try:
             yield
         finally:
             end = time.perf_counter()
             del self._open[mark]
-            self._spans.append((what, start, end))
+            self._spans.append(_Span(what, role, start, end))
             common = {"name": what, "cat": what, "pid": 0, "tid": role, "args": details}
-            begin, stop = (round((moment - self._zero) * 1e6) for moment in (start, end))
+            begin, stop = (round((moment + self._epoch) * 1e6) for moment in (start, end))
             if concurrent:  # a pair of asynchronous events: complete ones must nest within their track
                 common["id"] = next(self._ids)
                 events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
@@ -86,13 +97,17 @@ class Timeline:
                 events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
             self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
-    def busy(self, what: str, start: float, end: float) -> list[tuple[float, float]]:
-        """The union of the spans of one kind inside [start, end], in seconds of time.perf_counter; what is not over
-        yet counts up to `end`."""
+    def busy(self, what: str, start: float, end: float, role: str | None = None) -> list[tuple[float, float]]:
+        """The union of the spans of one kind, of all roles or of one, inside [start, end], in seconds of
+        time.perf_counter; what is not over yet counts up to `end`."""
+        still = [_Span(name, whose, begin, end) for name, whose, begin in self._open.values()]
+        spans = [
+            (max(span.start, start), min(span.end, end))
+            for span in [*self._spans, *still]
+            if span.what == what and span.end > start and span.start < end and role in (None, span.role)
+        ]
         merged: list[tuple[float, float]] = []
-        spans = self._spans + [(name, begin, end) for name, begin in self._open.values()]
-        for _, a, b in sorted(s for s in spans if s[0] == what and s[2] > start and s[1] < end):
-            a, b = max(a, start), min(b, end)
+        for a, b in sorted(spans):
             if merged and a <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
             else:
@@ -101,7 +116,7 @@ class Timeline:
 
     def forget_before(self, moment: float) -> None:
         """Drops spans that ended before `moment`, so that memory does not grow with the run."""
-        self._spans = [span for span in self._spans if span[2] >= moment]
+        self._spans = [span for span in self._spans if span.end >= moment]
 
     def close(self) -> None:
         """Closes the trace file."""

@@ -13,7 +13,8 @@ from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
 from learner.config import RunConfig
-from learner.loop import Loop, Sinks
+from learner.journal import Sinks
+from learner.loop import Loop
 from learner.memory_plan import PlanFile
 from learner.preflight import Prepared, roles
 from learner.progress import Progress
@@ -149,7 +150,7 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
-    timeline = Timeline(folder / "timeline.json")
+    timeline = Timeline(folder / "timeline.json", prepared.finished_steps)
     metrics = Metrics(folder, config.trackers, prepared.finished_steps)
     sinks = Sinks(folder, metrics, timeline, progress, PlanFile(folder, prepared.budgets))
     cursor = Cursor()
@@ -158,6 +159,7 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
         max_staleness=config.max_staleness,
         max_bytes=BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
+        oversample=config.rollout.oversample,
     )
     pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
     producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]

@@ -11,9 +11,8 @@ import asyncio
 import json
 import logging
 import shutil
-import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,34 +21,23 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cluster.actors import Actor
-from cluster.telemetry import Metrics, Timeline, overlap, seconds
+from cluster.buffer import Batch
 from learner import checkpoint
+from learner.advantage import has_signal
 from learner.config import RunConfig
 from learner.evaluate import Evaluation, evaluate
-from learner.memory_plan import PlanFile
+from learner.journal import Journal, Sinks
 from learner.metrics import batch_metrics
-from learner.progress import Progress
 from rollout import ledger
 from rollout.delivery import Push
 from rollout.producer import Pipes, Producer
-from rollout.schema import Problem, group_position
+from rollout.schema import Problem, group_position, rewards_of
 
 log = logging.getLogger("learner")
 
 T = TypeVar("T")
 
 PROBE_TOKENS = 64
-
-
-@dataclass(slots=True)
-class Sinks:
-    """Where a run leaves its traces."""
-
-    folder: Path
-    metrics: Metrics
-    timeline: Timeline
-    progress: Progress
-    plan: PlanFile | None = None
 
 
 class Loop:
@@ -68,9 +56,11 @@ class Loop:
         pipes: Pipes,
         sinks: Sinks,
         heldout: Sequence[Problem],
+        alternating: bool = False,
     ) -> None:
-        self.config, self.total_steps, self.trainer = config, total_steps, trainer
+        self.config, self.total_steps, self.trainer, self.alternating = config, total_steps, trainer, alternating
         self.producers, self.pipes, self.sinks, self.heldout = producers, pipes, sinks, heldout
+        self.journal = Journal(sinks, producers, pipes)
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self.evaluations: list[Evaluation] = []
@@ -79,7 +69,6 @@ class Loop:
         self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
         self._previous: npt.NDArray[np.float32] | None = None
         self._saved: int | None = None
-        self._accounted = 0.0  # time.perf_counter up to which the seconds of the run are accounted for
 
     async def run(self, resume_from: Path | None) -> None:
         """The whole run, from `resume_from` or from the start, to the last step or until stopped."""
@@ -92,23 +81,24 @@ class Loop:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        delivery = tasks.create_task(self._deliver(await self._policy(), release=0))
+        first, _ = await self._policy()
+        delivery = tasks.create_task(self._deliver(first, release=0))
         await delivery
-        self._accounted = time.perf_counter()
+        self.journal.start()
         if self.step == 0:
             await self._evaluate()
         while self.step < self.total_steps and not self.stop.is_set():
-            groups = await self._unless_stopped(self._take())
-            if groups is None:
+            batch = await self._unless_stopped(self._take())
+            if batch is None:
                 break
-            metrics = await self._learn(groups)
+            metrics, push = await self._learn(batch)
             await delivery  # of the policy before this one
-            delivery = tasks.create_task(self._deliver(await self._policy(), release=len(groups)))
-            metrics |= self._times(metrics["rollout/tokens"])
+            delivery = tasks.create_task(self._deliver(push, release=len(batch.groups)))
+            metrics |= self.journal.times(metrics["rollout/tokens"])
             if self._due(self.config.data.eval.every) or self.step == self.total_steps:
                 await delivery  # what is evaluated must be with every generator
                 metrics |= await self._evaluate()
-            await self._log(metrics)
+            await self.journal.write(self.step, metrics)
             if self._due(self.config.checkpoint.every) or self.step == self.total_steps:
                 await self._save()
         await delivery
@@ -128,43 +118,76 @@ class Loop:
             task.cancel()
             stopped.cancel()
 
-    async def _take(self) -> list[pa.Table]:
+    async def _take(self) -> Batch:
         """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""
         deadlines, buffer = self.config.cluster.deadlines, self.pipes.buffer
         oldest = self.step - self.config.max_staleness
         try:
             async with asyncio.timeout(deadlines.start + deadlines.group):
                 with self.sinks.timeline.span("wait", "loop", step=self.step + 1):
-                    groups = await buffer.take(self.config.learner.groups_per_step, oldest)
+                    batch = await buffer.take(self.config.learner.groups_per_step, oldest, self._useful)
         except TimeoutError:
             raise TimeoutError(
                 f"step {self.step + 1}: waited {deadlines.start + deadlines.group:g} s for "
                 f"{self.config.learner.groups_per_step} groups; {len(buffer)} lie in the buffer, {buffer.in_use} of "
                 f"{buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are long"
             ) from None
-        return sorted(groups, key=group_position)
+        return Batch(sorted(batch.groups, key=group_position), batch.useless)
 
-    async def _learn(self, groups: Sequence[pa.Table]) -> dict[str, float]:
-        """One update; the batch is at rest before anything is learned from it."""
-        with self.sinks.timeline.span("ledger", "loop", step=self.step + 1):
-            await asyncio.to_thread(ledger.write, self.sinks.folder / "rollouts", self.step + 1, groups)
-        metrics = batch_metrics(groups, self.step)
-        with self.sinks.timeline.span("train", "learner", step=self.step + 1):
-            metrics |= await self.trainer.call("step", list(groups), deadline_s=self.config.cluster.deadlines.step)
-        for group in groups:
+    def _useful(self, group: pa.Table) -> bool:
+        """With dynamic sampling (DAPO, 2503.14476, section 3.2) groups that teach nothing are replaced by others."""
+        return not self.config.rollout.dynamic_sampling or has_signal(rewards_of(group))
+
+    async def _learn(self, batch: Batch) -> tuple[dict[str, float], Push]:
+        """One update, and the policy that comes of it. The metrics are of all that was generated for it; so is what is
+        written to the ledger meanwhile, and at rest before this returns, hence before any checkpoint counts it."""
+        generated = [*batch.groups, *batch.useless]
+        metrics = batch_metrics(generated, self.step) | {"rollout/refilled_groups": float(len(batch.useless))}
+        at_rest = asyncio.to_thread(ledger.write, self.sinks.folder / "rollouts", self.step + 1, generated)
+        async with self._the_card():
+            _, (learned, push) = await asyncio.gather(at_rest, self._update(batch.groups))
+        for group in generated:
             self.pipes.cursor.finish(group_position(group)[0])
         self.step += 1
-        return metrics
+        return metrics | learned, push
 
-    async def _policy(self) -> Push:
-        """The learner's adapter as it is now, with what it says of the probe tokens."""
-        deadline = self.config.cluster.deadlines.push
-        with self.sinks.timeline.span("policy", "learner", version=self.step):
-            adapter = await self.trainer.call("adapter", deadline_s=deadline)
-            logprobs = await self.trainer.call("probe", list(self._probe_ids), deadline_s=deadline)
-        push = Push(adapter, self._probe_ids, logprobs, self._previous, self.config.model.dtype)
+    async def _update(self, groups: list[pa.Table]) -> tuple[dict[str, float], Push]:
+        """Both calls are made at once, in this order: the learner takes one after the other and does not idle."""
+        deadline, timeline = self.config.cluster.deadlines.step, self.sinks.timeline
+        step = asyncio.create_task(self.trainer.call("step", groups, deadline_s=deadline))
+        policy = asyncio.create_task(self._policy())
+        try:
+            with timeline.span("train", "learner", step=self.step + 1):
+                metrics = await step
+            with timeline.span("policy", "learner", version=self.step + 1):
+                push, spent = await policy
+        finally:
+            policy.cancel()
+        if push.adapter.version != self.step + 1:
+            raise RuntimeError(
+                f"learner: after step {self.step + 1} its policy is v{push.adapter.version}; report this"
+            )
+        return metrics | spent, push
+
+    @asynccontextmanager
+    async def _the_card(self) -> AsyncIterator[None]:
+        """memory.layout: alternating. Within, the learner has the card to itself and the generators sleep."""
+        if not self.alternating:
+            yield
+            return
+        await asyncio.gather(*(producer.sleep() for producer in self.producers))
+        yield
+        await self.trainer.call("release_cache", deadline_s=self.config.cluster.deadlines.push)
+        await asyncio.gather(*(producer.wake() for producer in self.producers))
+
+    async def _policy(self) -> tuple[Push, dict[str, float]]:
+        """The learner's adapter as it is now, with what it says of the probe tokens; and the seconds that took."""
+        deadlines = self.config.cluster.deadlines
+        policy = self.trainer.call("policy", list(self._probe_ids), deadline_s=deadlines.step + deadlines.push)
+        update, logprobs, spent = await policy
+        push = Push(update, self._probe_ids, logprobs, self._previous, self.config.model.dtype)
         self._previous = logprobs
-        return push
+        return push, spent
 
     async def _deliver(self, push: Push, release: int) -> None:
         """Up to every generator, proven; only then may the groups it learned from make room for new ones."""
@@ -183,32 +206,8 @@ class Loop:
             result = await evaluate(self.producers, self.heldout, self.config, self.step)
         self.evaluations.append(result)
         if self.step == 0:
-            await self._log(result.metrics)
+            await self.journal.write(0, result.metrics)
         return result.metrics
-
-    async def _log(self, metrics: dict[str, float]) -> None:
-        if self.step > 0:
-            metrics["memory/generator_peak"] = max([await p.peak_memory() for p in self.producers])
-            metrics["buffer/dropped_stale"] = float(self.pipes.buffer.dropped_stale)
-            metrics["buffer/groups"] = float(len(self.pipes.buffer))
-            metrics["rollout/restarts"] = float(sum(p.restarts for p in self.producers))
-            if self.sinks.plan is not None:
-                self.sinks.plan.measure(metrics)
-        self.sinks.metrics.log(self.step, metrics)
-        self.sinks.progress.step(self.step, metrics)
-
-    def _times(self, tokens: float) -> dict[str, float]:
-        """Where the seconds since the step before went; overlap is time in which generator and learner were busy."""
-        start, now, timeline = self._accounted, time.perf_counter(), self.sinks.timeline
-        kinds = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
-        busy = {kind: timeline.busy(kind, start, now) for kind in kinds}
-        timeline.forget_before(start)
-        self._accounted = now
-        return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
-            "time/step": now - start,
-            "time/overlap": overlap(busy["generate"], busy["train"]),
-            "rollout/tokens_per_s": tokens / (now - start),
-        }
 
     async def _save(self) -> None:
         """Weights, optimizer, RNG and the place in the problem stream in one atomic folder; and the newest adapter."""

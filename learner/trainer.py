@@ -132,6 +132,10 @@ class Trainer:
         """
         return await self._run(lambda: self._probe(token_ids))
 
+    async def policy(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
+        """What `adapter` and `probe` give, in one call, and the seconds that each took, as metrics."""
+        return await self._run(lambda: self._policy_now(token_ids))
+
     async def save(self, folder: Path) -> None:
         """Everything that `load` needs to go on bit for bit; the adapter in PEFT's format. The folder is made."""
         await self._run(lambda: self._save(folder))
@@ -251,6 +255,14 @@ class Trainer:
                 f"{self._nonfinite} steps in a row (last: step {self._version}, loss {loss}, norm {norm}); the weights "
                 "are those before them. Lower learner.learning_rate, or look at the last steps' rollouts"
             )
+
+    def _policy_now(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
+        started = time.perf_counter()
+        update = update_of(self._policy, self._version)
+        built = time.perf_counter()
+        logprobs = self._probe(token_ids)
+        spent = {"time/push_export": built - started, "time/push_learner_probe": time.perf_counter() - built}
+        return update, logprobs, spent
 
     @torch.no_grad()
     def _probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:

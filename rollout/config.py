@@ -72,6 +72,8 @@ class RolloutConfig(Frozen):
     kv_cache: BytesOrAuto = 256 * 2**20
     max_num_seqs: Annotated[int, Field(ge=1)] = 128
     reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
+    dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
+    oversample: Annotated[int, Field(ge=0)] = 0  # groups begun beyond a batch's; the last to finish are stopped
 
     @field_validator("top_p")
     @classmethod

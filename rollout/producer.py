@@ -3,6 +3,8 @@
     lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
     follow   waits for a newer policy in Latest -> delivers it -> proves the delivery -> acknowledges
 
+Lanes pull: a worker that is fast, or joined late, takes what there is, and a slow one holds up no more than its own.
+
 A lost process loses only the groups it had in flight; each is issued again by its position.
 """
 
@@ -11,9 +13,10 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -61,6 +64,7 @@ class Producer:
     ) -> None:
         self.actor, self.pipes, self.sampling, self.deadlines = actor, pipes, sampling, deadlines
         self.restarts = 0
+        self.stragglers = 0  # groups stopped early
         self._life = 0
         self._revivals = 0  # since the last finished group
         self._reviving = asyncio.Lock()
@@ -80,13 +84,31 @@ class Producer:
             ticket = await self.pipes.buffer.admit()
             position, attempt = self.pipes.cursor.issue()
             problem = self.pipes.problems.at(position)
-            group = await self.request(problem, self.sampling(position, attempt), attempt)
+            work = self.request(problem, self.sampling(position, attempt), attempt)
+            group = await (self._unless_straggling(work, ticket) if self.pipes.buffer.oversample else work)
+            if isinstance(group, pa.Table):
+                await self.pipes.buffer.put(ticket, group)
+                continue
             if group is None:
                 self._count_loss(problem)
-                self.pipes.cursor.again(position, attempt)
-                await self.pipes.buffer.give_up(ticket)
-            else:
-                await self.pipes.buffer.put(ticket, group)
+            self.pipes.cursor.again(position, attempt)
+            await self.pipes.buffer.give_up(ticket)
+
+    async def _unless_straggling(
+        self, work: Coroutine[Any, Any, pa.Table | None], ticket: int
+    ) -> pa.Table | Literal["straggler"] | None:
+        """What the work gives; or it is stopped, since its batch has been filled by others."""
+        task = asyncio.create_task(work)
+        late = asyncio.create_task(self.pipes.buffer.straggling(ticket))
+        try:
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self.stragglers += 1
+            return "straggler"
+        finally:
+            late.cancel()
+            task.cancel()
 
     def _count_loss(self, problem: Problem) -> None:
         """A problem that takes every generator down with it must not go round for ever."""
@@ -112,8 +134,10 @@ class Producer:
         """Sends an adapter, proves that the worker generates with it, and acknowledges it."""
         with self.pipes.timeline.span("push", self.actor.name, version=push.adapter.version):
             load = "load_weights" if isinstance(push.adapter, Weights) else "load_adapter"
-            digest = await self.actor.call(load, push.adapter, deadline_s=self.deadlines.push)
-            answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
+            with self.pipes.timeline.span("push_load", self.actor.name):
+                digest = await self.actor.call(load, push.adapter, deadline_s=self.deadlines.push)
+            with self.pipes.timeline.span("push_probe", self.actor.name):
+                answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
             push.verify(self.actor.name, digest, answer)
         await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)
 
@@ -151,6 +175,23 @@ class Producer:
                 else:
                     self.restarts += 1
                     self._life += 1
+
+    async def sleep(self) -> None:
+        """The engine frees its device memory (memory.layout: alternating); nothing may be running."""
+        await self._certainly("sleep")
+
+    async def wake(self) -> None:
+        """The engine takes its device memory again."""
+        await self._certainly("wake")
+
+    async def _certainly(self, method: str) -> None:
+        while True:
+            life = self._life
+            try:
+                await self.actor.call(method, deadline_s=self.deadlines.push)
+                return
+            except (ActorDied, DeadlineExceeded) as error:
+                await self._revive(life, error)
 
     async def peak_memory(self) -> float:
         """Peak bytes of the process; while it is lost, what it last said (whoever waits for a group revives it)."""

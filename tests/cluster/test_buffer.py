@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.buffer import Buffer
+from cluster.buffer import MAX_REFILLS, Buffer
 
 
 def group(position: int, version: int = 0) -> pa.Table:
@@ -22,6 +22,23 @@ def position(table: pa.Table) -> int:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def taking(buffer: Buffer, count: int, oldest_version: int) -> list[pa.Table]:
+    return (await buffer.take(count, oldest_version)).groups
+
+
+async def drained(buffer: Buffer, oldest: int) -> list[int]:
+    """Positions of what is left, taken one at a time."""
+    left: list[int] = []
+    while True:
+        task = asyncio.create_task(taking(buffer, 1, oldest))
+        await settle()
+        if not task.done():
+            task.cancel()
+            return left
+        left.append(position(task.result()[0]))
+        await buffer.release(1)
 
 
 MOVES = st.lists(
@@ -50,7 +67,7 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
 
         async def consume(count: int) -> None:
             nonlocal held
-            got = await buffer.take(count, oldest)
+            got = await taking(buffer, count, oldest)
             assert len(got) == count
             assert all(t.column("policy_version_min")[0].as_py() >= oldest for t in got)
             taken.extend(map(position, got))
@@ -75,15 +92,8 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
             await settle()
             assert 0 <= buffer.in_use <= slots
             assert buffer.bytes == 16 * len(buffer)
-        await buffer.release(held)  # and drain: what is left is taken, one at a time
-        while True:
-            task = asyncio.create_task(buffer.take(1, oldest))
-            await settle()
-            if not task.done():
-                task.cancel()
-                break
-            taken.append(position(task.result()[0]))
-            await buffer.release(1)
+        await buffer.release(held)
+        taken += await drained(buffer, oldest)
         await asyncio.gather(*producers)
         assert sorted(taken + dropped) == list(range(produced))
         assert buffer.dropped_stale == len(dropped)
@@ -116,7 +126,7 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
         seen: list[int] = []
         ages: list[int] = []
         for step, pace in enumerate(paces):
-            groups = await buffer.take(per_step, step - max_staleness)
+            groups = await taking(buffer, per_step, step - max_staleness)
             seen += map(position, groups)
             ages += [step - g.column("policy_version_min")[0].as_py() for g in groups]
             for _ in range(pace):  # the learner works; in sync mode nobody else does
@@ -141,12 +151,12 @@ async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() ->
     second = asyncio.create_task(buffer.put(tickets[1], group(1)))
     await settle()
     assert not second.done()  # 16 + 16 > 20
-    assert list(map(position, await buffer.take(1, 0))) == [0]
+    assert list(map(position, await taking(buffer, 1, 0))) == [0]
     await second
     giant = asyncio.create_task(buffer.put(tickets[2], pa.concat_tables([group(2)] * 5)))
     await settle()
     assert not giant.done()
-    assert list(map(position, await buffer.take(2, 0))) == [1, 2]
+    assert list(map(position, await taking(buffer, 2, 0))) == [1, 2]
     await giant
 
 
@@ -154,21 +164,21 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
     buffer = Buffer(3, 0, max_bytes=2**20, on_drop=print)
     for number in range(2):
         await buffer.put(await buffer.admit(), group(number))
-    waiting = asyncio.create_task(buffer.take(3, 0))
+    waiting = asyncio.create_task(taking(buffer, 3, 0))
     await settle()
     assert not waiting.done()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert (len(buffer), buffer.bytes, buffer.in_use) == (2, 32, 2)
-    assert list(map(position, await buffer.take(2, 0))) == [0, 1]
+    assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
 
 
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
     dropped: list[pa.Table] = []
     buffer = Buffer(1, 0, max_bytes=2**20, on_drop=dropped.append)
     await buffer.put(await buffer.admit(), group(7, version=3))
-    take = asyncio.create_task(buffer.take(1, oldest_version=4))
+    take = asyncio.create_task(taking(buffer, 1, oldest_version=4))
     ticket = await buffer.admit()  # would wait for ever if the slot of the dropped group were kept
     await buffer.put(ticket, group(7, version=4))
     assert list(map(position, await take)) == [7]
@@ -181,12 +191,12 @@ async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() 
     slow, *quick = [await buffer.admit() for _ in range(4)]
     for number, ticket in enumerate(quick[:2], start=1):
         await buffer.put(ticket, group(number))
-    assert list(map(position, await buffer.take(2, oldest_version=-1))) == [1, 2]  # it is overtaken
+    assert list(map(position, await taking(buffer, 2, oldest_version=-1))) == [1, 2]  # it is overtaken
     await buffer.release(2)
     await buffer.put(quick[2], group(3))
     for number in (4, 5):
         late = asyncio.create_task(buffer.put(await buffer.admit(), group(number, version=1)))
-    take = asyncio.create_task(buffer.take(2, oldest_version=0))
+    take = asyncio.create_task(taking(buffer, 2, oldest_version=0))
     await settle()
     assert not take.done()  # three others are there, but at the next step the slow one would be too old
     assert late.done()  # and the bytes bound does not stand between the consumer and what it waits for
@@ -201,3 +211,45 @@ async def test_what_can_never_be_satisfied_is_refused() -> None:
         await buffer.take(3, 0)
     with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
         await buffer.release(1)
+
+
+async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_ends() -> None:
+    buffer = Buffer(2, 0, 2**20, on_drop=print)
+
+    async def produce() -> None:
+        number = 0
+        while True:
+            await buffer.put(await buffer.admit(), group(number))
+            number += 1
+
+    producer = asyncio.create_task(produce())
+    odd = await buffer.take(2, 0, lambda g: position(g) % 2 == 1)
+    assert (list(map(position, odd.groups)), list(map(position, odd.useless))) == ([1, 3], [0, 2])
+    assert buffer.in_use == 2  # only what was taken holds a slot
+    await buffer.release(2)
+    none = await buffer.take(2, 0, lambda g: False)
+    assert (len(none.groups), len(none.useless)) == (2, 2 * MAX_REFILLS)
+    producer.cancel()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_staleness: int) -> None:
+    """Two groups a step and one more; the very first group never ends."""
+    buffer = Buffer(2, max_staleness, 2**20, on_drop=print, oversample=1)
+    slow, *quick = [await buffer.admit() for _ in range(buffer.slots)]
+    straggling = asyncio.create_task(buffer.straggling(slow))
+    for step in range(max_staleness + 1):
+        await settle()
+        assert not straggling.done()  # it may still be trained on
+        for number, ticket in enumerate(quick[:2], start=2 * step):
+            await buffer.put(ticket, group(number, version=step))
+        assert list(map(position, await taking(buffer, 2, step - max_staleness))) == [2 * step, 2 * step + 1]
+        await buffer.release(2)
+        quick = [*quick[2:], await buffer.admit(), await buffer.admit()]
+    await asyncio.wait_for(straggling, 1)
+    await buffer.give_up(slow)
+    assert buffer.in_use == buffer.slots - 1
+    on_time = asyncio.create_task(buffer.straggling(quick[0]))
+    await settle()
+    assert not on_time.done()
+    on_time.cancel()

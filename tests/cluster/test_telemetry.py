@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,12 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     metrics.close()
 
 
+def trace(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "timeline.json").read_text()
+    events: list[dict[str, Any]] = json.loads(text.rstrip().rstrip(",") + "]")
+    return events
+
+
 def fixed_clock(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
     monkeypatch.setattr("cluster.telemetry.time.perf_counter", lambda: now[0])
 
@@ -80,13 +87,18 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
             now[0] = 2.5
             raise KeyError
         now[0] = 3.0
-    text = (tmp_path / "timeline.json").read_text()  # not closed
-    assert json.loads(text.rstrip().rstrip(",") + "]") == [
+    events = trace(tmp_path)  # not closed
+    zero, number = events[0]["ts"], events[1].pop("id")
+    assert events[2].pop("id") == number
+    assert events == [
         {"name": "train", "cat": "train", "pid": 0, "tid": "learner", "args": {"step": 3}, "ph": "X"}
-        | {"ts": 0, "dur": 500000},
+        | {"ts": zero, "dur": 500000},
         *(
-            {"name": "generate", "cat": "generate", "pid": 0, "tid": "generator-0", "args": {}, "id": 0}
-            | {"ph": phase, "ts": ts}
+            {"name": "generate", "cat": "generate", "pid": 0, "tid": "generator-0", "args": {}}
+            | {"ph": phase, "ts": zero + ts}
             for phase, ts in (("b", 0), ("e", 1000000))
         ),
     ]
+    with Timeline(tmp_path / "timeline.json", resume_step=3).span("train", "learner", step=4):
+        pass
+    assert [event["args"].get("step") for event in trace(tmp_path) if event["ph"] == "X"] == [3, 4]

@@ -18,7 +18,8 @@ from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
 from learner.config import RunConfig
-from learner.loop import Loop, Sinks
+from learner.journal import Sinks
+from learner.loop import Loop
 from learner.progress import Progress
 from rollout import ledger
 from rollout.cursor import Cursor
@@ -56,19 +57,21 @@ class Trainer:
 
     def __init__(self, pace_s: float) -> None:
         self.version, self.pace_s = 0, pace_s
+        self.learned: list[list[pa.Table]] = []
+        self._turn = asyncio.Lock()  # calls are served in their order, as by the real one
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
-        await asyncio.sleep(self.pace_s)
-        self.version += 1
+        async with self._turn:
+            self.learned.append(groups)
+            await asyncio.sleep(self.pace_s)
+            self.version += 1
         return {"loss/total": float(self.version)}
 
-    async def adapter(self) -> Adapter:
-        return Adapter.build(self.version, b"weights %d" % self.version, {})
-
-    async def probe(self, token_ids: list[int]) -> Any:
-        engine = FakeEngine(VOCAB)
-        await engine.load_adapter(await self.adapter())
-        return await engine.probe(token_ids)
+    async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
+        async with self._turn:
+            adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
+        await engine.load_adapter(adapter)
+        return adapter, await engine.probe(token_ids), {}
 
     async def save(self, folder: Path) -> None:
         folder.mkdir()
@@ -113,7 +116,8 @@ def build(
     if workers is None:
         workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
     cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
-    buffer = Buffer(PER_STEP, config.max_staleness, 2**20, lambda group: cursor.again(*group_position(group)))
+    oversample = config.rollout.oversample
+    buffer = Buffer(PER_STEP, config.max_staleness, 2**20, lambda g: cursor.again(*group_position(g)), oversample)
     pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
 
     def sampling(position: int, attempt: int) -> Sampling:
@@ -219,6 +223,33 @@ async def test_steps_that_a_kill_undid_are_taken_again_alike(tmp_path: Path) -> 
     assert len(after) == 6
     for old, new in zip(before, after, strict=False):
         assert old.drop_columns("created_at").equals(new.drop_columns("created_at"))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_dynamic_sampling_trains_on_signal_only_and_counts_each_problem_once(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    loop = build(tmp_path, configure(rollout={"dynamic_sampling": True}, max_staleness=max_staleness), 4, pace_s=1e-4)
+    await finish(loop)
+    learned = loop.trainer._object.learned  # type: ignore[attr-defined]
+    assert [len(groups) for groups in learned] == [PER_STEP] * 4
+    assert all(len(set(group.column("reward").to_pylist())) > 1 for groups in learned for group in groups)
+    refilled = sum(line["rollout/refilled_groups"] for line in lines(tmp_path)[1:])
+    assert refilled > 0
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 4 * PER_STEP + refilled
+    assert {*range(loop.pipes.cursor.low), *loop.pipes.cursor.state()["done"]} == set(positions)
+
+
+async def test_over_sampling_leaves_stragglers_behind_and_issues_them_again(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(rollout={"oversample": 2}), 6, pace_s=2e-3)  # every fourth problem is slow
+    await finish(loop)
+    written = lines(tmp_path)[1:]
+    assert written[-1]["rollout/early_stopped"] > 0
+    assert [line["policy/staleness_max"] for line in written] == [0.0] * 6
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 6 * PER_STEP
+    assert loop.pipes.buffer.in_use <= loop.pipes.buffer.slots == PER_STEP + 2
 
 
 async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""What a run says of itself after each step: where the seconds went, memory, metrics, progress."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.telemetry import Metrics, Timeline, overlap, seconds
+from learner.memory_plan import PlanFile
+from learner.progress import Progress
+from rollout.producer import Pipes, Producer
+
+KINDS = ("generate", "train", "push", "push_load", "push_probe", "wait", "evaluate", "checkpoint")
+
+
+@dataclass(slots=True)
+class Sinks:
+    """Where a run leaves its traces."""
+
+    folder: Path
+    metrics: Metrics
+    timeline: Timeline
+    progress: Progress
+    plan: PlanFile | None = None
+
+
+class Journal:
+    """Turns spans and counters into the metrics of a step, and hands them to every sink."""
+
+    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes) -> None:
+        self._sinks, self._producers, self._pipes = sinks, producers, pipes
+        self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
+
+    def start(self) -> None:
+        """Seconds are counted from here."""
+        self._accounted = time.perf_counter()
+
+    def times(self, tokens: float) -> dict[str, float]:
+        """Where the seconds since the step before went.
+
+        time/overlap: generators and learner busy at once. time/generator_idle: mean over the generators of the seconds
+        in which one had no request. time/learner_idle: neither training nor making the next policy.
+        """
+        start, now, timeline = self._accounted, time.perf_counter(), self._sinks.timeline
+        busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
+        generating = [seconds(timeline.busy("generate", start, now, p.actor.name)) for p in self._producers]
+        learning = seconds(busy["train"]) + seconds(timeline.busy("policy", start, now))
+        timeline.forget_before(start)
+        self._accounted, step = now, now - start
+        return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
+            "time/step": step,
+            "time/overlap": overlap(busy["generate"], busy["train"]),
+            "time/generator_idle": step - sum(generating) / len(generating),
+            "time/learner_idle": step - learning,
+            "rollout/tokens_per_s": tokens / step,
+        }
+
+    async def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One step, to every sink; step 0 is the evaluation before training."""
+        if step > 0:
+            buffer = self._pipes.buffer
+            metrics["memory/generator_peak"] = max([await p.peak_memory() for p in self._producers])
+            metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
+            metrics["buffer/groups"] = float(len(buffer))
+            metrics["rollout/restarts"] = float(sum(p.restarts for p in self._producers))
+            if buffer.oversample:
+                metrics["rollout/early_stopped"] = float(sum(p.stragglers for p in self._producers))
+            if self._sinks.plan is not None:
+                self._sinks.plan.measure(metrics)
+        self._sinks.metrics.log(step, metrics)
+        self._sinks.progress.step(step, metrics)
