@@ -73,13 +73,21 @@ class Buffer:
         return len(self._groups)
 
     async def admit(self) -> int:
-        """Waits for a free slot and takes it: the right to start one group, as a ticket."""
+        """Waits for a free slot and takes it: the right to start one group, as a ticket.
+
+        A slot that a straggler left stays free until a policy is out that the next batch can be sampled from.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: self.in_use < self.slots)
+            await self._changed.wait_for(lambda: self.in_use < self.slots and self._version >= self._too_old)
             self.in_use += 1
             ticket = next(self._numbers)
-            self._admitted[ticket] = self._released // self.groups_per_step
+            self._admitted[ticket] = self._version
             return ticket
+
+    @property
+    def _version(self) -> int:
+        """The policy version that every producer holds."""
+        return self._released // self.groups_per_step
 
     async def put(self, ticket: int, group: pa.Table) -> None:
         """Adds an admitted, finished group; waits while the bytes bound is reached."""

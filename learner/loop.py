@@ -152,21 +152,11 @@ class Loop:
         return metrics | learned, push
 
     async def _update(self, groups: list[pa.Table]) -> tuple[dict[str, float], Push]:
-        """Both calls are made at once, in this order: the learner takes one after the other and does not idle."""
-        deadline, timeline = self.config.cluster.deadlines.step, self.sinks.timeline
-        step = asyncio.create_task(self.trainer.call("step", groups, deadline_s=deadline))
-        policy = asyncio.create_task(self._policy())
-        try:
-            with timeline.span("train", "learner", step=self.step + 1):
-                metrics = await step
-            with timeline.span("policy", "learner", version=self.step + 1):
-                push, spent = await policy
-        finally:
-            policy.cancel()
-        if push.adapter.version != self.step + 1:
-            raise RuntimeError(
-                f"learner: after step {self.step + 1} its policy is v{push.adapter.version}; report this"
-            )
+        timeline, deadline = self.sinks.timeline, self.config.cluster.deadlines.step
+        with timeline.span("train", "learner", step=self.step + 1):
+            metrics = await self.trainer.call("step", groups, deadline_s=deadline)
+        with timeline.span("policy", "learner", version=self.step + 1):
+            push, spent = await self._policy()
         return metrics | spent, push
 
     @asynccontextmanager
@@ -182,9 +172,8 @@ class Loop:
 
     async def _policy(self) -> tuple[Push, dict[str, float]]:
         """The learner's adapter as it is now, with what it says of the probe tokens; and the seconds that took."""
-        deadlines = self.config.cluster.deadlines
-        policy = self.trainer.call("policy", list(self._probe_ids), deadline_s=deadlines.step + deadlines.push)
-        update, logprobs, spent = await policy
+        deadline = self.config.cluster.deadlines.push
+        update, logprobs, spent = await self.trainer.call("policy", list(self._probe_ids), deadline_s=deadline)
         push = Push(update, self._probe_ids, logprobs, self._previous, self.config.model.dtype)
         self._previous = logprobs
         return push, spent

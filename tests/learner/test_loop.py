@@ -58,18 +58,15 @@ class Trainer:
     def __init__(self, pace_s: float) -> None:
         self.version, self.pace_s = 0, pace_s
         self.learned: list[list[pa.Table]] = []
-        self._turn = asyncio.Lock()  # calls are served in their order, as by the real one
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
-        async with self._turn:
-            self.learned.append(groups)
-            await asyncio.sleep(self.pace_s)
-            self.version += 1
+        self.learned.append(groups)
+        await asyncio.sleep(self.pace_s)
+        self.version += 1
         return {"loss/total": float(self.version)}
 
     async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
-        async with self._turn:
-            adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
+        adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
         await engine.load_adapter(adapter)
         return adapter, await engine.probe(token_ids), {}
 
@@ -245,7 +242,7 @@ async def test_over_sampling_leaves_stragglers_behind_and_issues_them_again(tmp_
     loop = build(tmp_path, configure(rollout={"oversample": 2}), 6, pace_s=2e-3)  # every fourth problem is slow
     await finish(loop)
     written = lines(tmp_path)[1:]
-    assert written[-1]["rollout/early_stopped"] > 0
+    assert 0 < written[-1]["rollout/early_stopped"] <= 6 * 2
     assert [line["policy/staleness_max"] for line in written] == [0.0] * 6
     positions = list(itertools.chain(*consumed(tmp_path)))
     assert len(set(positions)) == len(positions) == 6 * PER_STEP
