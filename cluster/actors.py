@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.placement import Placement, PlacementError, Role, place
+from cluster.start import uncollected
 
 log = logging.getLogger("cluster")
 
@@ -66,7 +67,8 @@ class Host:
 
     def __init__(self, factory: Callable[..., Any], args: Sequence[Any]) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-        self._object = factory(*args)
+        with uncollected():
+            self._object = factory(*args)
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._object, method)(*args)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine import Completion, EngineError, EngineSettings, Sampling
+from rollout.vllm_start import shorten_start
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
 _PREFILL_TOKENS = 4096  # tokens of one step; bounds the activations of prefill
@@ -74,6 +75,7 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    shorten_start(arguments["model"])
     preload = os.environ.get("LD_PRELOAD")
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
