@@ -138,4 +138,9 @@ def peak_memory() -> float:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return float(torch.cuda.max_memory_allocated())
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return float(peak_resident())
+
+
+def peak_resident() -> int:
+    """Peak bytes of this process in main memory, since its start."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,16 +2,19 @@
 
 Packed, a micro-batch is one row without padding, in which the completions of a group share one prompt (see
 learner.attention). Padded, it is a row per completion: for models that cannot attend to a packed row.
-Letters: P prompt tokens, T completion tokens, B rows of a micro-batch, L its length, N completion tokens in it.
+Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, B rows of a
+micro-batch, L its length, C completions and N their tokens in it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -19,16 +22,29 @@ from learner.attention import Layout, Segment
 from rollout.schema import check, ragged, rewards_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
-    """The completions of one optimizer batch, group after group; token arrays are views into the Arrow tables."""
+    """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
 
     rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a judge failed
-    prompts: list[npt.NDArray[np.int32]]
-    completions: list[npt.NDArray[np.int32]]
-    behavior: list[npt.NDArray[np.float32]]  # logprobs of the sampler, nats
-    versions: list[npt.NDArray[np.int32]]  # policy version of each completion token
-    lengths: npt.NDArray[np.int64]  # T of each completion
+    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables
+    completions: npt.NDArray[np.int32]  # [M] token ids
+    behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
+    versions: npt.NDArray[np.int32]  # [M] policy version of each token
+    lengths: npt.NDArray[np.int64]  # [R] T of each completion
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """[R] where in [M] each completion begins."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def places(self, chosen: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """[N] where in [M] the tokens of the chosen completions stand, completion after completion."""
+        return _ranges(self.starts[chosen], self.lengths[chosen])
+
+    def inputs(self, chosen: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """[N - C] their tokens but the last of each, which predicts nothing."""
+        return self.completions[_ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,8 @@ class MicroBatch:
     versions: Tensor  # [N] int32
     advantages: Tensor  # [N] float32
     coefficients: Tensor  # [N] float32, weight of the token in the loss of the whole optimizer batch
+    lengths: Tensor  # [C] int64, T of each completion: they are whole
+    places: Tensor  # [N] int64, where the token stands in Rows
     positions: Tensor | None = None  # [1, L] int64 if packed: place of each token in its own sequence
     layout: Layout | None = None  # of the packed row
 
@@ -69,23 +87,44 @@ def read(groups: Sequence[pa.Table]) -> Rows:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
             or a logprob is not finite (masked as a ratio, it would go unseen).
     """
-    columns: dict[str, list[npt.NDArray[Any]]] = {
-        name: [row for group in groups for row in ragged(check(group), name)]
-        for name in ("prompt_ids", "completion_ids", "behavior_logprobs", "token_versions")
-    }
-    prompts, completions, behavior, versions = columns.values()
-    for row, (prompt, tokens, logprobs, version) in enumerate(zip(*columns.values(), strict=True)):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt_ids: must hold at least one token, row {row} is empty; check data.prompt")
-        if not len(tokens) == len(logprobs) == len(version):
-            raise ValueError(
-                f"completion_ids, behavior_logprobs, token_versions: must have one length per row, row {row} has "
-                f"{len(tokens)}, {len(logprobs)}, {len(version)}; re-record these rollouts"
-            )
-        if not np.isfinite(logprobs).all():
-            raise ValueError(f"behavior_logprobs: must be finite, row {row} has {logprobs}; the generator is broken")
-    lengths = np.array([len(tokens) for tokens in completions], dtype=np.int64)
-    return Rows([rewards_of(group) for group in groups], prompts, completions, behavior, versions, lengths)
+    tables = [check(group) for group in groups]
+    names = ("completion_ids", "behavior_logprobs", "token_versions")
+    sizes = [_joined([_sizes(table, name) for table in tables], np.int64) for name in names]
+    prompts = [prompt for table in tables for prompt in ragged(table, "prompt_ids")]
+    empty = np.flatnonzero(_joined([_sizes(table, "prompt_ids") for table in tables], np.int64) == 0)
+    if len(empty):
+        raise ValueError(f"prompt_ids: must hold at least one token, row {empty[0]} is empty; check data.prompt")
+    odd = np.flatnonzero((sizes[0] != sizes[1]) | (sizes[0] != sizes[2]))
+    if len(odd):
+        raise ValueError(
+            f"completion_ids, behavior_logprobs, token_versions: must have one length per row, row {odd[0]} has "
+            f"{', '.join(str(size[odd[0]]) for size in sizes)}; re-record these rollouts"
+        )
+    completions, behavior, versions = (
+        _joined([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks], dtype)
+        for name, dtype in zip(names, (np.int32, np.float32, np.int32), strict=True)
+    )
+    broken = np.flatnonzero(~np.isfinite(behavior))
+    if len(broken):
+        row = np.searchsorted(np.cumsum(sizes[0]), broken[0], side="right")
+        raise ValueError(
+            f"behavior_logprobs: must be finite, row {row} has {behavior[broken[0]]}; the generator is broken"
+        )
+    return Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0])
+
+
+def _sizes(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    return np.asarray(pc.list_value_length(table.column(name)).to_numpy())
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[sum of lengths] start, start + 1, … of each range, range after range."""
+    stops = np.cumsum(lengths)
+    return np.arange(lengths.sum()) + np.repeat(starts - (stops - lengths), lengths)
 
 
 def micro_batches(
@@ -164,25 +203,24 @@ def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layou
     positions: list[npt.NDArray[Any]] = []
     index: list[npt.NDArray[Any]] = []
     segments: list[Segment] = []
-    start = 0
+    begin = 0
     for part in parts:
-        prompt = rows.prompts[part.rows[0]]
-        begin, end = start, start + len(prompt)
-        ids.append(prompt)
-        positions.append(np.arange(len(prompt)))
-        own = [Segment(begin, end)]
-        start = end
-        for row in part.rows:
-            inputs = rows.completions[row][:-1]
-            stop = start + len(inputs)
-            ids.append(inputs)
-            positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
-            index += [np.array([end - 1]), np.arange(start, stop)]
-            if len(inputs):
-                own.append(Segment(start, stop, begin, end))
-            start = stop
+        prompt, lengths = rows.prompts[part.rows[0]], rows.lengths[part.rows]
+        end = begin + len(prompt)
+        inputs = lengths - 1
+        stops = end + np.cumsum(inputs)
+        starts = stops - inputs
+        ids += [prompt, rows.inputs(part.rows)]
+        positions += [np.arange(len(prompt)), _ranges(np.full_like(inputs, len(prompt)), inputs)]
+        index.append(_ranges(starts - 1, lengths))
+        index[-1][np.cumsum(lengths) - lengths] = end - 1  # the first token of each is predicted by the prompt's last
+        stop = int(stops[-1])
         # With nobody to share the prompt with, it is plain causal attention from the first token.
-        segments += own if len(part.rows) > 1 else [Segment(begin, start)]
+        segments.append(Segment(begin, end if len(part.rows) > 1 else stop))
+        if len(part.rows) > 1:
+            own = zip(starts[inputs > 0].tolist(), stops[inputs > 0].tolist(), strict=True)
+            segments += [Segment(first, after, begin, end) for first, after in own]
+        begin = stop
     row_ids, predicting, places = (
         torch.from_numpy(np.concatenate(values).astype(np.int64)) for values in (ids, index, positions)
     )
@@ -191,16 +229,15 @@ def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layou
 
 def _pad(rows: Rows, chosen: list[int]) -> tuple[Tensor, Tensor]:
     """(ids [B, L], index [N]) of right-padded rows."""
-    starts = [len(rows.prompts[row]) for row in chosen]
-    stops = [start + int(rows.lengths[row]) - 1 for start, row in zip(starts, chosen, strict=True)]
-    width = max(stops)
-    ids = np.zeros((len(chosen), width), dtype=np.int64)
-    index: list[npt.NDArray[np.int64]] = []
-    for i, (row, start, stop) in enumerate(zip(chosen, starts, stops, strict=True)):
-        ids[i, :start] = rows.prompts[row]
-        ids[i, start:stop] = rows.completions[row][:-1]
-        index.append(np.arange(i * width + start - 1, i * width + stop))
-    return torch.from_numpy(ids), torch.from_numpy(np.concatenate(index))
+    lengths = rows.lengths[chosen]
+    starts = np.array([len(rows.prompts[row]) for row in chosen])
+    stops = starts + lengths - 1
+    ids = np.zeros((len(chosen), stops.max()), dtype=np.int64)
+    columns = np.arange(stops.max())
+    ids[columns < starts[:, None]] = np.concatenate([rows.prompts[row] for row in chosen])
+    ids[(columns >= starts[:, None]) & (columns < stops[:, None])] = rows.inputs(chosen)
+    index = _ranges(np.arange(len(chosen)) * ids.shape[1] + starts - 1, lengths)
+    return torch.from_numpy(ids), torch.from_numpy(index)
 
 
 def _batch(
@@ -213,19 +250,17 @@ def _batch(
     positions: Tensor | None = None,
     layout: Layout | None = None,
 ) -> MicroBatch:
-    repeats = rows.lengths[chosen]
-
-    def joined(columns: Sequence[npt.NDArray[Any]], dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate([columns[row] for row in chosen]).astype(dtype))
-
+    lengths, places = rows.lengths[chosen], rows.places(chosen)
     return MicroBatch(
         ids=ids,
         index=index,
-        targets=joined(rows.completions, np.int64),
-        behavior=joined(rows.behavior, np.float32),
-        versions=joined(rows.versions, np.int32),
-        advantages=torch.from_numpy(np.repeat(advantages[chosen], repeats).astype(np.float32)),
-        coefficients=torch.from_numpy(np.repeat(coefficients[chosen], repeats).astype(np.float32)),
+        targets=torch.from_numpy(rows.completions[places].astype(np.int64)),
+        behavior=torch.from_numpy(rows.behavior[places]),
+        versions=torch.from_numpy(rows.versions[places]),
+        advantages=torch.from_numpy(np.repeat(advantages[chosen], lengths).astype(np.float32)),
+        coefficients=torch.from_numpy(np.repeat(coefficients[chosen], lengths).astype(np.float32)),
+        lengths=torch.from_numpy(lengths),
+        places=torch.from_numpy(places),
         positions=positions,
         layout=layout,
     )

@@ -1,13 +1,13 @@
 """The learner's memory within a step: a token budget that gives way when memory runs out, and a limit that is kept."""
 
 import logging
-import resource
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from cluster.telemetry import peak_resident
 from learner.batch import MicroBatch, Rows
 
 log = logging.getLogger("learner")
@@ -77,13 +77,13 @@ def _largest(batches: Sequence[MicroBatch]) -> int:
 
 def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows:
     """`count` completions of one prompt, all of the given lengths in tokens; which tokens does not matter."""
-    prompt, completion = np.zeros(prompt_length, np.int32), np.zeros(completion_length, np.int32)
+    tokens = np.zeros(count * completion_length, np.int32)
     return Rows(
         rewards=[np.zeros(count)],
-        prompts=[prompt] * count,
-        completions=[completion] * count,
-        behavior=[completion.astype(np.float32)] * count,
-        versions=[completion] * count,
+        prompts=[np.zeros(prompt_length, np.int32)] * count,
+        completions=tokens,
+        behavior=tokens.astype(np.float32),
+        versions=tokens,
         lengths=np.full(count, completion_length, np.int64),
     )
 
@@ -102,7 +102,7 @@ class MemoryLimit:
     def __init__(self, limit: int | None, device: torch.device) -> None:
         self._limit, self._device = limit, device
         self._warned = False
-        self._start = _peak_rss()
+        self._start = peak_resident()
         if limit is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             if limit > total:
@@ -121,7 +121,7 @@ class MemoryLimit:
         """Bytes: on CUDA the allocator's peak in this step, else the process's highest resident set so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return _peak_rss()
+        return peak_resident()
 
     def check(self) -> None:
         """To be called after a step: warns once from 90 % on; raises OutOfMemory beyond the limit."""
@@ -134,7 +134,3 @@ class MemoryLimit:
         if used > WARN_AT * self._limit and not self._warned:
             self._warned = True
             log.warning("memory.learner: %s (%.0f %%)", told, 100 * used / self._limit)
-
-
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

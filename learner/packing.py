@@ -75,8 +75,8 @@ def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:
     pairs = [(prompt, draw(length)) for size, sizes in PROMPTS for prompt in [draw(size)] for length in sizes]
     prompts, completions = ([pair[i] for pair in pairs] for i in (0, 1))
     lengths = np.array([len(completion) for completion in completions])
-    zeros = [np.zeros(n) for n in lengths]
-    rows = Rows([], prompts, completions, zeros, zeros, lengths)
+    tokens = np.concatenate(completions)
+    rows = Rows([], prompts, tokens, np.zeros(len(tokens), np.float32), np.zeros_like(tokens), lengths)
     numbers = np.arange(len(pairs), dtype=np.float64)
     return rows, numbers, numbers, np.ones(len(pairs), dtype=bool)
 

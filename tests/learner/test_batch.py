@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.batch import MicroBatch, Rows, micro_batches, read
+from rollout.schema import ragged
 from tests.learner.rollouts import make_group, make_groups, uniform
 
 
@@ -38,13 +40,15 @@ def test_every_trained_token_once_in_its_place_and_within_budget(seed: int, budg
     for batch in batches:
         numbers = batch.advantages.int().tolist()
         assert batch.ids.numel() <= budget or len(set(numbers)) == 1
+        assert torch.equal(batch.lengths, torch.unique_consecutive(batch.advantages, return_counts=True)[1])
         for row in sorted(set(numbers)):
             mine = batch.advantages == row
-            prompt, completion = rows.prompts[row].tolist(), rows.completions[row].tolist()
+            prompt, completion = rows.prompts[row].tolist(), rows.completions[rows.places([row])].tolist()
             assert batch.targets[mine].tolist() == completion
             for i, place in enumerate(batch.index[mine].tolist()):
                 assert sequence(batch, place) == prompt + completion[:i]
             assert batch.coefficients[mine].tolist() == [row / 8] * len(completion)
+            assert batch.places[mine].tolist() == rows.places([row]).tolist()
             assert batch.behavior[mine].tolist() == [-0.5 - i for i in range(len(completion))]
             found.append(row)
     assert sorted(found) == [0, 2, 3, 4, 5]
@@ -79,11 +83,16 @@ def test_a_completion_that_shares_with_nobody_is_one_plain_segment() -> None:
     assert batch.layout.segments == [(0, 10, 0, 0)]
 
 
-def test_token_arrays_are_views_of_the_tables() -> None:
-    (group,) = make_groups([[0, 1]], uniform)
-    buffers = group.column("completion_ids").chunks[0].values.buffers()
-    start, size = buffers[1].address, buffers[1].size
-    assert all(start <= row.ctypes.data < start + size for row in read([group]).completions)
+def test_rows_of_tables_that_are_slices_and_chunks_of_others() -> None:
+    """A slice's lists lie in its parent's values; rows are told apart by their lengths."""
+    groups = make_groups([[0, 1, 2], [3, 4]], lambda p, c: [-1.0 - i for i in c])
+    both = pa.concat_tables(groups)
+    found, wanted = read([both.slice(1, 3)]), read(groups)
+    ids = [row for group in groups for row in ragged(group, "completion_ids")][1:4]
+    assert found.completions.tolist() == [i for row in ids for i in row.tolist()]
+    assert found.behavior.tolist() == [-1.0 - i for i in found.completions]
+    assert found.lengths.tolist() == [len(row) for row in ids] == wanted.lengths.tolist()[1:4]
+    assert [p.tolist() for p in found.prompts] == [p.tolist() for p in wanted.prompts[1:4]]
 
 
 @pytest.mark.parametrize("packed", [False, True])

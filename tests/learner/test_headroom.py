@@ -119,7 +119,7 @@ def test_a_limit_on_a_cpu_warns_and_then_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [5000 * 2**20]
-    monkeypatch.setattr(headroom, "_peak_rss", lambda: now[0])
+    monkeypatch.setattr(headroom, "peak_resident", lambda: now[0])
     limit = MemoryLimit(1000 * 2**20, torch.device("cpu"))
     for growth, warnings in ((890, 0), (910, 1), (920, 1)):
         now[0] = (5000 + growth) * 2**20
@@ -135,7 +135,7 @@ def test_a_limit_on_a_cpu_warns_and_then_refuses(
 async def test_the_limit_is_checked_after_each_step(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tiny_path)
     now = [0]  # what this process really holds differs from machine to machine
-    monkeypatch.setattr(headroom, "_peak_rss", lambda: now[0])
+    monkeypatch.setattr(headroom, "peak_resident", lambda: now[0])
     monkeypatch.setattr(trainer, "_memory", MemoryLimit(2**20, torch.device("cpu")))
     await trainer.step(GROUPS)
     now[0] = 2**21

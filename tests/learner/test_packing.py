@@ -50,9 +50,9 @@ def make_rows() -> Rows:
     """Two families, of 7 and 9 prompt tokens; one of their completions is longer than a block of segments."""
     rng = np.random.default_rng(3)
     prompts, lengths = [rng.integers(0, 64, n).astype(np.int32) for n in (7, 9)], np.array([5, 160, 1, 12, 30, 9])
-    completions = [rng.integers(0, 64, n).astype(np.int32) for n in lengths]
-    zeros = [np.zeros(n) for n in lengths]
-    return Rows([], [prompts[i] for i in (0, 0, 0, 1, 1, 1)], completions, zeros, zeros, lengths)
+    tokens = rng.integers(0, 64, lengths.sum()).astype(np.int32)
+    behavior, versions = np.zeros(len(tokens), np.float32), np.zeros_like(tokens)
+    return Rows([], [prompts[i] for i in (0, 0, 0, 1, 1, 1)], tokens, behavior, versions, lengths)
 
 
 def gradients(policy: Any, rows: Rows, budget: int, *, packed: bool) -> tuple[Tensor, Tensor]:
