@@ -38,11 +38,11 @@ class Rows:
         """[R] where in [M] each completion begins."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def places(self, chosen: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
         """[N] where in [M] the tokens of the chosen completions stand, completion after completion."""
         return _ranges(self.starts[chosen], self.lengths[chosen])
 
-    def inputs(self, chosen: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    def inputs(self, chosen: Sequence[int]) -> npt.NDArray[np.int32]:
         """[N - C] their tokens but the last of each, which predicts nothing."""
         return self.completions[_ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
@@ -114,17 +114,17 @@ def read(groups: Sequence[pa.Table]) -> Rows:
 
 
 def _sizes(table: pa.Table, name: str) -> npt.NDArray[Any]:
-    return np.asarray(pc.list_value_length(table.column(name)).to_numpy())
+    return np.asarray(pc.list_value_length(table.column(name)).to_numpy(), dtype=np.int64)
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+    return np.asarray(np.concatenate([np.empty(0, dtype), *arrays]), dtype=dtype)
 
 
 def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """[sum of lengths] start, start + 1, … of each range, range after range."""
     stops = np.cumsum(lengths)
-    return np.arange(lengths.sum()) + np.repeat(starts - (stops - lengths), lengths)
+    return np.asarray(np.arange(lengths.sum()) + np.repeat(starts - (stops - lengths), lengths))
 
 
 def micro_batches(

@@ -50,18 +50,31 @@ class LossConfig(Frozen):
     """GRPO variants; equations and papers in learner/loss.py and learner/advantage.py."""
 
     kind: Literal["dapo", "dr_grpo", "grpo"] = "dapo"
-    ratio: Literal["truncated", "clip"] = "truncated"
-    epsilon: tuple[Positive, Positive] = (0.2, 0.28)  # clip range below and above 1, for ratio: clip
+    ratio: Literal["masked", "truncated", "icepop", "cispo", "gspo", "clip"] = "masked"
+    epsilon: tuple[Positive, Positive] | None = None  # clip range below and above 1; null: the papers', by ratio
     beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the k3 KL to the reference
     advantage: Literal["group", "batch", "none"] = "batch"  # what the centred reward is divided by
 
+    @model_validator(mode="after")
+    def _epsilon_is_used(self) -> "LossConfig":
+        if self.epsilon is not None and self.ratio not in ("clip", "gspo"):
+            raise ValueError(
+                f"epsilon is the clip range of ratio: clip or gspo, {self.ratio} has none; leave it out, or set one of "
+                f"them (got epsilon={list(self.epsilon)})"
+            )
+        return self
+
 
 class LearnerConfig(Frozen):
-    """The learner's update. `token_budget`: tokens of a micro-batch, a shared prompt once; auto = 8192."""
+    """The learner's update. `token_budget`: tokens of a micro-batch, a shared prompt once; auto = 8192.
+
+    `updates_per_batch`: optimizer steps per batch, hence per policy version, each on its share of the groups.
+    """
 
     mode: Literal["lora", "full"] = "lora"  # full: every weight of the model, no adapter
     lora: LoraConfig = LoraConfig()
     groups_per_step: Annotated[int, Field(ge=1)] = 8
+    updates_per_batch: Annotated[int, Field(ge=1)] = 1
     learning_rate: Positive = 2e-5
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -69,6 +82,21 @@ class LearnerConfig(Frozen):
     checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"  # k: of the layers
     offload_boundaries: bool = False  # what checkpointing: full keeps goes to host memory; for very long sequences
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _updates(self) -> "LearnerConfig":
+        if self.updates_per_batch > self.groups_per_step:
+            raise ValueError(
+                "updates_per_batch: each update takes at least one group, so it must be at most groups_per_step; got "
+                f"{self.updates_per_batch} of {self.groups_per_step}"
+            )
+        if self.updates_per_batch > 1 and self.loss.ratio != "clip":
+            raise ValueError(
+                "updates_per_batch: after the first update of a batch the policy is held near the one that the batch "
+                "began with by PPO's clip, which is worked out for loss.ratio=clip alone; set that, or 1 (got "
+                f"{self.updates_per_batch} with loss.ratio={self.loss.ratio})"
+            )
+        return self
 
 
 class MemoryConfig(Frozen):
@@ -92,6 +120,13 @@ class CheckpointConfig(Frozen):
     keep: Annotated[int, Field(ge=1)] = 2
 
 
+class GuardConfig(Frozen):
+    """Stops a run whose learner and sampler disagree: mean k3 (nats) above `mismatch_k3`, `steps` steps in a row."""
+
+    mismatch_k3: Positive | None = 1e-2  # null: never
+    steps: Annotated[int, Field(ge=1)] = 5
+
+
 class RunConfig(Frozen):
     """Everything that defines a run. Only `model.path` and `data.path` and `rewards` have no default."""
 
@@ -109,6 +144,7 @@ class RunConfig(Frozen):
     learner: LearnerConfig = LearnerConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     cluster: ClusterConfig = ClusterConfig()
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
 

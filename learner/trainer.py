@@ -1,4 +1,4 @@
-"""Trainer: owns the policy and its optimizer; one optimizer step per call, on one device.
+"""Trainer: owns the policy and its optimizer; one policy version per call of `step`, on one device.
 
 A plain class with `async` methods, so that it may live in another process. The blocking work of all methods runs in
 one thread of its own, in the order of the calls, and the event loop stays free to answer meanwhile.
@@ -7,10 +7,11 @@ one thread of its own, in the order of the calls, and the event loop stays free 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +20,17 @@ import torch
 from torch import Tensor
 
 from learner import checkpointing
-from learner.advantage import ADVANTAGES, has_signal
+from learner.advantage import has_signal
 from learner.batch import MicroBatch, Rows, micro_batches, read
 from learner.config import LearnerConfig, ModelConfig
 from learner.exports import export, load_masters, save_masters, update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
-from learner.logprob import policy_logprobs, token_logprobs
-from learner.loss import LOSSES, metrics_of, token_loss
+from learner.logprob import token_logprobs
+from learner.loss import metrics_of
 from learner.model import Policy
+from learner.opinions import Opinions, opinions_of
 from learner.optimizer import rate_factor
+from learner.passes import Passes
 from learner.random_state import random_state, set_random_state
 from learner.rounding import updater_for, wants_masters
 from rollout.engine import Adapter, Weights
@@ -37,6 +40,14 @@ MAX_NONFINITE = 3  # skipped updates in a row
 STATE_FILE = "trainer.pt"
 
 T = TypeVar("T")
+
+
+class _Update(NamedTuple):
+    """One optimizer step of a batch."""
+
+    parts: list[dict[str, Tensor]]  # of its micro-batches (learner.loss.token_loss)
+    norm: float  # of the gradient, before clipping
+    done: bool  # false if loss or gradient was not finite
 
 
 class Trainer:
@@ -82,16 +93,19 @@ class Trainer:
         )
         weights = list(self._policy.masters.values())
         self._updater = updater_for(weights, learner, dtype=model.dtype, device=self._device)
+        self._passes = Passes(self._policy, learner, temperature, self._device, self._updater.scale)
         self._version = 0
         self._nonfinite = 0  # skipped updates in a row
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
-        """One optimizer step on the groups (tables of rollout.schema); the version grows by one, whatever happens.
+        """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
 
-        Samples whose judge failed are not trained. Completions of groups without signal (all rewards equal) have
-        gradient 0 unless beta > 0 and are skipped without a change of the loss's denominators; if nothing is left,
-        loss/trained_tokens is 0, the weights stay and there is no policy/ metric.
+        It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
+        loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples whose judge failed are not
+        trained. Completions of groups without signal (all rewards equal) have gradient 0 unless beta > 0 and are
+        skipped without a change of the loss's denominators; if nothing is left, loss/trained_tokens is 0, the weights
+        stay and there is no policy/ metric.
 
         Returns:
             Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
@@ -160,26 +174,48 @@ class Trainer:
         started, retries = time.perf_counter(), self._budget.retries
         self._memory.start_step()
         rows = read(groups)
-        self._policy.check_ids(max((int(ids.max()) for ids in rows.prompts + rows.completions if len(ids)), default=0))
-        plan = self._assemble(rows)
+        self._policy.check_ids(int(np.concatenate([[0], *rows.prompts, rows.completions]).max()))
         rate = self._config.learning_rate * rate_factor(self._version, self._total_steps, self._config.schedule)
-        metrics = self._budget.run(plan, self._accumulate)
-        norm, updated = 0.0, False
-        learned = metrics["loss/trained_tokens"] > 0
-        if learned:
-            norm, updated = self._updater.step(rate, loss_is_finite=math.isfinite(metrics["loss/total"]))
-            self._policy.sync()
+        updates = self._learn(rows, opinions_of(rows, self._config, self._max_completion_length), rate)
+        metrics = metrics_of([part for update in updates for part in update.parts], max(len(updates), 1))
+        norm = float(np.mean([update.norm for update in updates])) if updates else 0.0
+        skipped = sum(not update.done for update in updates)
         self._version += 1
         self._memory.check()
-        self._guard(skipped=learned and not updated, loss=metrics["loss/total"], norm=norm)
+        self._guard(skipped=skipped > 0, loss=metrics["loss/total"], norm=norm)
         return metrics | {
             "loss/grad_norm": norm,
             "loss/learning_rate": rate,
-            "loss/skipped_nonfinite": float(learned and not updated),
+            "loss/skipped_nonfinite": float(skipped),
             "reward/zero_variance_groups": float(sum(not has_signal(rewards) for rewards in rows.rewards)),
             "time/train": time.perf_counter() - started,
             **self._memory_metrics(retries),
         }
+
+    def _learn(self, rows: Rows, opinions: Opinions, rate: float) -> list["_Update"]:
+        """The updates of a batch, but for those without anything to learn. Each takes its own micro-batches again when
+        memory runs out, never an update before it."""
+        count, proximal = self._config.updates_per_batch, None
+        if count > 1:
+            later = self._plan(rows, opinions, opinions.update > 0)
+            proximal = self._budget.run(later, partial(self._passes.score, tokens=len(rows.completions)))
+        updates = []
+        for number in range(count):
+            learn = partial(self._passes.learn, version=self._version, proximal=proximal if number > 0 else None)
+            parts = self._budget.run(self._plan(rows, opinions, opinions.update == number), learn)
+            if parts:
+                loss = float(torch.stack([part["loss"] for part in parts]).sum())
+                norm, done = self._updater.step(rate, loss_is_finite=math.isfinite(loss))
+                self._policy.sync()
+                updates.append(_Update(parts, norm, done))
+        return updates
+
+    def _plan(self, rows: Rows, opinions: Opinions, own: npt.NDArray[np.bool_]) -> Callable[[int], list[MicroBatch]]:
+        """Token budget -> micro-batches of those of the completions that are trained."""
+        chosen, packed = own & opinions.trained, self._policy.packed
+        return lambda budget: micro_batches(
+            rows, opinions.advantages, opinions.coefficients, chosen, budget, packed=packed
+        )
 
     def _rehearse(self, prompt_length: int) -> dict[str, float]:
         length = self._max_completion_length
@@ -193,7 +229,7 @@ class Trainer:
 
         self._memory.start_step()
         states = torch.empty(self._updater.missing_state_bytes(), dtype=torch.uint8, device=self._device)
-        budget.run(plan, self._accumulate)
+        budget.run(plan, partial(self._passes.learn, version=self._version))
         del states
         self._policy.clear_gradients()
         self._memory.check()
@@ -205,46 +241,6 @@ class Trainer:
             "memory/oom_retries": float(self._budget.retries - retries_before),
             "memory/token_budget": float(self._budget.tokens),
         }
-
-    def _assemble(self, rows: Rows) -> Callable[[int], list[MicroBatch]]:
-        """Token budget -> micro-batches, with the learner's opinions of the rows: advantages, coefficients, and which
-        completions are trained at all."""
-        loss = self._config.loss
-        rewards = np.concatenate(rows.rewards) if rows.rewards else np.empty(0)
-        judged = np.isfinite(rewards)
-        advantages = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards)) if rows.rewards else np.empty(0)
-        coefficients = np.zeros(len(rewards))
-        coefficients[judged] = LOSSES[loss.kind](rows.lengths[judged], self._max_completion_length)
-        trained = judged & ((advantages != 0) | (loss.beta > 0))
-        packed = self._policy.packed
-        return lambda budget: micro_batches(rows, advantages, coefficients, trained, budget, packed=packed)
-
-    def _accumulate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Gradients of all micro-batches into the masters."""
-        self._policy.clear_gradients()
-        references = self._references(batches) if self._config.loss.beta > 0 else [None] * len(batches)
-        parts = []
-        for batch, reference in zip(batches, references, strict=True):
-            on_device = batch.to(self._device)
-            logprobs, entropy = policy_logprobs(
-                self._policy.predicting(on_device), self._policy.head, on_device.targets, self._temperature
-            )
-            slopes, part = token_loss(
-                logprobs, entropy, on_device, self._config.loss, reference=reference, version=self._version
-            )
-            torch.autograd.backward(logprobs, self._updater.scale(slopes))
-            self._policy.collect_gradients()
-            parts.append(part)
-        return metrics_of(parts)
-
-    @torch.no_grad()
-    def _references(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        policy = self._policy
-        with policy.acting_as("reference"):
-            return [
-                token_logprobs(policy.predicting(batch), policy.head, batch.targets, self._temperature)
-                for batch in (batch.to(self._device) for batch in batches)
-            ]
 
     def _guard(self, *, skipped: bool, loss: float, norm: float) -> None:
         # A float16 overflow halves the loss scale and is no fault of the run until the scale is down to 1.

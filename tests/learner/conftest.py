@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from tests.tiny import make_adapter, make_tiny_model
@@ -23,3 +24,10 @@ def adapter_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> st
     (folder / "adapter_model.safetensors").write_bytes(payload)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def groups(tiny_path: str, adapter_path: str) -> list[pa.Table]:
+    from tests.learner import naive, trainers  # here: torch is slow to import
+
+    return trainers.groups_near(naive.load(tiny_path, adapter_path))

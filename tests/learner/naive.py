@@ -30,15 +30,20 @@ def logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int], tempe
 def loss(
     lp: Tensor, behavior: Tensor, advantage: float | Tensor, reference: Tensor | None, config: LossConfig
 ) -> Tensor:
-    """[T] loss of each token, before the denominators."""
+    """[T] loss of each token of one completion, before the denominators; as the papers write it, for autograd."""
     ratio = (lp - behavior).exp()
-    if config.ratio == "clip":
-        low, high = config.epsilon
-        value = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    held = ratio.detach()
+    inside = (held >= 0.5) & (held <= 5)
+    weights = {"truncated": held.clamp(max=2), "cispo": held.clamp(max=5), "icepop": held * inside}
+    weights["masked"] = held.clamp(max=2) * inside
+    if config.ratio in weights:
+        value = -weights[config.ratio] * advantage * lp
     else:
-        held = ratio.detach()
-        value = -(held.clamp(max=2) * ((held >= 0.5) & (held <= 5))) * advantage * lp
+        low, high = config.epsilon or {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4)}[config.ratio]
+        if config.ratio == "gspo":
+            ratio = (lp - behavior).mean().exp().expand(len(lp))
+        value = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     if reference is not None:
         d = reference - lp
-        value = value + config.beta * ratio * (d.exp() - d - 1)
+        value = value + config.beta * (lp - behavior).exp() * (d.exp() - d - 1)
     return value

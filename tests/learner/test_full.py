@@ -15,7 +15,7 @@ from learner.config import LearnerConfig, LossConfig, OptimizerConfig, RunConfig
 from learner.rounding import RoundedUpdater, rounded, updater_for
 from rollout.engine import Weights
 from tests.learner import naive
-from tests.learner.test_trainer import (
+from tests.learner.trainers import (
     advantages_by_hand,
     distance,
     gradient,

@@ -15,7 +15,7 @@ from learner.config import LossConfig
 from learner.headroom import MemoryLimit, OutOfMemory
 from learner.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
-from tests.learner.test_trainer import distance, gradient, make_trainer, masters
+from tests.learner.trainers import distance, gradient, make_trainer, masters
 
 GROUPS = make_groups([[0, 1, 1, 0.5], [0, 0.5, 0, 2]], uniform)
 LONGEST = 24  # tokens: prompt of up to 9, completion of up to 16, the last of which predicts nothing

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.learner.rollouts import make_group, uniform
-from tests.learner.test_trainer import make_trainer
+from tests.learner.trainers import make_trainer
 from tests.peak import peak_bytes
 
 VOCAB, PROMPT, COMPLETION, BUDGET = 128_000, 24, 33, 24 + 4 * 32

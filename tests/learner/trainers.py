@@ -1,0 +1,102 @@
+"""Small trainers, and the gradient that the textbook learner gives for the same groups."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from learner.config import LearnerConfig, LoraConfig, LossConfig, ModelConfig, OptimizerConfig
+from learner.trainer import Trainer
+from rollout.schema import ragged
+from tests.learner import naive
+from tests.learner.rollouts import make_groups
+
+TEMPERATURE, MAX_LENGTH = 0.8, 16
+REWARDS: list[list[float | None]] = [[0, 1, 1, 0.5], [1, 1, 1, 1], [0, None, 0, 2]]
+
+
+def make_trainer(path: str, *, adapter: str | None = None, dtype: Any = "float32", **learner: Any) -> Trainer:
+    settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
+    return Trainer(
+        ModelConfig(path=path, adapter=adapter, dtype=dtype),
+        LearnerConfig(**settings),
+        temperature=TEMPERATURE,
+        max_completion_length=MAX_LENGTH,
+        total_steps=10,
+        seed=0,
+        device="cpu",
+    )
+
+
+def masters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainer._policy.masters.items()}
+
+
+async def gradient(trainer: Trainer, groups: list[pa.Table]) -> dict[str, Tensor]:
+    """Of the masters, as the optimizer saw it (the gradient norm is not clipped)."""
+    await trainer.step(groups)
+    return {name: weight.grad.clone() for name, weight in trainer._policy.masters.items() if weight.grad is not None}
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    flat = [torch.cat([one[name].flatten() for name in sorted(one)]) for one in (a, b)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def groups_near(model: Any) -> list[pa.Table]:
+    """The sampler's logprobs lie around the model's, so that some tokens are clipped and no ratio reaches 2."""
+    rng = np.random.default_rng(5)
+
+    def behavior(prompt: list[int], completion: list[int]) -> list[float]:
+        with torch.no_grad():
+            own = naive.logprobs(model, prompt, completion, TEMPERATURE).numpy()
+        return [float(x) for x in own + rng.uniform(-0.6, 0.6, len(own))]
+
+    return make_groups(REWARDS, behavior)
+
+
+def naive_gradient(
+    model: Any, reference: Any, groups: list[pa.Table], config: LossConfig, advantages: list[list[float]]
+) -> dict[str, Tensor]:
+    """Denominators: every judged completion counts, those of the group without signal too."""
+    rows = [
+        (row, advantage)
+        for group, own in zip(groups, advantages, strict=True)
+        for row, advantage in zip(
+            zip(*(ragged(group, n) for n in ("prompt_ids", "completion_ids", "behavior_logprobs")), strict=True),
+            own,
+            strict=True,
+        )
+        if not math.isnan(advantage)
+    ]
+    total = sum(len(row[1]) for row, _ in rows)
+    divisors = {"dapo": lambda n: total, "dr_grpo": lambda n: len(rows) * MAX_LENGTH, "grpo": lambda n: len(rows) * n}
+    for (prompt, completion, behavior), advantage in rows:
+        lp = naive.logprobs(model, prompt.tolist(), completion.tolist(), TEMPERATURE)
+        ref = None
+        if config.beta > 0:
+            with torch.no_grad():
+                ref = naive.logprobs(reference, prompt.tolist(), completion.tolist(), TEMPERATURE)
+        tokens = naive.loss(lp, torch.tensor(behavior), advantage, ref, config)
+        (tokens.sum() / divisors[config.kind](len(completion))).backward()
+    return {
+        name.replace(".default.", "."): weight.grad for name, weight in model.named_parameters() if weight.requires_grad
+    }
+
+
+def advantages_by_hand(kind: str) -> list[list[float]]:
+    nan = float("nan")
+    centred = [[-0.625, 0.375, 0.375, -0.125], [0.0] * 4, [-2 / 3, nan, -2 / 3, 4 / 3]]
+    squares = [sum(a * a for a in group if a == a) for group in centred]
+    divisor = {
+        "none": [1.0] * 3,
+        "group": [(squares[0] / 3) ** 0.5 + 1e-4, 1.0, (squares[2] / 2) ** 0.5 + 1e-4],
+        "batch": [(sum(squares) / 10) ** 0.5 + 1e-4] * 3,
+    }[kind]
+    return [[a / d for a in group] for group, d in zip(centred, divisor, strict=True)]
