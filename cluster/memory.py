@@ -117,9 +117,9 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     layers keep) and `live` (the most that one place takes beside them, the tile of the head or the layer at work).
 
     The peak lies in the last layers, where the backward pass begins; with checkpointing=k possibly in layer k, too.
-    `update`: what the optimizer takes for its temporaries beyond that, when the activations are gone: 4 n by torch's
-    foreach AdamW; 12 bytes per weight of the largest matrix where that is updated in float32. Full fine-tuning also has
-    the gradients of this micro-batch by then, b n.
+    `update`: what comes beyond that when the activations are gone. With float32 masters of a 16-bit model, all of this
+    micro-batch's gradients, b n, at the end of the backward pass; fused AdamW takes nothing. Without masters, 12 bytes
+    per weight of the largest matrix, which is updated in float32.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
@@ -146,10 +146,11 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
 
 
 def _update_bytes(shape: Shape, learning: Learning) -> int:
-    n = trained_params(shape, learning)
+    if learning.mode == "lora":
+        return 0
     if learning.optimizer == "adamw":
-        return 4 * n
-    return 0 if learning.mode == "lora" else 12 * shape.vocab * shape.hidden
+        return 0 if learning.dtype == "float32" else DTYPE_BYTES[learning.dtype] * shape.params
+    return 12 * shape.vocab * shape.hidden
 
 
 def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:

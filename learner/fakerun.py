@@ -24,6 +24,7 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import adam
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -95,19 +96,17 @@ def footprint(
                 device="meta",
             )
         built = ledger.now
-        _warm(trainer, cuda)
+        _warm(trainer)
         gc.collect()
         ledger.peak = ledger.now
         trainer._step([_table(*lengths) for lengths in groups])
         return _read(trainer, ledger, built)
 
 
-def _warm(trainer: Trainer, cuda: bool) -> None:
+def _warm(trainer: Trainer) -> None:
     """Gives the optimizer its states, which it makes in its first step: those are part of every later peak."""
     for master in trainer._policy.masters.values():
         master.grad = torch.zeros_like(master)
-    for group in (group for optimizer in trainer._updater.optimizers for group in optimizer.param_groups):
-        group["foreach"] = cuda  # AdamW's own choice on each device
     trainer._updater.step(0.0, loss_is_finite=True)
     trainer._policy.clear_gradients()
 
@@ -203,6 +202,7 @@ def _as_on(cuda: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(packing, "enable", enable))
+        stack.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused"))  # meta is none of its devices
         if cuda:
             stack.enter_context(_Cuda())
         else:

@@ -44,7 +44,13 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
         "policy/staleness_max": float(staleness.max()),
     }
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    return metrics | judge_means(rows)
+    return metrics | judge_means(rows) | staleness_shares(rows, version)
+
+
+def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
+    """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`."""
+    counts = np.bincount(version - pc.list_flatten(rows.column("token_versions")).to_numpy())
+    return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
 
 
 def judge_means(rows: pa.Table) -> dict[str, float]:

@@ -92,7 +92,8 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
     """
     settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
     if config.kind == "adamw":
-        return torch.optim.AdamW(weights, **settings)
+        # Fused: the same numbers to float32's rounding, without foreach's temporaries of 4 bytes per weight.
+        return torch.optim.AdamW(weights, fused=True, **settings)
     if config.kind == "paged_adamw_8bit" and device.type != "cuda":
         raise ValueError(
             f"learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory, got device {device}; set adamw_8bit"

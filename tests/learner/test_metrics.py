@@ -43,6 +43,10 @@ def test_batch_metrics() -> None:
         "rollout/tokens": 10.0,
         "policy/staleness_mean": 1.5,  # 1, 2, 3, 0
         "policy/staleness_max": 3.0,
+        "policy/staleness_0": 0.2,  # of the tokens: 2, 1, 4 and 3 of 10
+        "policy/staleness_1": 0.1,
+        "policy/staleness_2": 0.4,
+        "policy/staleness_3": 0.3,
     }
     assert found == pytest.approx(expected)
 
@@ -51,3 +55,14 @@ def test_a_judge_that_fails_for_most_stops_the_run_and_for_half_does_not() -> No
     assert batch_metrics([make_group(rewards=[None, 1.0])], 0)["reward/failed"] == 0.5
     with pytest.raises(JudgesFailing, match=r"3 of 4 completions .*'error': 3"):
         batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0)
+
+
+def test_a_completion_that_went_on_under_a_newer_policy_counts_token_by_token() -> None:
+    versions = [[3, 3, 5, 5], [5]]
+    completions = [completion(len(own), "stop", own[0]) for own in versions]
+    found = batch_metrics([make_group(completions=completions, token_versions=versions)], version=5)
+    assert {k: v for k, v in found.items() if k[-1].isdigit()} == {
+        "policy/staleness_0": 0.6,
+        "policy/staleness_1": 0.0,
+        "policy/staleness_2": 0.4,
+    }

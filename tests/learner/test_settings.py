@@ -42,7 +42,12 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_file_with_overrides_on_top(tmp_path: Path) -> None:
     path = write(tmp_path, FILE)
-    overrides = ["--learner.learning_rate=1e-4", "rewards.1.weight=3", "learner.loss.epsilon=[0.1,1]"]
+    overrides = [
+        "--learner.learning_rate=1e-4",
+        "rewards.1.weight=3",
+        "learner.loss.epsilon=[0.1,1]",
+        "learner.loss.ratio=clip",
+    ]
     config = load(str(path), [*overrides, "data.prompt=Q: {question}"])
     assert config.learner.learning_rate == 1e-4  # YAML 1.1 reads 1e-4 as text
     assert config.learner.loss.epsilon == (0.1, 1.0)
