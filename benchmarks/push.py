@@ -1,0 +1,90 @@
+"""A push by part: what bringing a new policy to the generator costs, and its share of a step, sync and async.
+
+    PYTHONPATH=. .venv/bin/python -m benchmarks.push [--steps 30] [key=value ...]
+
+Runs `python -m learner.main` on the demo (or another --config) once with max_staleness 0 and once with 1, and reads the
+run's own metrics.jsonl. What goes on between the end of a step's update and the generator's proof:
+
+    export        the learner builds the adapter          learner probe  the learner scores the probe tokens
+    load          transport, load into vLLM, digest       probe          the generator scores the probe tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
+
+PARTS = {
+    "export": "time/push_export",
+    "learner probe": "time/push_learner_probe",
+    "load": "time/push_load",
+    "probe": "time/push_probe",
+    "load and probe, as one": "time/push",
+}
+WARM = 3  # steps, in which caches fill and kernels are built
+MODES = {"sync": 0, "async": 1}
+
+
+def run(config: str, staleness: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the steps after the first ones, seconds; and the adapter's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            f"output_dir={folder}", "name=push", f"steps={options.steps}", f"max_staleness={staleness}",
+            "data.eval.every=0", f"checkpoint.every={options.steps}", "trackers=[]", *options.overrides,
+        ]  # fmt: skip
+        subprocess.run([sys.executable, "-m", "learner.main", "--config", config, *overrides], check=True)
+        home = Path(folder) / "push"
+        lines = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+        size = (home / "adapter" / "adapter_model.safetensors").stat().st_size
+    steps = [line for line in lines if line["step"] > WARM]
+    keys = ["time/step", "time/train", "time/generate", *(key for key in PARTS.values() if key in steps[0])]
+    return {"adapter_bytes": size, "steps": len(steps)} | {key: median(step[key] for step in steps) for key in keys}
+
+
+def report(found: dict[str, dict[str, Any]], told: dict[str, Any], config: str) -> str:
+    rows = []
+    for name, key in PARTS.items():
+        cells = [name]
+        for run in found.values():
+            cells += [f"{1e3 * run[key]:.1f}", f"{run[key] / run['time/step']:.2%}"] if key in run else ["-", "-"]
+        rows.append(cells)
+    for name in ("time/generate", "time/train", "time/step"):
+        rows.append([name.removeprefix("time/")])
+        for run in found.values():
+            rows[-1] += [f"{1e3 * run[name]:.1f}", f"{run[name] / run['time/step']:.2%}"]
+    header = ["part"]
+    for mode in found:
+        header += [f"{mode}, ms", "of a step"]
+    any_run = next(iter(found.values()))
+    return (
+        f"# A push by part: {config}, adapter of {any_run['adapter_bytes'] / 1e6:.2f} MB\n\n"
+        f"{as_table(header, rows)}\n\n"
+        f"Medians of {any_run['steps']} steps after the first {WARM}. sync: max_staleness 0, the parts are one after "
+        "another and all on the critical path. async: max_staleness 1, they run while groups are generated.\n\n"
+        f"Conditions: {under(told, 'Wall time')}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/local_cpu.yaml")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    options = parser.parse_args()
+    if options.steps <= WARM:
+        parser.error(f"--steps must be above {WARM}, which are not counted; got {options.steps}")
+    told = conditions(ENGINE_PACKAGES)
+    found = {mode: run(options.config, staleness, options) for mode, staleness in MODES.items()}
+    save("push", {"conditions": told, "runs": found}, report(found, told, options.config))
+
+
+if __name__ == "__main__":
+    main()
