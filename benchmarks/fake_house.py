@@ -22,7 +22,8 @@ from cluster.buffer import Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
-from learner.loop import Loop, Sinks
+from learner.journal import Sinks
+from learner.loop import Loop
 from learner.progress import Progress
 from rollout.cursor import Cursor
 from rollout.engine import Adapter, Sampling
@@ -123,12 +124,10 @@ class IdleTrainer:
         self.on_step(self.version)
         return {}
 
-    async def adapter(self) -> Adapter:
-        return Adapter.build(self.version, b"weights", {})
-
-    async def probe(self, token_ids: list[int]) -> Any:
+    async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
+        adapter = Adapter.build(self.version, b"weights", {})
         with self.away.clock:
-            return await self.away.answer(await self.adapter(), token_ids)
+            return adapter, await self.away.answer(adapter, token_ids), {}
 
     async def save(self, folder: Path) -> None:
         folder.mkdir()

@@ -45,21 +45,17 @@ def run(config: str, staleness: int, options: argparse.Namespace) -> dict[str, A
         lines = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
         size = (home / "adapter" / "adapter_model.safetensors").stat().st_size
     steps = [line for line in lines if line["step"] > WARM]
-    keys = ["time/step", "time/train", "time/generate", *(key for key in PARTS.values() if key in steps[0])]
+    keys = ["time/step", "time/train", "time/generate", *PARTS.values()]
     return {"adapter_bytes": size, "steps": len(steps)} | {key: median(step[key] for step in steps) for key in keys}
 
 
 def report(found: dict[str, dict[str, Any]], told: dict[str, Any], config: str) -> str:
     rows = []
-    for name, key in PARTS.items():
-        cells = [name]
+    lines = PARTS | {"generate": "time/generate", "train": "time/train", "step": "time/step"}
+    for name, key in lines.items():
+        rows.append([name])
         for run in found.values():
-            cells += [f"{1e3 * run[key]:.1f}", f"{run[key] / run['time/step']:.2%}"] if key in run else ["-", "-"]
-        rows.append(cells)
-    for name in ("time/generate", "time/train", "time/step"):
-        rows.append([name.removeprefix("time/")])
-        for run in found.values():
-            rows[-1] += [f"{1e3 * run[name]:.1f}", f"{run[name] / run['time/step']:.2%}"]
+            rows[-1] += [f"{1e3 * run[key]:.1f}", f"{run[key] / run['time/step']:.2%}"]
     header = ["part"]
     for mode in found:
         header += [f"{mode}, ms", "of a step"]

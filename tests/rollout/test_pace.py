@@ -68,11 +68,11 @@ class Team:
 
     async def learn(self) -> Counter[int]:
         """One step; groups by worker."""
-        groups = await self.buffer.take(PER_STEP, 0)
+        batch = await self.buffer.take(PER_STEP, 0)
         self.step += 1
         await self.buffer.release(PER_STEP)
         await idle()
-        return Counter(group.column("worker")[0].as_py() for group in groups)
+        return Counter(group.column("worker")[0].as_py() for group in batch.groups)
 
     async def dismiss(self) -> None:
         for task in self._tasks:
