@@ -180,6 +180,12 @@ class RunConfig(Frozen):
                 "learner.offload_boundaries: needs learner.checkpointing=full on a GPU, else there is nothing to move; "
                 f"got checkpointing={learner.checkpointing}, cluster.gpus.learner={gpus.learner:g}"
             )
+        if self.rollout.in_flight == "continue" and (learner.mode == "full" or self.max_staleness == 0):
+            raise ValueError(
+                "rollout.in_flight: continue needs completions that run when an adapter arrives; whole weights arrive "
+                "between requests, and so does everything at max_staleness 0; set learner.mode=lora and "
+                f"max_staleness=1, or in_flight=finish (got mode={learner.mode}, max_staleness={self.max_staleness})"
+            )
         if learner.mode == "full":
             self._full()
         if self.model.reference is not None and learner.loss.beta == 0:

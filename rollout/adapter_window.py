@@ -17,17 +17,24 @@ _CONFIG = "adapter_config.json"
 
 @dataclass(slots=True)
 class Resident:
-    """One version on disk. users counts the requests that still decode under it."""
+    """One version on disk.
+
+    lora_id: vLLM's integer id, at least 1; users: the requests that began with it and still decode.
+    """
 
     version: int
     digest: str
     folder: Path
     keys: frozenset[str]
+    lora_id: int
     users: int = 0
 
 
 class AdapterWindow:
     """Keeps at most `capacity` versions and never drops the newest or one that is in use.
+
+    A version has a lora_id of its own, never used twice. With capacity 1 all have the same: a newer adapter then takes
+    the place of the one in use, under the requests that run.
 
     stage() may run in any thread; everything else belongs to the engine's thread.
     """
@@ -44,9 +51,9 @@ class AdapterWindow:
         return next(reversed(self._residents.values()), None)
 
     @property
-    def versions(self) -> list[int]:
+    def residents(self) -> list[Resident]:
         """Oldest first."""
-        return list(self._residents)
+        return list(self._residents.values())
 
     def stage(self, adapter: Adapter | Weights) -> Resident:
         """Writes the adapter as PEFT would, in a folder of its own. The digest is that of the bytes read back.
@@ -59,12 +66,13 @@ class AdapterWindow:
         keys = _keys_of(adapter)
         # A fresh folder each time: vLLM keeps a loaded file mapped, and rewriting it in place kills the process.
         folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
+        lora_id = 1 if self._capacity == 1 else adapter.version + 1
         if isinstance(adapter, Weights):
-            return Resident(adapter.version, adapter.digest, folder, keys)
+            return Resident(adapter.version, adapter.digest, folder, keys, lora_id)
         weights = folder / _WEIGHTS
         weights.write_bytes(adapter.payload)
         (folder / _CONFIG).write_text(json.dumps(adapter.config))
-        return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys)
+        return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys, lora_id)
 
     def check(self, staged: Resident) -> None:
         """Raises AdapterRefused for a version that is not newer, or for modules other than the first adapter's."""

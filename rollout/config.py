@@ -61,7 +61,8 @@ class DataConfig(Frozen):
 
 class RolloutConfig(Frozen):
     """Generation. Token counts are per completion or prompt; `kv_cache` is bytes per generator, auto: by the memory
-    plan, 256MiB without one."""
+    plan, 256MiB without one. `in_flight`: completions that run when a newer adapter arrives finish on the one they
+    began with, or continue under the newer one from the next token on."""
 
     workers: Annotated[int, Field(ge=1)] = 1
     num_generations: Annotated[int, Field(ge=2)] = 8
@@ -71,6 +72,7 @@ class RolloutConfig(Frozen):
     top_p: float = 1.0
     kv_cache: BytesOrAuto = 256 * 2**20
     max_num_seqs: Annotated[int, Field(ge=1)] = 128
+    in_flight: Literal["finish", "continue"] = "finish"
     reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
     dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
     oversample: Annotated[int, Field(ge=0)] = 0  # groups begun beyond a batch's; the last to finish are stopped

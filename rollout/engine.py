@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 MIN_TEMPERATURE = 0.01
 DTYPES = ("float32", "bfloat16", "float16")
 BASES = ("none", "nf4")
+IN_FLIGHT = ("finish", "continue")
 
 
 class EngineError(RuntimeError):
@@ -34,6 +35,10 @@ class EngineClosed(EngineError):
 
 class EngineEnvError(EngineError):
     """The process environment is not the one that rollout.engine_env.required_env asks for."""
+
+
+class EngineAsleep(EngineError):
+    """generate, probe or a new policy between sleep() and wake()."""
 
 
 class NoAdapter(EngineError):
@@ -57,13 +62,14 @@ class Completion:
         logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
             greedy sampling (temperature 0) records the logprobs at temperature 1.
         finish_reason: "stop" (an end token), "length" (max_tokens reached) or "abort".
-        policy_version: version of the adapter that sampled every token of it.
+        versions: [T] int32, policy version that sampled each token; never falls. All equal unless the engine was
+            started with in_flight "continue".
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     finish_reason: str
-    policy_version: int
+    versions: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +186,14 @@ class EngineSettings:
         max_num_seqs: sequences decoded at once.
         max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
             adapters, the whole model is replaced by load_weights.
-        adapter_window: adapter versions resident at once, at least 2: load_adapter waits while all others are in
-            use. max_staleness + 2 is enough.
+        adapter_window: adapter versions resident at once. With in_flight "finish" at least 2: load_adapter waits while
+            all others are in use, and max_staleness + 2 is enough. With "continue" 1.
         seed: must contain the worker's rank: two engines with one seed sample the same tokens.
         base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; CUDA only.
+        in_flight: what becomes of running completions when a newer adapter is loaded. "finish": they finish on the
+            version they began with. "continue": from the next step on the newer one samples them, with the keys and
+            values that are there (PipelineRL, Piché et al. 2025).
+        sleeps: sleep() will be called; CUDA only.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
 
@@ -200,6 +210,8 @@ class EngineSettings:
     adapter_window: int
     seed: int
     base: str = "none"
+    in_flight: str = "finish"
+    sleeps: bool = False
     gpu_memory_utilization: float = 0.05
 
     def __post_init__(self) -> None:
@@ -207,10 +219,17 @@ class EngineSettings:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.base not in BASES:
             raise ValueError(f"base must be one of {', '.join(BASES)}, got {self.base!r}")
-        if self.adapter_window < 2:
-            raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
+        if self.in_flight not in IN_FLIGHT:
+            raise ValueError(f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}")
         if self.max_lora_rank < 0:
             raise ValueError(f"max_lora_rank must be at least 0, got {self.max_lora_rank}")
+        if self.in_flight == "continue" and (self.adapter_window != 1 or self.max_lora_rank == 0):
+            raise ValueError(
+                "in_flight=continue replaces the one adapter in place: adapter_window must be 1 and max_lora_rank "
+                f"above 0, got {self.adapter_window} and {self.max_lora_rank}"
+            )
+        if self.in_flight == "finish" and self.adapter_window < 2:
+            raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -220,17 +239,18 @@ class Engine(Protocol):
     """A generator. Safe to call from many tasks of one event loop at once."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """sampling.n completions of prompt_ids [P], all under the newest adapter at the time of the call.
+        """sampling.n completions of prompt_ids [P], under the newest adapter at the time of the call; with in_flight
+        "continue", under newer ones from the moment that they are loaded.
 
-        Raises ValueError for a prompt that cannot be served, NoAdapter, EngineDied, EngineClosed.
+        Raises ValueError for a prompt that cannot be served, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
         """
         ...
 
     async def load_adapter(self, adapter: Adapter) -> str:
         """Makes the adapter the newest; returns the sha256 hex of the bytes that were loaded.
 
-        Calls that began before finish on the version they began with. Loading the newest version again is a no-op.
-        Raises AdapterCorrupt, AdapterRefused, EngineDied, EngineClosed.
+        Calls that began before go on as EngineSettings.in_flight says. Loading the newest version again is a no-op.
+        Raises AdapterCorrupt, AdapterRefused, EngineAsleep, EngineDied, EngineClosed.
         """
         ...
 
@@ -239,15 +259,27 @@ class Engine(Protocol):
 
         Waits until the calls that began before are done, and lets later ones wait, since one engine holds one version.
         Loading the newest version again is a no-op. Raises AdapterCorrupt, AdapterRefused (also if the engine was
-        started for adapters), EngineDied, EngineClosed.
+        started for adapters), EngineAsleep, EngineDied, EngineClosed.
         """
         ...
 
     async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """[len - 1] float32, nats: logprob of token i+1 given tokens <= i, newest adapter, temperature 1.
 
-        Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineDied, EngineClosed.
+        Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Frees the device memory (weights wait in host memory, the KV cache is forgotten) until wake(). Idempotent.
+
+        Raises EngineError while calls are running or if the engine was not started with sleeps, EngineDied,
+        EngineClosed.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Ends sleep(): the newest policy is in force again. Idempotent. Raises EngineDied, EngineClosed."""
         ...
 
     async def close(self) -> None:

@@ -9,7 +9,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine import Adapter, Completion, EngineClosed, NoAdapter, Sampling, Weights, digest_of
+from rollout.engine import (
+    Adapter,
+    Completion,
+    EngineAsleep,
+    EngineClosed,
+    EngineError,
+    NoAdapter,
+    Sampling,
+    Weights,
+    digest_of,
+)
 
 
 def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:
@@ -39,13 +49,19 @@ class FakeEngine:
         self._delay_s = delay_s
         self._version: int | None = None
         self._policy = -1  # -1: the base model, before any adapter took effect
+        self._calls = 0  # of generate that are running
+        self._asleep = False
         self._closed = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         version, policy = self._newest(), self._policy
         if not prompt_ids:
             raise ValueError("the prompt must hold at least 1 token, got 0")
-        await asyncio.sleep(self._delay_s)
+        self._calls += 1
+        try:
+            await asyncio.sleep(self._delay_s)
+        finally:
+            self._calls -= 1
         self._newest()
         return [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
 
@@ -56,8 +72,7 @@ class FakeEngine:
         return self._load(weights)
 
     def _load(self, update: Adapter | Weights) -> str:
-        if self._closed:
-            raise EngineClosed("a new policy after close()")
+        self._require_awake()
         update.verify()
         self._version = update.version
         if update.version != self._drop_adapter_at:
@@ -70,12 +85,30 @@ class FakeEngine:
             raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
         return np.array([self._logprobs(a, self._policy, 1.0, 1.0)[b] for a, b in pairwise(token_ids)], np.float32)
 
+    async def sleep(self) -> None:
+        self._require_open()
+        if self._calls:
+            raise EngineError(f"sleep: nothing may be running, got {self._calls} calls; await them first")
+        self._asleep = True
+
+    async def wake(self) -> None:
+        self._require_open()
+        self._asleep = False
+
     async def close(self) -> None:
         self._closed = True
 
-    def _newest(self) -> int:
+    def _require_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine was closed")
+
+    def _require_awake(self) -> None:
+        self._require_open()
+        if self._asleep:
+            raise EngineAsleep("the engine is asleep; await wake() first")
+
+    def _newest(self) -> int:
+        self._require_awake()
         if self._version is None:
             raise NoAdapter("no adapter is loaded; await load_adapter first")
         return self._version
@@ -90,7 +123,8 @@ class FakeEngine:
             tokens.append(int(row.argmax() if greedy else rng.choice(self.vocab_size, p=np.exp(row))))
             logprobs.append(float(row[tokens[-1]]))
         finish = "stop" if tokens[-1] == self._eos_id else "length"
-        return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), finish, version)
+        versions = np.full(len(tokens), version, np.int32)
+        return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), finish, versions)
 
     def _logprobs(self, token: int, policy: int, temperature: float, top_p: float) -> NDArray[np.float64]:
         """[vocab_size] float64 nats; temperature 0 gives those at temperature 1, as the real engine does."""

@@ -9,12 +9,12 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.adapter_window import Resident
 from rollout.engine import Completion, EngineError, EngineSettings, Sampling
 from rollout.vllm_start import shorten_start
 
@@ -24,7 +24,10 @@ _FINISH_REASONS = ("stop", "length", "abort")
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs. Raises ValueError for a LoRA rank above vLLM's highest, and for nf4 on a CPU."""
+    """Keywords of vllm.EngineArgs.
+
+    Raises ValueError for a LoRA rank above vLLM's highest, and for nf4 or sleeps on a CPU.
+    """
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
     arguments: dict[str, Any] = {
@@ -52,6 +55,16 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
             "max_cpu_loras": settings.adapter_window,
             "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
         }
+    if settings.in_flight == "continue":
+        # Else vLLM on CUDA computes one step ahead, and that step's tokens, sampled before an adapter was replaced,
+        # come out after it with the new version's label.
+        arguments["async_scheduling"] = False
+    if settings.sleeps:
+        if not cuda:
+            raise ValueError(
+                "sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)"
+            )
+        arguments["enable_sleep_mode"] = True
     if settings.base == "nf4":
         if not cuda:
             raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
@@ -66,6 +79,18 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs, settings.max_model_len),
     }
+
+
+def check_can_continue() -> None:
+    """Raises ValueError if this vLLM cannot tell the tokens before a change of the policy from those after it."""
+    import vllm
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if not hasattr(LLMEngine, "set_weight_version"):
+        raise ValueError(
+            "in_flight=continue needs a vLLM that labels tokens with weight versions (0.32 does), got "
+            f"{vllm.__version__}; install a newer one, or set rollout.in_flight=finish"
+        )
 
 
 def build_engine(arguments: dict[str, Any]) -> Any:
@@ -127,6 +152,7 @@ def completion_params(sampling: Sampling) -> Any:
         top_p=sampling.top_p,
         seed=sampling.seed,
         logprobs=0,  # of the sampled token and no other
+        flat_logprobs=True,  # one list of floats, not a dictionary and an object for each token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -138,40 +164,70 @@ def probe_params() -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def lora_id(version: int) -> int:
-    """vLLM's integer id of a policy version: from 1, never used twice."""
-    return version + 1
+def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
+    """A name for each version, because the prefix cache is keyed by it, not by id or content.
 
-
-def lora_request(version: int, folder: Path) -> Any:
-    """vllm LoRARequest. The name carries the version because the prefix cache is keyed by it, not by id or content."""
+    load_inplace: read the files again though the id is loaded; in a request it would do so at every step.
+    """
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(lora_name=f"policy-v{version}", lora_int_id=lora_id(version), lora_path=str(folder))
+    return LoRARequest(
+        lora_name=f"policy-v{adapter.version}",
+        lora_int_id=adapter.lora_id,
+        lora_path=str(adapter.folder),
+        load_inplace=load_inplace,
+    )
 
 
 def read_completions(output: Any, version: int) -> list[Completion]:
-    """The G completions of a finished RequestOutput, in order. Raises EngineError if vLLM failed one of them."""
-    return [_read_completion(part, version) for part in sorted(output.outputs, key=lambda part: part.index)]
+    """The G completions of a finished RequestOutput, in order, all of one version.
+
+    Raises EngineError if vLLM failed one of them.
+    """
+    parts = sorted(output.outputs, key=lambda part: part.index)
+    return [_completion(part, np.full(len(part.token_ids), version, np.int32)) for part in parts]
 
 
-def _read_completion(part: Any, version: int) -> Completion:
+def read_continued(output: Any, _began_with: int) -> list[Completion]:
+    """The same where the version may change on the way: vLLM's spans say from which token on."""
+    parts = sorted(output.outputs, key=lambda part: part.index)
+    return [_completion(part, _versions(part.weight_versions)) for part in parts]
+
+
+def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
+    """[T] the label of each token; spans hold [start, end) token indices."""
+    labels = np.array([int(span.version) for span in spans], np.int32)
+    return labels.repeat([span.end - span.start for span in spans])
+
+
+def _completion(part: Any, versions: NDArray[np.int32]) -> Completion:
+    count = len(part.token_ids)
     if part.finish_reason not in _FINISH_REASONS:
         raise EngineError(
             f"vLLM must finish a completion with one of {', '.join(_FINISH_REASONS)}, got {part.finish_reason!r} "
-            f"after {len(part.token_ids)} tokens; ask again"
+            f"after {count} tokens; ask again"
         )
-    tokens = np.fromiter(part.token_ids, np.int32, len(part.token_ids))
-    pairs = zip(part.logprobs or (), part.token_ids, strict=True)
-    logprobs = np.fromiter((row[token].logprob for row, token in pairs), np.float32, len(tokens))
-    return Completion(tokens, logprobs, part.finish_reason, version)
+    tokens = np.array(part.token_ids, np.int32)
+    return Completion(tokens, _flat(part.logprobs, count), part.finish_reason, versions)
 
 
 def read_probe(output: Any, _version: int) -> NDArray[np.float32]:
-    """[len - 1] float32 nats. vLLM's first entry is None: nothing precedes the first token."""
-    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-    return np.fromiter((row[token].logprob for row, token in pairs), np.float32, len(output.prompt_token_ids) - 1)
+    """[len - 1] float32 nats: nothing precedes the first token, so vLLM has no entry for it."""
+    return _flat(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
+
+
+def _flat(logprobs: Any, count: int) -> NDArray[np.float32]:
+    """[count] the values of vLLM's FlatLogprobs, which must be one for each token."""
+    values = np.array(logprobs.logprobs, np.float32)
+    if len(values) != count:
+        raise EngineError(f"vLLM must give one logprob for each of {count} tokens, got {len(values)}; ask again")
+    return values

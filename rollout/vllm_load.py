@@ -1,4 +1,4 @@
-"""A new policy into a running LLMEngine: one adapter more, or all weights replaced in place.
+"""A new policy into a running LLMEngine: one adapter more, the adapter replaced in place, or all weights.
 
 Only the engine's own thread calls these, between two steps.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.adapter_window import AdapterWindow, Resident
 from rollout.engine import AdapterRefused, EngineError
-from rollout.vllm_calls import lora_id, lora_request
+from rollout.vllm_calls import lora_request
 
 
 def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
@@ -20,14 +20,35 @@ def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
     window.check(staged)
     if not _make_room(engine, window):
         return False
-    try:
-        engine.add_lora(lora_request(staged.version, staged.folder))
-    except ValueError as error:
-        raise AdapterRefused(f"vLLM refused adapter v{staged.version}: {error}") from error
-    if lora_id(staged.version) not in engine.list_loras():
-        raise EngineError(f"vLLM took adapter v{staged.version} but does not list it; restart the worker")
+    _put(engine, staged, in_place=False)
     window.add(staged)
     return True
+
+
+def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
+    """Puts the staged adapter in the place of the one there is; running requests go on under it. Always True.
+
+    Their keys and values stay (PipelineRL, Piché et al. 2025): nothing is computed twice, and each recorded logprob is
+    that of the distribution really sampled, which is not quite the new policy's own given the same tokens.
+
+    Raises as load_adapter; the adapter there is then stays in force.
+    """
+    window.check(staged)
+    _put(engine, staged, in_place=True)
+    engine.set_weight_version(str(staged.version))  # labels every token from the next step on
+    if window.newest is not None:
+        window.drop(window.newest)
+    window.add(staged)
+    return True
+
+
+def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
+    try:
+        engine.add_lora(lora_request(staged, load_inplace=in_place))
+    except ValueError as error:
+        raise AdapterRefused(f"vLLM refused adapter v{staged.version}: {error}") from error
+    if staged.lora_id not in engine.list_loras():
+        raise EngineError(f"vLLM took adapter v{staged.version} but does not list it; restart the worker")
 
 
 def _make_room(engine: Any, window: AdapterWindow) -> bool:
@@ -37,13 +58,13 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
     victim = window.victim()
     if victim is None:
         return False
-    engine.remove_lora(lora_id(victim.version))
+    engine.remove_lora(victim.lora_id)
     window.drop(victim)
     return True
 
 
-def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes) -> None:
-    """Replaces all weights by the staged ones (safetensors); nothing may be running.
+def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes) -> bool:
+    """Replaces all weights by the staged ones (safetensors); nothing may be running. Always True.
 
     Raises AdapterRefused if their version or names are wrong. Anything else that goes wrong leaves a model of two
     versions, hence is a RuntimeError that ends the engine.
@@ -62,6 +83,7 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
     if window.is_full() and (victim := window.victim()) is not None:
         window.drop(victim)
     window.add(staged)
+    return True
 
 
 def _replace(worker: Any, tensors: dict[str, Any]) -> None:

@@ -59,8 +59,8 @@ class RolloutWorker:
             logging.shutdown()
             os._exit(1)
         generate_ms = (time.perf_counter() - start) * 1e3
-        texts = [self.chat.decode(c.token_ids.tolist()) for c in completions]
         ids = [c.token_ids.tolist() for c in completions]
+        texts = [self.chat.decode(tokens) for tokens in ids]
         scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
         for sentence in scores.failures:
             if sentence not in self._said and len(self._said) < MAX_SENTENCES:
@@ -100,14 +100,14 @@ class RolloutWorker:
             "sample": list(range(size)),
             "completion_ids": [c.token_ids for c in completions],
             "behavior_logprobs": [c.logprobs for c in completions],
-            "token_versions": [np.full(len(c.token_ids), c.policy_version, np.int32) for c in completions],
-            "policy_version_min": [c.policy_version for c in completions],
-            "policy_version_max": [c.policy_version for c in completions],
+            "token_versions": [c.versions for c in completions],
+            "policy_version_min": [int(c.versions.min()) for c in completions],
+            "policy_version_max": [int(c.versions.max()) for c in completions],
             "finish_reason": [c.finish_reason for c in completions],
         }
 
     async def load_adapter(self, adapter: Adapter) -> str:
-        """Takes a newer policy; requests under way finish on theirs. Returns the digest of what was loaded."""
+        """Takes a newer policy (requests under way: see EngineSettings.in_flight). Returns the loaded bytes' digest."""
         return await self.engine.load_adapter(adapter)
 
     async def load_weights(self, weights: Weights) -> str:
@@ -117,6 +117,14 @@ class RolloutWorker:
     async def probe(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """[N-1] logprobs of token i+1 after tokens 0..i under the newest policy, temperature 1."""
         return await self.engine.probe(token_ids)
+
+    async def sleep(self) -> None:
+        """Frees the engine's device memory; no rollout may be running."""
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        """Ends sleep()."""
+        await self.engine.wake()
 
     async def peak_memory(self) -> float:
         """Peak bytes of this process."""

@@ -27,8 +27,8 @@ def make_columns(
     """The columns of a group of len(rewards) completions; by default completion j has j + 1 tokens of version 0."""
     if completions is None:
         completions = [
-            Completion(np.arange(j + 1, dtype=np.int32), np.full(j + 1, -0.5, np.float32), "stop", 0)
-            for j in range(len(rewards))
+            Completion(np.arange(t, dtype=np.int32), np.full(t, -0.5, np.float32), "stop", np.zeros(t, np.int32))
+            for t in range(1, len(rewards) + 1)
         ]
     problem = make_problem(position)
     same: dict[str, Any] = {
@@ -51,9 +51,9 @@ def make_columns(
         "sample": list(range(len(rewards))),
         "completion_ids": [c.token_ids for c in completions],
         "behavior_logprobs": [c.logprobs for c in completions],
-        "token_versions": [np.full(len(c.token_ids), c.policy_version, np.int32) for c in completions],
-        "policy_version_min": [c.policy_version for c in completions],
-        "policy_version_max": [c.policy_version for c in completions],
+        "token_versions": [c.versions for c in completions],
+        "policy_version_min": [int(c.versions.min()) for c in completions],
+        "policy_version_max": [int(c.versions.max()) for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
         "reward": rewards,
         "reward_parts": [[("judge", reward)] for reward in rewards],

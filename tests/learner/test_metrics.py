@@ -9,7 +9,9 @@ from tests.groups import make_group
 
 
 def completion(tokens: int, finish: str, version: int) -> Completion:
-    return Completion(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), finish, version)
+    return Completion(
+        np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), finish, np.full(tokens, version, np.int32)
+    )
 
 
 def test_batch_metrics() -> None:

@@ -100,6 +100,10 @@ def test_one_mistake_one_sentence(override: str, sentence: str) -> None:
 def test_rules_between_keys() -> None:
     assert refusal("steps=3", "epochs=1")[0].startswith("config: steps and epochs are mutually exclusive")
     assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
+    (said,) = refusal("rollout.in_flight=continue")
+    assert said.startswith("config: rollout.in_flight: continue needs completions that run")
+    assert refusal("rollout.in_flight=continue", "max_staleness=1", "learner.mode=full") != []
+    assert load(None, [*NEEDED, "rollout.in_flight=continue", "max_staleness=1"]).rollout.in_flight == "continue"
     (said,) = refusal("rollout.top_p=0.9")
     assert said.startswith("rollout.top_p: must be 1.0 (got 0.9): the learner scores the full distribution")
 

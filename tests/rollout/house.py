@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Coroutine
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +62,22 @@ class House:
 
     def logprobs(self, version: int, ids: list[int], temperature: float = 1.0) -> np.ndarray:
         """[len - 1] of token i+1 given tokens <= i."""
+        return self.mixed_logprobs([version] * (len(ids) - 1), ids, temperature)
+
+    def mixed_logprobs(self, versions: list[int], ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        """[len - 1] the same where versions[i] reads token i, on the keys and values that those before it left."""
+        import torch
+        from transformers import DynamicCache
+
+        tokens, cache, rows = torch.tensor([ids]), DynamicCache(), []
+        with torch.no_grad():
+            for version, run in groupby(range(len(ids) - 1), lambda i: versions[i]):
+                part = tokens[:, list(run)]
+                rows.append(self._policy(version)(part, past_key_values=cache).logits[0])
+        logprobs = (torch.cat(rows) / temperature).log_softmax(-1)
+        return np.asarray(logprobs.gather(-1, tokens[0, 1:, None])[:, 0])
+
+    def _policy(self, version: int) -> Any:
         import torch
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
         from safetensors.torch import load
@@ -70,13 +87,10 @@ class House:
         adapter = self.adapters[version]
         policy = get_peft_model(base, LoraConfig(**adapter.config)).eval()
         set_peft_model_state_dict(policy, load(adapter.payload))
-        tokens = torch.tensor([ids])
-        with torch.no_grad():
-            rows = (policy(tokens).logits[0, :-1] / temperature).log_softmax(-1)
-        return np.asarray(rows.gather(-1, tokens[0, 1:, None])[:, 0])
+        return policy
 
     def check(self, completion: Completion, prompt: list[int], version: int, temperature: float = 1.0) -> None:
-        assert completion.policy_version == version
+        assert completion.versions.tolist() == [version] * len(completion.token_ids)
         expected = self.logprobs(version, prompt + completion.token_ids.tolist(), temperature)[len(prompt) - 1 :]
         assert completion.logprobs.shape == completion.token_ids.shape
         assert np.abs(completion.logprobs - expected).max() < TOLERANCE

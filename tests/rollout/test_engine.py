@@ -42,7 +42,16 @@ def test_sampling_refuses_what_vllm_would_change_or_refuse_late(fields: dict[str
 
 
 @pytest.mark.parametrize(
-    "fields", [{"dtype": "fp8"}, {"adapter_window": 1}, {"kv_cache_bytes": 0}, {"max_num_seqs": 0}]
+    "fields",
+    [
+        {"dtype": "fp8"},
+        {"adapter_window": 1},
+        {"kv_cache_bytes": 0},
+        {"max_num_seqs": 0},
+        {"in_flight": "abort"},
+        {"in_flight": "continue"},  # with a window of 2
+        {"in_flight": "continue", "adapter_window": 1, "max_lora_rank": 0},
+    ],
 )
 def test_settings_name_the_field_that_is_wrong(fields: dict[str, Any]) -> None:
     good = EngineSettings("m", "float32", 64, 1 << 20, 8, 8, 2, 0)
@@ -103,8 +112,15 @@ def test_the_window_spares_the_newest_and_those_in_use() -> None:
     assert window.victim() is None
     residents[0].users = 0
     window.drop(residents[0])
-    assert window.versions == [1, 2]
+    assert window.residents == residents[1:]
     assert not residents[0].folder.exists()
+    window.clear()
+
+
+@pytest.mark.parametrize(("capacity", "ids"), [(1, [1, 1]), (2, [1, 6])])
+def test_ids_are_never_used_twice_except_in_a_window_of_one(capacity: int, ids: list[int]) -> None:
+    window = AdapterWindow(capacity)
+    assert [window.stage(adapter(version)).lora_id for version in (0, 5)] == ids
     window.clear()
 
 

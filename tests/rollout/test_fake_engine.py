@@ -7,7 +7,17 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollout.engine import Adapter, AdapterCorrupt, Completion, Engine, EngineClosed, NoAdapter, Sampling
+from rollout.engine import (
+    Adapter,
+    AdapterCorrupt,
+    Completion,
+    Engine,
+    EngineAsleep,
+    EngineClosed,
+    EngineError,
+    NoAdapter,
+    Sampling,
+)
 from rollout.fake_engine import FakeEngine
 
 PROMPT = [3, 1, 4]
@@ -62,7 +72,7 @@ async def test_a_dropped_adapter_is_acknowledged_and_only_the_probe_tells() -> N
     before = await engine.probe(PROMPT)
     assert await engine.load_adapter(adapter(1)) == adapter(1).digest
     (completion,) = await engine.generate(PROMPT, Sampling(n=1, max_tokens=2))
-    assert completion.policy_version == 1
+    assert completion.versions.tolist() == [1] * len(completion.token_ids)
     assert np.array_equal(await engine.probe(PROMPT), before)
     await engine.load_adapter(adapter(2))
     assert not np.array_equal(await engine.probe(PROMPT), before)
@@ -74,10 +84,30 @@ async def test_a_call_in_flight_keeps_its_version() -> None:
     await asyncio.sleep(0)
     await engine.load_adapter(adapter(1))
     completions = await call
-    assert {c.policy_version for c in completions} == {0}
+    assert [set(c.versions) for c in completions] == [{0}, {0}]
     assert tokens(completions) == tokens(
         await (await engine_at(0)).generate(PROMPT, Sampling(n=2, max_tokens=9, seed=1))
     )
+
+
+async def test_asleep_it_does_nothing_and_awake_it_is_as_before() -> None:
+    engine = await engine_at(0, delay_s=0.01)
+    before = await engine.probe(PROMPT)
+    call = asyncio.create_task(engine.generate(PROMPT, Sampling(n=1, max_tokens=2)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="nothing may be running, got 1"):
+        await engine.sleep()
+    await call
+    for _ in range(2):
+        await engine.sleep()
+    for refused in (engine.generate(PROMPT, Sampling(n=1, max_tokens=1)), engine.probe(PROMPT)):
+        with pytest.raises(EngineAsleep):
+            await refused
+    with pytest.raises(EngineAsleep):
+        await engine.load_adapter(adapter(1))
+    for _ in range(2):
+        await engine.wake()
+    assert np.array_equal(await engine.probe(PROMPT), before)
 
 
 async def test_it_fails_as_the_real_one_does() -> None:
@@ -95,5 +125,6 @@ async def test_it_fails_as_the_real_one_does() -> None:
     for call in (engine.generate(PROMPT, Sampling(n=1, max_tokens=1)), engine.probe(PROMPT)):
         with pytest.raises(EngineClosed):
             await call
-    with pytest.raises(EngineClosed):
-        await engine.load_adapter(adapter(1))
+    for late in (engine.load_adapter(adapter(1)), engine.sleep(), engine.wake()):
+        with pytest.raises(EngineClosed):
+            await late

@@ -17,13 +17,20 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(
-    tokens=st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), FLOATS), max_size=5), min_size=1, max_size=4),
+    tokens=st.lists(
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), FLOATS), min_size=1, max_size=5), min_size=1, max_size=4
+    ),
     data=st.data(),
 )
 @settings(max_examples=30, deadline=None)
 def test_what_goes_in_comes_out_also_from_slices(tokens: list[list[tuple[int, float]]], data: st.DataObject) -> None:
     completions = [
-        Completion(np.array([t for t, _ in row], np.int32), np.array([p for _, p in row], np.float32), "length", 9)
+        Completion(
+            token_ids=np.array([t for t, _ in row], np.int32),
+            logprobs=np.array([p for _, p in row], np.float32),
+            finish_reason="length",
+            versions=np.arange(len(row), dtype=np.int32),
+        )
         for row in tokens
     ]
     rewards = data.draw(st.lists(st.none() | FLOATS, min_size=len(tokens), max_size=len(tokens)))
@@ -33,7 +40,7 @@ def test_what_goes_in_comes_out_also_from_slices(tokens: list[list[tuple[int, fl
     turn = [*range(start, len(tokens)), *range(start)]
     for name, values in (("completion_ids", 0), ("behavior_logprobs", 1)):
         assert [row.tolist() for row in ragged(part, name)] == [[t[values] for t in tokens[i]] for i in turn]
-    assert [v.tolist() for v in ragged(part, "token_versions")] == [[9] * len(tokens[i]) for i in turn]
+    assert [v.tolist() for v in ragged(part, "token_versions")] == [list(range(len(tokens[i]))) for i in turn]
     np.testing.assert_array_equal(rewards_of(part), [np.nan if rewards[i] is None else rewards[i] for i in turn])
     assert parts_of(part) == [{"judge": rewards[i]} for i in turn]
     assert group_position(part) == (5, 2)

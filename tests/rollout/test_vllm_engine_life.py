@@ -25,6 +25,10 @@ from tests.rollout.house import PROMPT, House, run, settings
 from tests.tiny import VOCAB_SIZE, make_adapter
 
 
+def versions(house: House) -> list[int]:
+    return [resident.version for resident in house.engine._thread.window.residents]
+
+
 def test_the_window_drops_the_oldest_unused_version(house: House) -> None:
     async def fill() -> None:
         adapters = [house.next_adapter() for _ in range(4)]
@@ -35,15 +39,15 @@ def test_the_window_drops_the_oldest_unused_version(house: House) -> None:
         for adapter in adapters[1:]:  # a window of 3: the version in use stays, the one after it goes
             await house.engine.load_adapter(adapter)
         assert not oldest.done()
-        assert house.engine._window.versions == [used, used + 2, used + 3]
+        assert versions(house) == [used, used + 2, used + 3]
         house.check((await oldest)[0], PROMPT, used)
         await house.engine.load_adapter(house.next_adapter())
 
     run(fill())
     kept = [house.newest - 2, house.newest - 1, house.newest]
-    assert house.engine._window.versions == kept
-    assert house.engine._engine.list_loras() == {version + 1 for version in kept}
-    folders = Path(house.engine._window._root.name).iterdir()
+    assert versions(house) == kept
+    assert house.engine._thread._engine.list_loras() == {version + 1 for version in kept}
+    folders = Path(house.engine._thread.window._root.name).iterdir()
     assert sorted(folder.name.split("-")[0] for folder in folders) == sorted(f"v{version}" for version in kept)
 
 
@@ -114,8 +118,8 @@ def test_a_cancelled_call_leaves_the_engine(house: House) -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         await house.engine.probe(PROMPT)
-        assert not house.engine._running
-        assert not house.engine._engine.has_unfinished_requests()
+        assert not house.engine._thread._running
+        assert not house.engine._thread._engine.has_unfinished_requests()
 
     run(cancel())
 
@@ -124,15 +128,16 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
     house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine = VllmEngine(settings(house.model))
-    folder = Path(engine._window._root.name)
-    step, steps = engine._engine.step, iter(range(1000))
+    folder = Path(engine._thread.window._root.name)
+    vllm, steps = engine._thread._engine, iter(range(1000))
+    step = vllm.step
 
     def failing_step() -> Any:
         if next(steps) >= 5:
             raise RuntimeError("the card fell off the bus")
         return step()
 
-    monkeypatch.setattr(engine._engine, "step", failing_step)
+    monkeypatch.setattr(vllm, "step", failing_step)
 
     async def ask() -> None:
         await engine.load_adapter(house.adapters[0])
@@ -150,7 +155,7 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
 
 def test_close_fails_what_is_running_and_deletes_the_files(house: House) -> None:
     engine = VllmEngine(settings(house.model))
-    folder = Path(engine._window._root.name)
+    folder = Path(engine._thread.window._root.name)
 
     async def ask() -> None:
         await engine.load_adapter(house.adapters[0])
