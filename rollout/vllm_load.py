@@ -25,8 +25,8 @@ def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
     return True
 
 
-def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
-    """Puts the staged adapter in the place of the one there is; running requests go on under it. Always True.
+def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> None:
+    """Puts the staged adapter in the place of the one there is; running requests go on under it.
 
     Their keys and values stay (PipelineRL, Piché et al. 2025): nothing is computed twice, and each recorded logprob is
     that of the distribution really sampled, which is not quite the new policy's own given the same tokens.
@@ -39,7 +39,6 @@ def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> boo
     if window.newest is not None:
         window.drop(window.newest)
     window.add(staged)
-    return True
 
 
 def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
@@ -63,8 +62,8 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
     return True
 
 
-def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes) -> bool:
-    """Replaces all weights by the staged ones (safetensors); nothing may be running. Always True.
+def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes) -> None:
+    """Replaces all weights by the staged ones (safetensors); nothing may be running.
 
     Raises AdapterRefused if their version or names are wrong. Anything else that goes wrong leaves a model of two
     versions, hence is a RuntimeError that ends the engine.
@@ -83,7 +82,6 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
     if window.is_full() and (victim := window.victim()) is not None:
         window.drop(victim)
     window.add(staged)
-    return True
 
 
 def _replace(worker: Any, tensors: dict[str, Any]) -> None:

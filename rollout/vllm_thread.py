@@ -199,28 +199,33 @@ class EngineThread:
 
     def _load(self, command: Load) -> bool:
         staged, newest = command.staged, self.window.newest
-        if newest is not None and (staged.version, staged.digest) == (newest.version, newest.digest):
+        try:
+            self._require_awake()
+            if newest is not None and (staged.version, staged.digest) == (newest.version, newest.digest):
+                self.window.discard(staged)
+            elif not self._load_new(staged, command.payload):
+                return False
+        except EngineError:
             self.window.discard(staged)
-        elif not self._load_new(staged, command.payload):
-            return False
+            raise
         _settle(command.answer, staged.digest)
         return True
 
     def _load_new(self, staged: Resident, payload: bytes | None) -> bool:
-        try:
-            self._require_awake()
-            if (payload is None) == (self._settings.max_lora_rank == 0):
-                raise AdapterRefused(
-                    f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} "
-                    f"takes {'whole weights' if payload is None else 'adapters'} only; start it for the other kind"
-                )
-            if payload is not None:
-                return not self._running and load_weights(self._engine, self.window, staged, payload)
-            load = replace_adapter if self._settings.in_flight == "continue" else load_adapter
-            return load(self._engine, self.window, staged)
-        except EngineError:
-            self.window.discard(staged)
-            raise
+        if (payload is None) == (self._settings.max_lora_rank == 0):
+            raise AdapterRefused(
+                f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} "
+                f"takes {'whole weights' if payload is None else 'adapters'} only; start it for the other kind"
+            )
+        if payload is None and self._settings.in_flight == "finish":
+            return load_adapter(self._engine, self.window, staged)
+        if payload is None:
+            replace_adapter(self._engine, self.window, staged)
+        elif self._running:
+            return False
+        else:
+            load_weights(self._engine, self.window, staged, payload)
+        return True
 
     def _rest(self, command: Rest) -> None:
         if command.asleep and not self._asleep:
