@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollout.adapter_window import Resident
 from rollout.engine import Adapter, EngineSettings, Sampling
 from rollout.vllm_calls import completion_params, engine_arguments, lora_request
 
@@ -65,7 +66,7 @@ def vllm(folder: Path, options: dict[str, Any]) -> Generate:
 
     arguments = engine_arguments(settings(folder, options), bool(current_platform.is_cuda()))
     llm = LLM(**arguments)
-    adapter = lora_request(0, folder / "adapter")
+    adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), lora_id=1))
 
     def generate(work: Work) -> list[int]:
         outputs = llm.generate(

@@ -33,7 +33,8 @@ ADAPTERS = {"1 MiB": MIB, "40 MiB": 40 * MIB}  # 10 million weights in float32: 
 
 def group_of(tokens: int) -> pa.Table:
     ids, logprobs = np.arange(tokens, dtype=np.int32), np.linspace(-9, 0, tokens, dtype=np.float32)
-    completions = [Completion(ids, logprobs, "length", 0) for _ in range(GENERATIONS)]
+    versions = np.zeros(tokens, np.int32)
+    completions = [Completion(ids, logprobs, "length", versions) for _ in range(GENERATIONS)]
     return make_group(completions=completions, rewards=[1.0] * GENERATIONS)
 
 
