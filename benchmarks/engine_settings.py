@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
 from cluster.start import uncollected
+from rollout.adapter_window import Resident
 from rollout.engine import EngineSettings, Sampling
 from rollout.engine_env import required_env
 
@@ -107,7 +108,7 @@ def measure(folder: Path, name: str, setting: Setting) -> dict[str, float]:
             install_fast_cpu_lora()
         engine = build_engine(engine_arguments(settings, cuda=False) | setting.arguments)
     started = time.process_time()
-    lora = lora_request(0, folder / f"{name}-adapter") if setting.adapter else None
+    lora = lora_request(Resident(0, "", folder / f"{name}-adapter", frozenset(), 1)) if setting.adapter else None
     if lora is not None:
         engine.add_lora(lora)
     tokens = generate(engine, name, setting, lora, batch=0)  # warms up
