@@ -22,7 +22,6 @@ from cluster.memory import CONTEXT, FRAGMENTATION, GB, Learning, Micro, learner_
 from cluster.planner import Workload
 from cluster.shapes import SHAPES, Shape
 from learner.config import LearnerConfig
-from learner.fakerun import footprint
 
 LENGTHS = Workload(generations=4, prompt=256, completion=786)
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
@@ -50,6 +49,8 @@ def measure(shape: Shape, learning: Learning) -> dict[str, Any]:
     result: dict[str, Any] = {"model": total(learner_bytes(shape, learning, micro)), "fake": None}
     if learning.optimizer != "adamw":
         return result
+    from learner.fakerun import footprint  # here: it needs bitsandbytes, and others import the tables of this module
+
     settings = {"mode": learning.mode, "checkpointing": learning.checkpointing, "token_budget": LENGTHS.group}
     groups = [(LENGTHS.prompt, [LENGTHS.completion] * LENGTHS.generations)] * 2
 

@@ -21,6 +21,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuBLAS workspace (8 to 32 MiB) included
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
+# On a CPU a role is a process and its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
+# the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step. In the
+# engine malloc's share grows, slower and slower: local_cpu.yaml took 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
+LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
+ENGINE_PROCESS = 1050 * 10**6
 HEAD_TILE = 43 * 10**6  # learner.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
 PREFILL_TOKENS = 4096  # rollout.vllm_calls: most tokens of one engine step
 
@@ -38,16 +43,19 @@ class Micro:
 
     @classmethod
     def of(cls, prompt: int, completion: int, generations: int, budget: int) -> "Micro":
-        """As learner.batch packs groups of `generations` completions, all as long as they may be, under a budget: whole
-        groups while they fit, else one prompt with as many completions as fit, at least one."""
-        group = prompt + generations * (completion - 1)
-        if group <= budget:
-            groups, each = budget // group, generations
-        else:
-            groups, each = 1, max(1, (budget - prompt) // max(completion - 1, 1))
-        own = completion - 1
+        """A budget that is full, at least one completion, of groups as learner.batch packs them, all as long as they
+        may be; a larger group is split, with its prompt in every part.
+
+        No batch has more tokens. Keys per token are 1 + prompt / (tokens of a completion), so completions that end
+        early under long prompts gather more, up to 1 + generations; what then does not fit is taken again with half
+        the budget (learner.headroom).
+        """
+        own = max(completion - 1, 1)
+        tokens = max(budget, prompt + own)
+        each = min(generations, (tokens - prompt) / own)
         keys = prompt + each * (prompt + own) if each > 1 else prompt + own
-        return cls(groups * (prompt + each * own), groups * each * completion, groups * keys)
+        groups = tokens / (prompt + each * own)
+        return cls(tokens, round(groups * each * completion), round(groups * keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +71,22 @@ class Learning:
     checkpointing: Checkpointing = "full"
     frozen_adapters: int = 0  # reference and other roles
     offload: bool = False  # boundaries of checkpointing=full in host memory
+    cuda: bool = True
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     """What the learner holds at its highest, by part; their sum is what the device must have for it."""
     static = learner_static(shape, learning)
     step = step_bytes(shape, learning, micro)
-    return static | step | {"fragmentation": round(FRAGMENTATION * sum(step.values())), "context": CONTEXT}
+    lost = round((FRAGMENTATION if learning.cuda else MALLOC) * sum(step.values()))
+    workspace = {} if learning.cuda else {"workspace": LEARNER_WORKSPACE}
+    return static | step | {"fragmentation": lost} | workspace | {"context": learner_context(cuda=learning.cuda)}
+
+
+def learner_context(*, cuda: bool) -> int:
+    """What the learner's process has before it holds a tensor. It is no part of memory.learner: the limit counts
+    tensors on CUDA, and on a CPU the growth from there on (learner.headroom)."""
+    return CONTEXT if cuda else LEARNER_PROCESS
 
 
 def learner_static(shape: Shape, learning: Learning) -> Parts:
@@ -238,25 +255,27 @@ class Serving:
     sequences: int = 128  # decoded at once
     kv_bytes: int = 0
     targets: tuple[str, ...] = tuple(LINEAR)
+    cuda: bool = True
 
 
 def generator_bytes(shape: Shape, serving: Serving) -> Parts:
-    """What vLLM holds on a card while it generates.
+    """What vLLM holds while it generates.
 
     weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each
       adapter version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
       tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
-    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB). context: one process.
+    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. context: one process.
     """
     b = DTYPE_BYTES[serving.dtype]
+    graphs = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {}
     tokens = max(PREFILL_TOKENS, serving.sequences)
     return {
         "weights": base_bytes(shape, serving.base, b),
         "kv_cache": serving.kv_bytes,
         "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
         "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,
-        "graphs": 12 * 10**6 * shape.layers,
-        "context": CONTEXT,
+        **graphs,
+        "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
     }
 
 

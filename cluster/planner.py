@@ -21,6 +21,8 @@ from cluster.shapes import LINEAR, SHAPES, Shape
 
 USABLE = 0.97  # of a device's bytes: the driver, a display and other processes have the rest
 LARGE, BUSY = 8192, 2048  # tokens of a micro-batch: more gains nothing, fewer leave a GPU idle
+# Of the learner, while the engine is awake: its cache is given back, but for segments that hold something still.
+BETWEEN = ("weights", "adapters", "gradients", "optimizer", "fragmentation", "context")
 COMFORT = 64  # sequences decoded at once; beyond it throughput grows slowly
 
 Layout = Literal["separate", "slices", "alternating"]
@@ -36,6 +38,7 @@ class Workload:
     sequences: int = 128  # most that are decoded at once
     adapters: int = 2  # policy versions that a generator holds
     generators: int = 1  # on one device
+    groups: int | None = None  # of a step, if that is known
 
     @property
     def longest(self) -> int:
@@ -46,6 +49,11 @@ class Workload:
     def group(self) -> int:
         """Tokens of a packed group."""
         return self.prompt + self.generations * (self.completion - 1)
+
+    @property
+    def most(self) -> float:
+        """Tokens of a step: no micro-batch has more."""
+        return float("inf") if self.groups is None else self.groups * self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class Wish:
     token_budget: int | None = None
     kv_bytes: int | None = None
     layouts: tuple[Layout, ...] = ("slices", "alternating")
+    cuda: bool = True
     learner_cap: int | None = None  # bytes that a role may have at most
     generator_cap: int | None = None
 
@@ -93,6 +102,12 @@ class Plan:
         return memory.total(self.generator)
 
     @property
+    def generator_room(self) -> int:
+        """Bytes that one generator may come to: its plan, and in slices what the learner's leaves."""
+        left = USABLE * self.device_bytes - self.learner_bytes if self.layout == "slices" else 0
+        return max(self.generator_bytes, int(left / self.generators))
+
+    @property
     def device_peak(self) -> int:
         """The most that one device must have."""
         learner, generator = self.learner_bytes, self.generators * self.generator_bytes
@@ -100,7 +115,7 @@ class Plan:
             return max(learner, generator)
         if self.layout == "slices":
             return learner + generator
-        between = sum(self.learner[name] for name in ("weights", "adapters", "gradients", "optimizer", "context"))
+        between = sum(self.learner[name] for name in BETWEEN)
         return max(between + generator, learner + self.generators * memory.total(memory.asleep(self.generator)))
 
 
@@ -178,11 +193,12 @@ def _plan(
     kv_bytes: int,
 ) -> Plan:
     learning = Learning(
-        wish.mode, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters, wish.offload
-    )
-    micro = Micro.of(work.prompt, work.completion, work.generations, budget)
+        wish.mode, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters,
+        wish.offload, wish.cuda,
+    )  # fmt: skip
+    micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     adapters = work.adapters if wish.mode == "lora" else 0
-    serving = Serving(wish.dtype, base, wish.rank, adapters, work.sequences, kv_bytes, wish.targets)
+    serving = Serving(wish.dtype, base, wish.rank, adapters, work.sequences, kv_bytes, wish.targets, wish.cuda)
     full_length = memory.kv_token_bytes(shape, wish.dtype) * (work.prompt + work.completion)
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(kv_bytes // full_length, work.sequences),
@@ -208,7 +224,8 @@ def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple
     if wish.checkpointing is not None:
         policies = [wish.checkpointing]
     sizes = {max(LARGE, work.longest), max(4096, work.longest), max(BUSY, work.longest), work.group, work.longest}
-    budgets = [wish.token_budget] if wish.token_budget is not None else sorted(sizes, reverse=True)
+    useful = {int(min(size, work.most)) for size in sizes}
+    budgets = [wish.token_budget] if wish.token_budget is not None else sorted(useful, reverse=True)
     enough = min(BUSY, work.group)
     for busy in (True, False):
         yield from ((policy, n) for policy in policies for n in budgets if (n >= enough) == busy)
@@ -239,8 +256,10 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append((f"learner.token_budget={work.longest}", work, smaller))
     if wish.kv_bytes is not None:
         changes.append(("rollout.kv_cache=auto", work, replace(wish, kv_bytes=None)))
-    if "alternating" not in wish.layouts and wish.layouts != ("separate",):
-        changes.append(("memory.layout=alternating", work, replace(wish, layouts=("alternating",))))
+    if wish.cuda and "alternating" not in wish.layouts and wish.layouts != ("separate",):
+        changes.append(
+            ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
+        )
     if wish.mode == "full" and wish.optimizer == "adamw":
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
     if wish.base == "none" and wish.mode == "lora":
@@ -251,10 +270,14 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
     changes.append((f"rollout.max_completion_length={half}", replace(work, completion=half), wish))
     yield from (text for text, w, asked in changes if _search(shape, device_bytes, w, asked) is not None)
     yield from _other_models(shape, device_bytes, work, wish)
-    if wish.layouts != ("separate",) and _search(shape, device_bytes, work, replace(wish, layouts=("separate",))):
+    if (
+        wish.cuda
+        and wish.layouts != ("separate",)
+        and _search(shape, device_bytes, work, replace(wish, layouts=("separate",)))
+    ):
         yield "a second card of this size (cluster.gpus.generator=1, cluster.gpus.learner=1)"
     if small.device_peak > USABLE * device_bytes:
-        yield f"a card of {gib(small.device_peak / USABLE)}"
+        yield f"{'a card' if wish.cuda else 'memory.device'} of {gib(small.device_peak / USABLE)}"
     else:
         yield "memory.learner and memory.generator (auto leaves them to the plan)"
 

@@ -6,6 +6,7 @@ vLLM quantises the same checkpoint the same way as it loads it (quantization="bi
 hold the same policy; merging the adapter, or serving the unquantised base, would not be the policy that is trained.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -61,11 +62,12 @@ def to_eval(wrapped: Any) -> None:
     A 4-bit layer in evaluation mode that meets an input without gradient rewrites its weights for a bfloat16 kernel,
     which is less exact and cannot be differentiated afterwards. It knows that mode by its own flag alone.
     """
-    from bitsandbytes.nn.modules import Linear4bit  # here: slow to import; peft has done so already
-
     wrapped.eval()
+    library = sys.modules.get("bitsandbytes")  # slow to import; and where nobody has, there is no such layer
+    if library is None:
+        return
     for module in wrapped.modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, library.nn.Linear4bit):
             module.training = True
 
 

@@ -38,6 +38,7 @@ class Budgets:
         learner: the configuration with everything settled that the plan settles.
         kv_cache: bytes of each generator.
         learner_bytes: most that the learner's allocator may hold, without the CUDA context; None: no limit.
+        layout: where the roles live.
         plan: what was planned, by role and part; None for an architecture that the memory model does not know.
         note: one line for the user.
     """
@@ -45,8 +46,14 @@ class Budgets:
     learner: LearnerConfig
     kv_cache: int
     learner_bytes: int | None
+    layout: Layout
     plan: Plan | None
     note: str
+
+    @property
+    def alternating(self) -> bool:
+        """Whether the generators sleep while the learner trains."""
+        return self.layout == "alternating"
 
 
 def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
@@ -64,8 +71,7 @@ def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
         return _unplanned(config, str(error))
     if config.memory.device is None:
         return _unlimited(config, shape)
-    layouts = _layouts(config)
-    found = plan(shape, config.memory.device, _workload(config), _wish(config, layouts))
+    found = plan(shape, config.memory.device, _workload(config), _wish(config, _layouts(config)))
     if isinstance(found, Misfit):
         raise MemoryPlanError(str(found))
     chosen = config.learner.model_copy(
@@ -76,7 +82,7 @@ def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
         f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
         f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
     )
-    return Budgets(chosen, found.kv_bytes, _learner_cap(config, found), found, note)
+    return Budgets(chosen, found.kv_bytes, _learner_cap(config, found), found.layout, found, note)
 
 
 def _unplanned(config: RunConfig, reason: str) -> Budgets:
@@ -85,7 +91,8 @@ def _unplanned(config: RunConfig, reason: str) -> Budgets:
         raise MemoryPlanError(f"memory.device: no plan for this model ({reason}); set memory.device=null")
     kv = config.rollout.kv_cache
     cap = None if sizes.learner == "auto" else sizes.learner
-    return Budgets(config.learner, DEFAULT_KV if kv == "auto" else kv, cap, None, f"memory: no plan ({reason})")
+    kv_bytes = DEFAULT_KV if kv == "auto" else kv
+    return Budgets(config.learner, kv_bytes, cap, _layouts(config)[0], None, f"memory: no plan ({reason})")
 
 
 def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
@@ -102,7 +109,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
             "rollout": config.rollout.model_copy(update={"kv_cache": DEFAULT_KV if kv == "auto" else kv}),
         }
     )
-    found = plan(shape, NO_LIMIT, _workload(config), _wish(fixed, ("slices",)))
+    found = plan(shape, NO_LIMIT, _workload(config), _wish(fixed, _layouts(config)[:1]))
     if isinstance(found, Misfit):
         raise MemoryPlanError(str(found))
     cap = None if config.memory.learner == "auto" else config.memory.learner
@@ -110,18 +117,17 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
         f"memory: memory.device is null, so no limit is applied; planned: learner {gib(found.learner_bytes)}, "
         f"generator {gib(found.generator_bytes)}"
     )
-    return Budgets(learner, found.kv_bytes, cap, found, note)
+    return Budgets(learner, found.kv_bytes, cap, found.layout, found, note)
 
 
 def _layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's placement allows."""
+    """The layouts that the run's placement allows, the preferred first."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
     own_cards = gpus.generator + gpus.learner > 1
+    one_card = min(gpus.generator, gpus.learner) > 0 and not own_cards
     if wanted == "alternating":
-        raise MemoryPlanError(
-            "memory.layout: alternating can be planned (gleaner plan), but not run: generators do not sleep yet; set "
-            "slices or separate"
-        )
+        _check_alternating(config, one_card=one_card)
+        return ("alternating",)
     if wanted == "separate" and not own_cards:
         raise MemoryPlanError(
             f"memory.layout: separate needs a card for each role; set cluster.gpus.generator=1 and .learner=1 (got "
@@ -132,7 +138,23 @@ def _layouts(config: RunConfig) -> tuple[Layout, ...]:
             f"memory.layout: slices needs both roles on one card; set cluster.gpus.generator + .learner to at most 1 "
             f"(got {gpus.generator:g} + {gpus.learner:g})"
         )
-    return ("separate",) if own_cards else ("slices",)
+    if own_cards:
+        return ("separate",)
+    return ("slices", "alternating") if wanted == "auto" and one_card and config.max_staleness == 0 else ("slices",)
+
+
+def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
+    gpus = config.cluster.gpus
+    if not one_card:
+        raise MemoryPlanError(
+            "memory.layout: alternating needs both roles on one CUDA card; set cluster.gpus.generator=0.5 and "
+            f".learner=0.5 (got {gpus.generator:g} and {gpus.learner:g})"
+        )
+    if config.max_staleness > 0:
+        raise MemoryPlanError(
+            "max_staleness: must be 0 with memory.layout=alternating, since a generator cannot generate while it "
+            f"sleeps; set max_staleness=0, or memory.layout=slices (got {config.max_staleness})"
+        )
 
 
 def _workload(config: RunConfig) -> Workload:
@@ -148,12 +170,13 @@ def _workload(config: RunConfig) -> Workload:
         sequences=rollout.max_num_seqs,
         adapters=config.max_staleness + 2,
         generators=count,
+        groups=config.learner.groups_per_step,
     )
 
 
 def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
     model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
-    targets = learner.lora.targets
+    targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
     known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
     return Wish(
         mode=learner.mode,
@@ -168,7 +191,8 @@ def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,
         kv_bytes=None if kv == "auto" else kv,
         layouts=layouts,
-        learner_cap=None if sizes.learner == "auto" else sizes.learner + memory.CONTEXT,
+        cuda=cuda,
+        learner_cap=None if sizes.learner == "auto" else sizes.learner + memory.learner_context(cuda=cuda),
         generator_cap=None if sizes.generator == "auto" else sizes.generator,
     )
 
@@ -177,8 +201,12 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
     """What memory.learner says, else all that the generators leave: slack is of use only to the role that grows."""
     if config.memory.learner != "auto":
         return config.memory.learner
-    others = found.generators * found.generator_bytes if found.layout == "slices" else 0
-    return round(USABLE * found.device_bytes) - others - memory.CONTEXT
+    others = 0
+    if found.layout == "slices":
+        others = found.generators * found.generator_bytes
+    elif found.layout == "alternating":
+        others = found.generators * memory.total(memory.asleep(found.generator))
+    return round(USABLE * found.device_bytes) - others - found.learner["context"]
 
 
 class PlanFile:
@@ -189,6 +217,7 @@ class PlanFile:
         self._peaks: dict[str, float | None] = dict.fromkeys(METRICS)
         found = budgets.plan
         self._planned = {} if found is None else {"learner": found.learner, "generator": found.generator}
+        self._room = 0 if found is None else found.generator_room
         self._limited = found is not None and found.device_bytes != NO_LIMIT
         self._settings: dict[str, Any] = {"note": budgets.note, "learner_cap_bytes": budgets.learner_bytes}
         if found is not None:
@@ -200,7 +229,7 @@ class PlanFile:
         self._write()
 
     def measure(self, metrics: Mapping[str, float]) -> None:
-        """Takes the peaks (bytes) out of a step's metrics; warns once when a generator comes to 90 % of its budget.
+        """Takes the peaks (bytes) out of a step's metrics; warns once when a generator comes to 90 % of its room.
 
         The learner warns by itself (learner.headroom), against what its allocator may hold.
         """
@@ -212,11 +241,10 @@ class PlanFile:
         before = self._peaks["generator"] or 0
         self._peaks |= grown
         self._write()
-        budget, now = memory.total(self._planned.get("generator", {})), self._peaks["generator"] or 0
-        if self._limited and before <= WARN_AT * budget < now:
-            log.warning(
-                "memory: a generator's peak of %s is %.0f %% of its %s", gib(now), 100 * now / budget, gib(budget)
-            )
+        now = self._peaks["generator"] or 0
+        if self._limited and before <= WARN_AT * self._room < now:
+            share = 100 * now / self._room
+            log.warning("memory: a generator's peak of %s is %.0f %% of its %s", gib(now), share, gib(self._room))
 
     def _write(self) -> None:
         roles = {

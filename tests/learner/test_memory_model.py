@@ -53,3 +53,27 @@ def test_full_fine_tuning(name: str, layers: int, policy: Checkpointing) -> None
     learning = Learning(mode="full", checkpointing=policy)
     predicted = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))
     assert predicted == pytest.approx(fake.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "none"), ("SmolLM2-1.7B", "full")])
+def test_completions_that_end_early_under_long_prompts(name: str, policy: Checkpointing) -> None:
+    """They gather more keys per token than those the plan is made for: the model is still the step, and what is
+    stated as the bound holds."""
+    shape, prompt, count, budget = replace(SHAPES[name], layers=4), 1000, 8, 4096
+    learning = Learning(checkpointing=policy)
+    planned = Micro.of(prompt, 300, count, budget)
+    bound = replace(planned, keys=(1 + count) * planned.tokens)
+    highest = total(learner_static(shape, learning), step_bytes(shape, learning, bound))
+    settings = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": budget})
+    for length in (300, 40, 2):
+        groups = budget // (prompt + count * (length - 1))
+        micro = Micro(
+            groups * (prompt + count * (length - 1)),
+            groups * count * length,
+            groups * (prompt + count * (prompt + length - 1)),
+        )
+        # Prompts that differ, or they would be one group.
+        fake = footprint(shape, settings, [(prompt - i, [length] * count) for i in range(groups + 2)])
+        predicted = total(learner_static(shape, learning), step_bytes(shape, learning, micro))
+        assert predicted == pytest.approx(fake.peak, rel=0.02)
+        assert fake.peak <= highest

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster import memory
-from cluster.planner import USABLE
-from cluster.shapes import SHAPES
+from cluster.planner import BETWEEN, USABLE
+from cluster.shapes import SHAPES, Shape
 from learner.config import RunConfig
 from learner.memory_plan import DEFAULT_KV, MemoryPlanError, PlanFile, settle
 
@@ -51,6 +51,46 @@ def test_a_card_for_each_role() -> None:
     assert budgets.kv_cache > GIB
 
 
+def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
+    fixed: dict[str, Any] = {
+        "rollout": {"kv_cache": "2GiB", "max_completion_length": 786},
+        "learner": {"checkpointing": "none", "token_budget": 4096},
+    }
+    config, shape = run(memory={"device": "24GiB"}, **fixed)
+    budgets = settle(config, shape)
+    found = budgets.plan
+    assert found is not None
+    assert budgets.alternating
+    # While it trains the learner may have all that a sleeping engine leaves, and between two steps the engine fits.
+    sleeping = memory.total(memory.asleep(found.generator))
+    assert budgets.learner_bytes == round(USABLE * 24 * GIB) - sleeping - memory.CONTEXT
+    assert found.learner_bytes + sleeping <= USABLE * 24 * GIB
+    between = sum(found.learner[name] for name in BETWEEN)
+    assert between + found.generator_bytes <= USABLE * 24 * GIB < found.learner_bytes + found.generator_bytes
+    with pytest.raises(MemoryPlanError, match="needs"):
+        settle(run(memory={"device": "24GiB"}, max_staleness=1, **fixed)[0], shape)
+
+    asked = run(memory={"layout": "alternating"})
+    assert settle(*asked).alternating  # without limits, too
+    assert settle(asked[0], BERT).alternating
+    assert not settle(*run()).alternating
+
+
+def test_on_a_cpu_a_role_is_a_process() -> None:
+    """As measured with configs/local_cpu.yaml: 863 MB at full length, 1130 after 30 steps."""
+    config, _ = run(cluster={}, memory={"device": "3GiB"}, model={"path": "x", "dtype": "float32"})
+    shape = Shape("tiny-arithmetic", "llama", 96, 288, 3, 3, 3, 32, 310, tied=True)
+    rollout = config.rollout.model_copy(
+        update={"max_prompt_length": 64, "max_completion_length": 64, "kv_cache": 64 * 2**20}
+    )
+    found = settle(config.model_copy(update={"rollout": rollout}), shape.to_config()).plan
+    assert found is not None
+    assert found.learner_bytes == pytest.approx(863e6, rel=0.1)
+    assert found.generator_bytes == pytest.approx(1130e6, rel=0.1)
+    assert found.token_budget == 8 * (64 + 8 * 63)  # a step has no more
+    assert "graphs" not in found.generator
+
+
 def test_what_is_given_stays() -> None:
     learner = {"checkpointing": "full", "token_budget": 2048}
     sizes = {"device": "24GiB", "learner": "9GiB"}
@@ -65,7 +105,9 @@ def test_what_is_given_stays() -> None:
     [
         ({"memory": {"device": "12GiB"}}, "needs .*model.base=nf4"),
         ({"memory": {"device": "16GiB", "learner": "5GiB"}}, "memory.learner"),
-        ({"memory": {"device": "16GiB", "layout": "alternating"}}, "alternating"),
+        ({"memory": {"layout": "alternating"}, "max_staleness": 1}, "max_staleness: must be 0 .*sleeps.*got 1"),
+        ({"memory": {"layout": "alternating"}, "cluster": {"gpus": {"generator": 1, "learner": 1}}}, "one CUDA card"),
+        ({"memory": {"device": "8GiB", "layout": "alternating"}, "cluster": {}}, "one CUDA card"),
         ({"memory": {"device": "16GiB", "layout": "separate"}}, "separate needs a card for each"),
     ],
 )
@@ -98,5 +140,5 @@ def test_the_file_holds_plan_and_measure(tmp_path: Path, caplog: pytest.LogCaptu
     assert caplog.records == []
     with caplog.at_level(logging.WARNING):
         for share in (0.92, 0.94):
-            file.measure({"memory/generator_peak": share * budgets.plan.generator_bytes})
+            file.measure({"memory/generator_peak": share * budgets.plan.generator_room})
     assert len(caplog.records) == 1

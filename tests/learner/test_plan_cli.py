@@ -47,3 +47,11 @@ def test_a_misfit_and_a_mistake_have_exit_codes(capsys: pytest.CaptureFixture[st
     assert main(["plan", "--gpu", "lots", "--model", "Qwen2.5-14B"]) == 2
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-0.6B"].to_config()))
     assert main(["plan", "--gpu", "24GB", "--model", str(tmp_path)]) == 0
+
+
+def test_an_architecture_that_is_not_known_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    moe = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128}
+    (tmp_path / "config.json").write_text(json.dumps(moe))
+    assert main(["plan", "--gpu", "16GiB", "--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "memory of model_type 'qwen3_moe' is not known; known: llama" in line

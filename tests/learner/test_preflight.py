@@ -67,7 +67,7 @@ WRONG = {
     "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
     "judge that is not there": (["data.eval.judge=truth"], "data.eval.judge: must be one of ok, got truth"),
     "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .* 1 GPU"),
-    "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*a card of"),
+    "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
     "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
     "judge named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
     "checkpoint that is not there": (["resume=runs/run/checkpoints/step-000007"], "resume: .*not there"),
