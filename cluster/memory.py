@@ -21,7 +21,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuBLAS workspace (8 to 32 MiB) included
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
-# On a CPU a role is a process and its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
+# On a CPU a role is a process, its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
 # the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step. In the
 # engine malloc's share grows, slower and slower: local_cpu.yaml took 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
@@ -47,8 +47,7 @@ class Micro:
         may be; a larger group is split, with its prompt in every part.
 
         No batch has more tokens. Keys per token are 1 + prompt / (tokens of a completion), so completions that end
-        early under long prompts gather more, up to 1 + generations; what then does not fit is taken again with half
-        the budget (learner.headroom).
+        early under long prompts gather more, up to 1 + generations; what then does not fit costs a retry.
         """
         own = max(completion - 1, 1)
         tokens = max(budget, prompt + own)
