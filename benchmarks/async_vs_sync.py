@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import system_plots
 from benchmarks.common import RESULTS, as_table, conditions, save
-from benchmarks.system_run import Mode, Record, spread, wall_text
+from benchmarks.system_run import BOTH, Mode, Record, spread, wall_text
 from benchmarks.system_vs_trl import by_system, take_turns
 from benchmarks.workloads import add_ragged_options, demo, ragged
 
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    options, told, speed = parse(), conditions(), list[Record]()
+    options, told, speed = parse(), conditions(BOTH), list[Record]()
     with tempfile.TemporaryDirectory() as folder:
         tree = ragged(Path(folder), options)
         for dtype in options.dtype:

@@ -24,11 +24,12 @@ from typing import Any
 import pyarrow.compute as pc
 import yaml
 
-from benchmarks.common import as_table
+from benchmarks.common import ENGINE_PACKAGES, PACKAGES, as_table
 from benchmarks.workloads import ROOT, Tree
 from rollout import ledger
 
 TIMES = ("generate", "train", "overlap", "push", "generator_idle", "learner_idle")
+BOTH = tuple(dict.fromkeys([*PACKAGES, *ENGINE_PACKAGES]))  # packages that a whole system is made of
 FOREIGN = ("RAY_", "VLLM_", "TORCH_COMPILE")  # settings of a shell that a system should not inherit
 
 

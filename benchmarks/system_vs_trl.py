@@ -20,13 +20,13 @@ from typing import Any
 
 from benchmarks import system_plots
 from benchmarks.common import RESULTS, as_table, conditions, installed, save
-from benchmarks.system_run import Mode, Record, lengths_table, run_gleaner, run_trl, spread, wall_text
+from benchmarks.system_run import BOTH, Mode, Record, lengths_table, run_gleaner, run_trl, spread, wall_text
 from benchmarks.workloads import ROOT, Tree, add_ragged_options, demo, ragged
 
 KEPT = ROOT / "build" / "system_runs.jsonl"  # every run of every call, one a line
 
 ABOUT_TRL = (
-    "TRL 1.16 runs as it comes: Hugging Face's generate on all cores (`use_vllm` has no CPU route that works here), "
+    "TRL 1.16 runs as it comes: Hugging Face's generate on all cores (its `use_vllm` is made for GPUs), "
     "one update per batch, no checkpointing of activations, its own logging off. Without Triton it scores prompts too, "
     "which it does not on CUDA: **TRL on a CPU is not TRL on a GPU**. "
 )
@@ -139,7 +139,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    options, told, records = parse(), conditions(), list[Record]()
+    options, told, records = parse(), conditions(BOTH), list[Record]()
     seeds = range(options.repeats)
     if options.workload == "demo":
         tree = demo(options.demo_steps, options.every)

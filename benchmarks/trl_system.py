@@ -2,7 +2,7 @@
 
     python -m benchmarks.trl_system CONFIG.yaml OUT.json --micro-batch 16        (started by benchmarks.system_vs_trl)
 
-TRL generates with Hugging Face's generate, since its vLLM route does not run on a CPU, with as many threads as the
+TRL generates with Hugging Face's generate, since its vLLM route is made for GPUs, with as many threads as the
 machine has cores. It is left as it comes but for logging and saving, which are off, and for the learning rate of each
 step, which follows gleaner's schedule. Held-out problems are answered greedily by HF generate, in one batch, and
 scored by the same judge.
