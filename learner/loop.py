@@ -26,6 +26,7 @@ from learner import checkpoint
 from learner.advantage import has_signal
 from learner.config import RunConfig
 from learner.evaluate import Evaluation, evaluate
+from learner.guard import MismatchGuard
 from learner.journal import Journal, Sinks
 from learner.metrics import batch_metrics
 from rollout import ledger
@@ -38,6 +39,10 @@ log = logging.getLogger("learner")
 T = TypeVar("T")
 
 PROBE_TOKENS = 64
+
+
+class GuardStopped(RuntimeError):
+    """The guard ended the run, after a checkpoint."""
 
 
 class Loop:
@@ -60,7 +65,7 @@ class Loop:
     ) -> None:
         self.config, self.total_steps, self.trainer, self.alternating = config, total_steps, trainer, alternating
         self.producers, self.pipes, self.sinks, self.heldout = producers, pipes, sinks, heldout
-        self.journal = Journal(sinks, producers, pipes)
+        self.journal, self.guard = Journal(sinks, producers, pipes), MismatchGuard(config.guard)
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self.evaluations: list[Evaluation] = []
@@ -99,8 +104,11 @@ class Loop:
                 await delivery  # what is evaluated must be with every generator
                 metrics |= await self._evaluate()
             await self.journal.write(self.step, metrics)
-            if self._due(self.config.checkpoint.every) or self.step == self.total_steps:
+            reason = self.guard.check(metrics)
+            if reason or self._due(self.config.checkpoint.every) or self.step == self.total_steps:
                 await self._save()
+            if reason:
+                raise GuardStopped(f"step {self.step}: {reason}")
         await delivery
         if self._saved != self.step and self.step > 0:
             await self._save()

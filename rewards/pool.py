@@ -57,6 +57,9 @@ class RewardPool:
         self._rewards = tuple(rewards)
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
         self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers)]
+        for slot in self._slots:
+            for reward in rewards:
+                slot.preload(reward.use)
         self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()  # last in, first out: prefer the warm worker
         for slot in self._slots:
             self._free.put_nowait(slot)

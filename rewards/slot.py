@@ -46,6 +46,10 @@ class Slot:
         self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it
         return pool
 
+    def preload(self, use: str) -> None:
+        """Has the worker load a judge in the background. What goes wrong is said when it is first asked to judge."""
+        self._pool.schedule(worker.prepare, args=(use,), timeout=START_S)
+
     async def judge(self, use: str, args: Mapping[str, Any], group: bytes, size: int, timeout_s: float) -> Verdict:
         """Judges one pickled group of `size` samples within `timeout_s` seconds; loading is not charged."""
         failed = [None] * size

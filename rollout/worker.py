@@ -45,8 +45,8 @@ class RolloutWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.chat = Chat.load(spec.engine.model)
+        self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)  # its judges load while the engine starts
         self.engine = spec.make_engine(spec.engine)
-        self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)
         self._said: set[str] = set()
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:

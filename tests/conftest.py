@@ -3,7 +3,12 @@
 import os
 from pathlib import Path
 
+import hypothesis
+
 from rollout.engine_env import required_env
 
 os.environ.update(required_env(cuda=Path("/dev/nvidiactl").exists()))
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+hypothesis.settings.register_profile("gleaner", deadline=None)  # a busy machine must not fail a property
+hypothesis.settings.load_profile("gleaner")

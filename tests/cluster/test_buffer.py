@@ -54,7 +54,7 @@ MOVES = st.lists(
 
 
 @given(slots=st.integers(3, 6), max_groups=st.integers(1, 4), moves=MOVES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
         taken: list[int] = []
@@ -107,7 +107,7 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
     per_step=st.integers(1, 3),
     paces=st.lists(st.integers(0, 4), min_size=12, max_size=12),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, paces: list[int]) -> None:
     """Groups enter in the order of their admission; whatever the learner's pace, none is dropped or trained too old."""
 

@@ -26,7 +26,7 @@ def sequence(batch: MicroBatch, place: int) -> list[int]:
     return [flat[i] for i in read]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 200), packed=st.booleans())
 def test_every_trained_token_once_in_its_place_and_within_budget(seed: int, budget: int, packed: bool) -> None:
     groups = make_groups([[0, 1, 0], [1, 0, 1, 1]], lambda p, c: [-0.5 - i for i in range(len(c))], seed=seed)

@@ -39,7 +39,7 @@ def inputs(
     return hidden, (torch.randn(v, h) * 0.7).to(dtype), torch.randint(0, v, (n,)), torch.randn(n)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 40),
     v=st.integers(2, 90),

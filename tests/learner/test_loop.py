@@ -55,15 +55,15 @@ class Worker:
 class Trainer:
     """Learns nothing; its policy is the fake engine's of the same version."""
 
-    def __init__(self, pace_s: float) -> None:
-        self.version, self.pace_s = 0, pace_s
+    def __init__(self, pace_s: float, mismatch_k3: float) -> None:
+        self.version, self.pace_s, self.mismatch_k3 = 0, pace_s, mismatch_k3
         self.learned: list[list[pa.Table]] = []
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         self.learned.append(groups)
         await asyncio.sleep(self.pace_s)
         self.version += 1
-        return {"loss/total": float(self.version)}
+        return {"loss/total": float(self.version), "policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
 
     async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
         adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
@@ -108,6 +108,7 @@ def build(
     workers: Sequence[Local] | None = None,
     pace_s: float = 0.0,
     trainer_s: float = 0.0,
+    mismatch_k3: float = 0.0,
 ) -> Loop:
     """A house in one process."""
     if workers is None:
@@ -124,7 +125,8 @@ def build(
     progress = Progress(total_steps, Console(file=io.StringIO()))
     sinks = Sinks(folder, Metrics(folder, [], resume_step), timeline, progress)
     heldout = [make_problem(position) for position in (1000, 1001)]
-    return Loop(config, total_steps, Local("learner", Trainer, [trainer_s]), producers, pipes, sinks, heldout)
+    trainer = Local("learner", Trainer, [trainer_s, mismatch_k3])
+    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout)
 
 
 async def finish(loop: Loop, resume_from: Path | None = None) -> None:
@@ -247,6 +249,14 @@ async def test_over_sampling_leaves_stragglers_behind_and_issues_them_again(tmp_
     positions = list(itertools.chain(*consumed(tmp_path)))
     assert len(set(positions)) == len(positions) == 6 * PER_STEP
     assert loop.pipes.buffer.in_use <= loop.pipes.buffer.slots == PER_STEP + 2
+
+
+async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(guard={"steps": 2}), 100, mismatch_k3=0.02)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(loop)
+    assert "step 5: policy/mismatch_k3: must be at most guard.mismatch_k3=0.01" in str(first(caught.value))
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / "step-000005"
 
 
 async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
     ),
     data=st.data(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_goes_in_comes_out_also_from_slices(tokens: list[list[tuple[int, float]]], data: st.DataObject) -> None:
     completions = [
         Completion(
