@@ -28,9 +28,8 @@ class TokenBudget:
         tokens: the budget now. retries: times it was halved.
     """
 
-    def __init__(self, tokens: int, device: torch.device) -> None:
+    def __init__(self, tokens: int) -> None:
         self.tokens, self.retries = tokens, 0
-        self._device = device
 
     def run(self, plan: Callable[[int], Sequence[MicroBatch]], learn: Callable[[Sequence[MicroBatch]], T]) -> T:
         """learn(plan(tokens)), again from the start with half the budget as long as it runs out of memory.
@@ -48,8 +47,7 @@ class TokenBudget:
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
             # Only here, after the exception and with it the frames that hold the broken graph are gone.
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # nothing happens without CUDA
             self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=reason)
 
     def _halve(self, *, largest: int, alone: int, reason: str) -> None:

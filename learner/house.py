@@ -15,7 +15,7 @@ from learner import checkpoint
 from learner.config import RunConfig
 from learner.journal import Sinks
 from learner.loop import Loop
-from learner.memory_plan import PlanFile
+from learner.memory_plan import Budgets, PlanFile
 from learner.preflight import Prepared, roles
 from learner.progress import Progress
 from learner.settings import to_yaml
@@ -83,7 +83,7 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
     await session.reserve([*generators, learner], deadline_s=start)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     workers = [
-        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets.kv_cache)], env, restarts=-1)
+        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env, restarts=-1)
         for rank, role in enumerate(generators)
     ]
     settled = config.model_copy(update={"learner": prepared.budgets.learner})
@@ -95,6 +95,8 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
     else:
         for worker in workers:
             await worker.ready(start)
+            if prepared.budgets.alternating:
+                await worker.call("sleep", deadline_s=start)
         trainer = spawn_trainer()
         await trainer.ready(start)
         longest = config.rollout.max_prompt_length
@@ -103,8 +105,8 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
     return list(workers), trainer
 
 
-def worker_spec(config: RunConfig, rank: int, kv_cache: int) -> WorkerSpec:
-    """What generator number `rank` is built from; `kv_cache` in bytes."""
+def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
+    """What generator number `rank` is built from."""
     rollout = config.rollout
     return WorkerSpec(
         rank=rank,
@@ -113,7 +115,7 @@ def worker_spec(config: RunConfig, rank: int, kv_cache: int) -> WorkerSpec:
             model=config.model.path,
             dtype=config.model.dtype,
             max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
-            kv_cache_bytes=kv_cache,
+            kv_cache_bytes=budgets.kv_cache,
             max_num_seqs=rollout.max_num_seqs,
             max_lora_rank=config.learner.lora.rank if config.learner.mode == "lora" else 0,
             adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
@@ -164,7 +166,8 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
     )
     pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
     producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]
-    return Loop(config, prepared.total_steps, trainer, producers, pipes, sinks, prepared.heldout)
+    heldout, alternating = prepared.heldout, prepared.budgets.alternating
+    return Loop(config, prepared.total_steps, trainer, producers, pipes, sinks, heldout, alternating)
 
 
 def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:

@@ -87,6 +87,7 @@ class Loop:
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         first, _ = await self._policy()
+        await self._give_the_card_back()  # the generators were put to sleep as they started
         delivery = tasks.create_task(self._deliver(first, release=0))
         await delivery
         self.journal.start()
@@ -170,13 +171,15 @@ class Loop:
     @asynccontextmanager
     async def _the_card(self) -> AsyncIterator[None]:
         """memory.layout: alternating. Within, the learner has the card to itself and the generators sleep."""
-        if not self.alternating:
-            yield
-            return
-        await asyncio.gather(*(producer.sleep() for producer in self.producers))
+        if self.alternating:
+            await asyncio.gather(*(producer.sleep() for producer in self.producers))
         yield
-        await self.trainer.call("release_cache", deadline_s=self.config.cluster.deadlines.push)
-        await asyncio.gather(*(producer.wake() for producer in self.producers))
+        await self._give_the_card_back()
+
+    async def _give_the_card_back(self) -> None:
+        if self.alternating:
+            await self.trainer.call("release_cache", deadline_s=self.config.cluster.deadlines.push)
+            await asyncio.gather(*(producer.wake() for producer in self.producers))
 
     async def _policy(self) -> tuple[Push, dict[str, float]]:
         """The learner's adapter as it is now, with what it says of the probe tokens; and the seconds that took."""

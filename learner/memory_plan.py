@@ -140,7 +140,8 @@ def _layouts(config: RunConfig) -> tuple[Layout, ...]:
         )
     if own_cards:
         return ("separate",)
-    return ("slices", "alternating") if wanted == "auto" and one_card and config.max_staleness == 0 else ("slices",)
+    in_turns = one_card and config.max_staleness == 0 and config.rollout.oversample == 0
+    return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
 
 
 def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
@@ -155,6 +156,11 @@ def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
             "max_staleness: must be 0 with memory.layout=alternating, since a generator cannot generate while it "
             f"sleeps; set max_staleness=0, or memory.layout=slices (got {config.max_staleness})"
         )
+    if config.rollout.oversample > 0:
+        raise MemoryPlanError(
+            "rollout.oversample: must be 0 with memory.layout=alternating, since an engine with stragglers cannot go "
+            f"to sleep; set oversample=0, or memory.layout=slices (got {config.rollout.oversample})"
+        )
 
 
 def _workload(config: RunConfig) -> Workload:
@@ -168,7 +174,7 @@ def _workload(config: RunConfig) -> Workload:
         prompt=rollout.max_prompt_length,
         completion=rollout.max_completion_length,
         sequences=rollout.max_num_seqs,
-        adapters=config.max_staleness + 2,
+        adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
         generators=count,
         groups=config.learner.groups_per_step,
     )

@@ -81,7 +81,7 @@ class Trainer:
         self._max_completion_length, self._total_steps = max_completion_length, total_steps
         self._device = torch.device(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
-        self._memory, self._budget = MemoryLimit(memory_bytes, self._device), TokenBudget(tokens, self._device)
+        self._memory, self._budget = MemoryLimit(memory_bytes, self._device), TokenBudget(tokens)
         self._policy = Policy(
             model,
             learner.lora if learner.mode == "lora" else None,
@@ -149,6 +149,10 @@ class Trainer:
     async def policy(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
         """What `adapter` and `probe` give, in one call, and the seconds that each took, as metrics."""
         return await self._run(lambda: self._policy_now(token_ids))
+
+    async def release_cache(self) -> None:
+        """Between two steps the device's free memory is others' (memory.layout: alternating)."""
+        await self._run(torch.cuda.empty_cache)
 
     async def save(self, folder: Path) -> None:
         """Everything that `load` needs to go on bit for bit; the adapter in PEFT's format. The folder is made."""

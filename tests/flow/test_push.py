@@ -17,6 +17,7 @@ from cluster.placement import Role
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.house import make_trainer, sampling_of, worker_spec
+from learner.memory_plan import settle
 from rollout.chat import Chat
 from rollout.cursor import Cursor
 from rollout.delivery import DeliveryError, Push
@@ -72,7 +73,8 @@ async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this file is no module in an actor's process
     roles = [Role("generator-0", 1, 0), Role("learner", 1, 0)]
     await session.reserve(roles, deadline_s=60)
-    spec = dataclasses.replace(worker_spec(config, 0, 32 * 2**20), make_engine=forgetful)
+    budgets = settle(config, Chat.load(config.model.path).config)
+    spec = dataclasses.replace(worker_spec(config, 0, budgets), make_engine=forgetful)
     generator = session.spawn(roles[0], RolloutWorker, [spec], required_env(cuda=False), restarts=0)
     learner = session.spawn(roles[1], make_trainer, [config, 10, None], {}, restarts=0)
     await asyncio.gather(generator.ready(120), learner.ready(120))

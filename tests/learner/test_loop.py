@@ -4,7 +4,7 @@ import asyncio
 import io
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Worker:
     def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
         self.engine = FakeEngine(VOCAB, drop_adapter_at=drop_adapter_at)
         self.load_adapter, self.probe = self.engine.load_adapter, self.engine.probe
+        self.sleep, self.wake = self.engine.sleep, self.engine.wake
         self.pace_s = pace_s
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
@@ -58,8 +59,12 @@ class Trainer:
     def __init__(self, pace_s: float, mismatch_k3: float) -> None:
         self.version, self.pace_s, self.mismatch_k3 = 0, pace_s, mismatch_k3
         self.learned: list[list[pa.Table]] = []
+        self.holds_the_card: Callable[[], bool] = lambda: True
+        self.cached = 0
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        assert self.holds_the_card()
+        self.cached = 1
         self.learned.append(groups)
         await asyncio.sleep(self.pace_s)
         self.version += 1
@@ -69,6 +74,10 @@ class Trainer:
         adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
         await engine.load_adapter(adapter)
         return adapter, await engine.probe(token_ids), {}
+
+    async def release_cache(self) -> None:
+        assert self.holds_the_card()
+        self.cached = 0
 
     async def save(self, folder: Path) -> None:
         folder.mkdir()
@@ -109,6 +118,7 @@ def build(
     pace_s: float = 0.0,
     trainer_s: float = 0.0,
     mismatch_k3: float = 0.0,
+    alternating: bool = False,
 ) -> Loop:
     """A house in one process."""
     if workers is None:
@@ -126,7 +136,7 @@ def build(
     sinks = Sinks(folder, Metrics(folder, [], resume_step), timeline, progress)
     heldout = [make_problem(position) for position in (1000, 1001)]
     trainer = Local("learner", Trainer, [trainer_s, mismatch_k3])
-    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout)
+    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout, alternating)
 
 
 async def finish(loop: Loop, resume_from: Path | None = None) -> None:
@@ -249,6 +259,20 @@ async def test_over_sampling_leaves_stragglers_behind_and_issues_them_again(tmp_
     positions = list(itertools.chain(*consumed(tmp_path)))
     assert len(set(positions)) == len(positions) == 6 * PER_STEP
     assert loop.pipes.buffer.in_use <= loop.pipes.buffer.slots == PER_STEP + 2
+
+
+async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works(tmp_path: Path) -> None:
+    """The engines refuse to sleep while a call runs, and to generate or take a policy while they sleep."""
+    workers = [Local(f"generator-{rank}", Worker, [1e-4, None]) for rank in range(2)]
+    loop = build(tmp_path, configure(), 5, workers=workers, alternating=True)
+    trainer, engines = loop.trainer._object, [worker._object.engine for worker in workers]  # type: ignore[attr-defined]
+    trainer.holds_the_card = lambda: all(engine._asleep for engine in engines)
+    for worker in workers:  # as learner.house starts them
+        await worker.call("sleep", deadline_s=1)
+    await finish(loop)
+    assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
+    assert trainer.cached == 0
+    assert not any(engine._asleep for engine in engines)
 
 
 async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:
