@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from rollout.delivery import Receipt
 from rollout.engine import Engine, EngineSettings
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
@@ -52,9 +53,9 @@ class MarkedWorker(RolloutWorker):
         mark("generator: first group done")
         return group
 
-    async def load_adapter(self, *args: Any) -> str:
+    async def take_policy(self, *args: Any) -> Receipt:
         mark("generator: first adapter arrives")
-        return await super().load_adapter(*args)
+        return await super().take_policy(*args)
 
 
 def marked_engine(settings: EngineSettings) -> Engine:

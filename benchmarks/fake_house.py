@@ -26,6 +26,7 @@ from learner.journal import Sinks
 from learner.loop import Loop
 from learner.progress import Progress
 from rollout.cursor import Cursor
+from rollout.delivery import Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.fake_engine import FakeEngine
 from rollout.producer import Pipes, Producer, group_seed
@@ -92,13 +93,10 @@ class Worker:
         self._slots = asyncio.Semaphore(at_once)
         self._random = random.Random(rank)
 
-    async def load_adapter(self, adapter: Adapter) -> str:
+    async def take_policy(self, adapter: Adapter, probe_ids: Sequence[int]) -> Receipt:
         self._adapter = adapter
-        return adapter.digest
-
-    async def probe(self, token_ids: Sequence[int]) -> Any:
         with self.away.clock:
-            return await self.away.answer(self._adapter, token_ids)
+            return Receipt(adapter.digest, await self.away.answer(adapter, probe_ids), 0.0, 0.0, 0.0)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         version = self._adapter.version
@@ -107,9 +105,6 @@ class Worker:
         with self.away.clock:
             self.away.groups[self.rank] += 1
             return await self.away.group((problem.position, attempt, version, version, self.rank))
-
-    async def peak_memory(self) -> float:
-        return 0.0
 
 
 class IdleTrainer:

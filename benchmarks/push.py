@@ -6,7 +6,9 @@ Runs `python -m learner.main` on the demo (or another --config) once with max_st
 run's own metrics.jsonl. What goes on between the end of a step's update and the generator's proof:
 
     export        the learner builds the adapter          learner probe  the learner scores the probe tokens
-    load          transport, load into vLLM, digest       probe          the generator scores the probe tokens
+    load          load into vLLM, digest                  probe          the generator scores the probe tokens
+
+The generator times the last two itself, of one call; `push` is that call, with its transport.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PARTS = {
     "learner probe": "time/push_learner_probe",
     "load": "time/push_load",
     "probe": "time/push_probe",
-    "load and probe, as one": "time/push",
+    "push": "time/push",
 }
 WARM = 3  # steps, in which caches fill and kernels are built
 MODES = {"sync": 0, "async": 1}

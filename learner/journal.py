@@ -8,9 +8,10 @@ from pathlib import Path
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
 from learner.memory_plan import PlanFile
 from learner.progress import Progress
+from rollout.delivery import Receipt
 from rollout.producer import Pipes, Producer
 
-KINDS = ("generate", "train", "push", "push_load", "push_probe", "wait", "evaluate", "checkpoint")
+KINDS = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class Journal:
         """Where the seconds since the step before went.
 
         time/overlap: generators and learner busy at once. time/generator_idle: mean over the generators of the seconds
-        in which one had no request. time/learner_idle: neither training nor making the next policy.
+        in which one had no request. time/learner_idle: neither training nor making the next policy. time/push_load,
+        time/push_probe: of the newest policy, as the slowest generator timed itself.
         """
         start, now, timeline = self._accounted, time.perf_counter(), self._sinks.timeline
         busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
@@ -47,19 +49,26 @@ class Journal:
         learning = seconds(busy["train"]) + seconds(timeline.busy("policy", start, now))
         timeline.forget_before(start)
         self._accounted, step = now, now - start
+        receipts = self._receipts()
         return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
             "time/step": step,
+            "time/push_load": max(receipt.load_s for receipt in receipts),
+            "time/push_probe": max(receipt.probe_s for receipt in receipts),
             "time/overlap": overlap(busy["generate"], busy["train"]),
             "time/generator_idle": step - sum(generating) / len(generating),
             "time/learner_idle": step - learning,
             "rollout/tokens_per_s": tokens / step,
         }
 
-    async def write(self, step: int, metrics: dict[str, float]) -> None:
+    def _receipts(self) -> list[Receipt]:
+        """Of the newest policy that each generator took, so at worst of the step before; a late one may have none."""
+        return [producer.receipt for producer in self._producers if producer.receipt is not None]
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
         """One step, to every sink; step 0 is the evaluation before training."""
         if step > 0:
             buffer = self._pipes.buffer
-            metrics["memory/generator_peak"] = max([await p.peak_memory() for p in self._producers])
+            metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
             metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
             metrics["buffer/groups"] = float(len(buffer))
             metrics["rollout/restarts"] = float(sum(p.restarts for p in self._producers))

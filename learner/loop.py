@@ -104,7 +104,7 @@ class Loop:
             if self._due(self.config.data.eval.every) or self.step == self.total_steps:
                 await delivery  # what is evaluated must be with every generator
                 metrics |= await self._evaluate()
-            await self.journal.write(self.step, metrics)
+            self.journal.write(self.step, metrics)
             reason = self.guard.check(metrics)
             if reason or self._due(self.config.checkpoint.every) or self.step == self.total_steps:
                 await self._save()
@@ -206,7 +206,7 @@ class Loop:
             result = await evaluate(self.producers, self.heldout, self.config, self.step)
         self.evaluations.append(result)
         if self.step == 0:
-            await self.journal.write(0, result.metrics)
+            self.journal.write(0, result.metrics)
         return result.metrics
 
     async def _save(self) -> None:

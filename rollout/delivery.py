@@ -4,6 +4,7 @@ Silent non-delivery is the costliest bug of this field: an adapter that never re
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,20 @@ SURE = 10.0
 
 class DeliveryError(RuntimeError):
     """A generator does not hold the policy it was sent."""
+
+
+class Receipt(NamedTuple):
+    """What a generator says of a policy that it has taken.
+
+    digest: sha256 hex of the bytes it loaded. logprobs: [N-1] nats of the probe tokens, under that policy, temperature
+    1. load_s, probe_s: seconds of each in the generator. peak_memory: bytes of its process, since its start.
+    """
+
+    digest: str
+    logprobs: npt.NDArray[np.float32]
+    load_s: float
+    probe_s: float
+    peak_memory: float
 
 
 @dataclass(frozen=True, slots=True)

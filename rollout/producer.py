@@ -9,7 +9,6 @@ A lost process loses only the groups it had in flight; each is issued again by i
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 from collections import Counter
@@ -26,8 +25,8 @@ from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
-from rollout.delivery import Push
-from rollout.engine import Sampling, Weights
+from rollout.delivery import Push, Receipt
+from rollout.engine import Sampling
 from rollout.problems import Problems
 from rollout.schema import Problem
 
@@ -35,7 +34,6 @@ log = logging.getLogger("rollout")
 
 MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
 MAX_LOSSES = 5  # of one problem; what was in flight beside a fatal one is lost with it, so one loss is no proof
-PEAK_DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -65,10 +63,10 @@ class Producer:
         self.actor, self.pipes, self.sampling, self.deadlines = actor, pipes, sampling, deadlines
         self.restarts = 0
         self.stragglers = 0  # groups stopped early
+        self.receipt: Receipt | None = None  # of the newest policy that was proven
         self._life = 0
         self._revivals = 0  # since the last finished group
         self._reviving = asyncio.Lock()
-        self._peak_memory = 0.0
 
     async def run(self, workers: int) -> None:
         """Produces until cancelled; returns only by exception (a fault that restarts do not cure)."""
@@ -133,12 +131,9 @@ class Producer:
     async def deliver(self, push: Push) -> None:
         """Sends an adapter, proves that the worker generates with it, and acknowledges it."""
         with self.pipes.timeline.span("push", self.actor.name, version=push.adapter.version):
-            load = "load_weights" if isinstance(push.adapter, Weights) else "load_adapter"
-            with self.pipes.timeline.span("push_load", self.actor.name):
-                digest = await self.actor.call(load, push.adapter, deadline_s=self.deadlines.push)
-            with self.pipes.timeline.span("push_probe", self.actor.name):
-                answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
-            push.verify(self.actor.name, digest, answer)
+            receipt = await self.actor.call("take_policy", push.adapter, push.probe_ids, deadline_s=self.deadlines.push)
+            push.verify(self.actor.name, receipt.digest, receipt.logprobs)
+        self.receipt = receipt
         await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)
 
     async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
@@ -192,9 +187,3 @@ class Producer:
                 return
             except (ActorDied, DeadlineExceeded) as error:
                 await self._revive(life, error)
-
-    async def peak_memory(self) -> float:
-        """Peak bytes of the process; while it is lost, what it last said (whoever waits for a group revives it)."""
-        with contextlib.suppress(ActorDied, DeadlineExceeded):
-            self._peak_memory = await self.actor.call("peak_memory", deadline_s=PEAK_DEADLINE_S)
-        return self._peak_memory

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from cluster.telemetry import peak_memory
@@ -16,6 +14,7 @@ from rewards.base import case_of
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
+from rollout.delivery import Receipt
 from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, Sampling, Weights
 from rollout.schema import Problem, build_group
 
@@ -106,17 +105,19 @@ class RolloutWorker:
             "finish_reason": [c.finish_reason for c in completions],
         }
 
-    async def load_adapter(self, adapter: Adapter) -> str:
-        """Takes a newer policy (requests under way: see EngineSettings.in_flight). Returns the loaded bytes' digest."""
-        return await self.engine.load_adapter(adapter)
+    async def take_policy(self, policy: Adapter | Weights, probe_ids: Sequence[int]) -> Receipt:
+        """Takes a newer policy (requests under way: see EngineSettings.in_flight), then answers the probe [N] under it.
 
-    async def load_weights(self, weights: Weights) -> str:
-        """Replaces the whole model, between requests. Returns the digest of what was loaded."""
-        return await self.engine.load_weights(weights)
-
-    async def probe(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """[N-1] logprobs of token i+1 after tokens 0..i under the newest policy, temperature 1."""
-        return await self.engine.probe(token_ids)
+        One call for both, since each answer to the controller waits for the engine's step that is under way.
+        """
+        start = time.perf_counter()
+        if isinstance(policy, Weights):
+            digest = await self.engine.load_weights(policy)
+        else:
+            digest = await self.engine.load_adapter(policy)
+        loaded = time.perf_counter()
+        logprobs = await self.engine.probe(probe_ids)
+        return Receipt(digest, logprobs, loaded - start, time.perf_counter() - loaded, peak_memory())
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""
@@ -125,10 +126,6 @@ class RolloutWorker:
     async def wake(self) -> None:
         """Ends sleep()."""
         await self.engine.wake()
-
-    async def peak_memory(self) -> float:
-        """Peak bytes of this process."""
-        return peak_memory()
 
     async def close(self) -> None:
         """Ends engine and judges."""

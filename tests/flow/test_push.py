@@ -111,7 +111,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
         if version == 1:
             corrupt = dataclasses.replace(pushes[1].adapter, payload=pushes[1].adapter.payload[:-4] + b"\1\1\1\1")
             with pytest.raises(
-                RemoteError, match=r"generator-0: load_adapter failed: AdapterCorrupt: adapter v1: sha256"
+                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: sha256"
             ):
                 await producer.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
             await producer.deliver(pushes[1])

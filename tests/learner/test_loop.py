@@ -23,7 +23,7 @@ from learner.loop import Loop
 from learner.progress import Progress
 from rollout import ledger
 from rollout.cursor import Cursor
-from rollout.delivery import DeliveryError
+from rollout.delivery import DeliveryError, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.fake_engine import FakeEngine
 from rollout.producer import Pipes, Producer, group_seed
@@ -39,7 +39,6 @@ class Worker:
 
     def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
         self.engine = FakeEngine(VOCAB, drop_adapter_at=drop_adapter_at)
-        self.load_adapter, self.probe = self.engine.load_adapter, self.engine.probe
         self.sleep, self.wake = self.engine.sleep, self.engine.wake
         self.pace_s = pace_s
 
@@ -49,8 +48,9 @@ class Worker:
         rewards = [float(len(c.token_ids) % 2) for c in completions]
         return make_group(problem.position, attempt=attempt, completions=completions, rewards=rewards)
 
-    async def peak_memory(self) -> float:
-        return 1.0
+    async def take_policy(self, adapter: Adapter, probe_ids: Sequence[int]) -> Receipt:
+        digest = await self.engine.load_adapter(adapter)
+        return Receipt(digest, await self.engine.probe(probe_ids), 2.0, 3.0, 1.0)
 
 
 class Trainer:
@@ -172,6 +172,8 @@ async def test_synchronous_training_takes_each_position_in_order_from_the_newest
     assert [line["policy/staleness_max"] for line in written[1:]] == [0.0] * 5
     assert [line["loss/total"] for line in written[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert written[-1]["buffer/dropped_stale"] == 0
+    told = ("time/push_load", "time/push_probe", "memory/generator_peak")
+    assert [[line[key] for key in told] for line in written[1:]] == [[2.0, 3.0, 1.0]] * 5  # by the generators
     saved = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert saved == ["step-000002", "step-000004", "step-000005"]
     assert (tmp_path / "adapter" / "version").read_text() == "5"
@@ -297,7 +299,7 @@ class Stuck(Local):
     """Dies of the second policy, and never comes back."""
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        if method == "load_adapter" and args[0].version == 1:
+        if method == "take_policy" and args[0].version == 1:
             raise ActorDied(self.name)
         return await super().call(method, *args, deadline_s=deadline_s)
 

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
-from rollout.delivery import Push
+from rollout.delivery import Push, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem
@@ -32,11 +31,8 @@ class Worker:
     def __init__(self, rank: int, gate: asyncio.Event) -> None:
         self.rank, self.gate = rank, gate
 
-    async def load_adapter(self, adapter: Adapter) -> str:
-        return adapter.digest
-
-    async def probe(self, token_ids: tuple[int, ...]) -> Any:
-        return PROBE
+    async def take_policy(self, adapter: Adapter, probe_ids: tuple[int, ...]) -> Receipt:
+        return Receipt(adapter.digest, PROBE, 0.0, 0.0, 0.0)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         await self.gate.wait()

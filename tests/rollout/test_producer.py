@@ -16,7 +16,7 @@ from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
-from rollout.delivery import Push
+from rollout.delivery import Push, Receipt
 from rollout.engine import Adapter, NoAdapter, Sampling
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
@@ -51,14 +51,11 @@ class Worker:
         story.lives += 1
         self.life = story.lives
 
-    async def load_adapter(self, adapter: Adapter) -> str:
-        await self.story.happen("load_adapter", self.life, adapter.version)
+    async def take_policy(self, adapter: Adapter, probe_ids: tuple[int, ...]) -> Receipt:
+        await self.story.happen("take_policy", self.life, adapter.version)
         self.version = adapter.version
         self.story.events.append(f"life {self.life}: v{adapter.version}")
-        return adapter.digest
-
-    async def probe(self, token_ids: tuple[int, ...]) -> Any:
-        return PROBE * (self.version + 1)
+        return Receipt(adapter.digest, PROBE * (self.version + 1), 0.0, 0.0, 100.0 * self.life)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         if self.version < 0:
@@ -66,10 +63,6 @@ class Worker:
         await self.story.happen("rollout", problem.position, attempt)
         self.story.events.append((problem.position, attempt))
         return make_group(problem.position, attempt=attempt)
-
-    async def peak_memory(self) -> float:
-        await self.story.happen("peak_memory", self.life, 0)
-        return 100.0 * self.life
 
 
 class Process(Local):
@@ -137,13 +130,15 @@ async def test_what_was_in_flight_is_issued_again_under_the_newest_policy(
     start = story.events.index(recorded)
     assert story.events[start : start + 2] == [recorded, "life 2: v3"]
     assert producer.restarts == 1
+    assert producer.receipt is not None
+    assert producer.receipt.peak_memory == 200.0  # of life 2
 
 
 async def test_nobody_asks_a_fresh_process_before_it_has_its_policy(tmp_path: Path) -> None:
     """While life 2 waits for its policy, other lanes want groups and a newer policy arrives."""
     story = Story(
         rollout=lambda position, attempt: "die" if (position, attempt) == (0, 0) else None,
-        load_adapter=lambda life, version: "slow" if (life, version) == (2, 3) else None,
+        take_policy=lambda life, version: "slow" if (life, version) == (2, 3) else None,
     )
     async with producing(story, 3, tmp_path) as producer:
         while story.lives < 2:
@@ -168,12 +163,12 @@ async def test_losses_with_groups_in_between_are_no_pattern(tmp_path: Path) -> N
     assert producer.restarts >= 6
 
 
-@pytest.mark.parametrize("where", ["rollout", "load_adapter"])
+@pytest.mark.parametrize("where", ["rollout", "take_policy"])
 async def test_the_fourth_loss_in_a_row_is_an_error(tmp_path: Path, where: str) -> None:
     """Also when the process is lost while it is being brought back."""
     broken = {
         "rollout": lambda position, attempt: "die",
-        "load_adapter": lambda life, version: "die" if life > 1 else None,
+        "take_policy": lambda life, version: "die" if life > 1 else None,
     }
     first = Story(rollout=broken["rollout"])
     story = first if where == "rollout" else Story(**broken)
@@ -181,11 +176,3 @@ async def test_the_fourth_loss_in_a_row_is_an_error(tmp_path: Path, where: str) 
         async with producing(story, 1, tmp_path) as producer:
             await consume(producer, 1)
     assert story.lives == 4
-
-
-async def test_the_memory_of_a_lost_process_is_what_it_last_said(tmp_path: Path) -> None:
-    story = Story(peak_memory=lambda life, _: "die" if story.gate.is_set() else None)
-    async with producing(story, 1, tmp_path) as producer:
-        assert await producer.peak_memory() == 100.0
-        story.gate.set()
-        assert await producer.peak_memory() == 100.0
