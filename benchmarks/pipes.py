@@ -74,9 +74,9 @@ async def through_buffer(name: str, groups: int) -> dict[str, Any]:
     async def work() -> None:
         for _ in range(groups // AT_ONCE):
             for _ in range(AT_ONCE):
-                await buffer.put(await buffer.admit(), group)
+                await buffer.put(await buffer.admit("source"), group)
             await buffer.take(AT_ONCE, 0)
-            await buffer.release(AT_ONCE)
+            buffer.release(AT_ONCE)
 
     return row(f"buffer, {name}", groups, group.nbytes, *await timed(work))
 

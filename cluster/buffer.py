@@ -14,17 +14,30 @@ completions are (dropping the slow ones would teach a bias to short completions)
 max_staleness 0.
 
 Over-sampling adds `oversample` slots and lets as many due groups be left over: the batch is then the first that
-finish, and stragglers that could not be trained on any more are given up (see `straggling`).
+finish, and stragglers that could not be trained on any more are stopped.
+
+A slow producer holds nobody up for long: while the consumer waits, a group that has taken `backup_after` times as long
+as groups usually take is given to a second producer as well, if one waits for a slot (the backup tasks of MapReduce:
+Dean and Ghemawat 2004, section 3.6). The first of the two to finish is put, the other is stopped. Both sample the same
+problem with the same seed, and the group stays due until one of them is done: a long group is helped, not replaced, so
+there is no bias to short completions.
 """
 
 import asyncio
+import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from cluster.ticket import Ticket
+
 MAX_REFILLS = 8  # batches' worth of useless groups in one take; after that what comes is taken as it is
+BACKUP_AFTER = 2.0
+RECENT = 64  # groups, whose median time is the usual one
 
 
 class Batch(NamedTuple):
@@ -35,11 +48,12 @@ class Batch(NamedTuple):
 
 
 class Buffer:
-    """Bounded FIFO of rollout groups (pa.Table by value), for one asyncio event loop.
+    """Bounded FIFO of rollout groups (pa.Table by value), for one asyncio event loop and one consumer.
 
     Args: groups_per_step: of one batch. max_staleness: policy versions. max_bytes: Arrow bytes held, at most (unless
     the consumer waits for more). on_drop: receives each group that was too old to train on after all. oversample:
-    groups generated beyond those that a batch needs.
+    groups generated beyond those that a batch needs. backup_after: multiple of the usual time of a group after which
+    it gets a second producer; inf for never.
     """
 
     def __init__(
@@ -49,6 +63,7 @@ class Buffer:
         max_bytes: int,
         on_drop: Callable[[pa.Table], None],
         oversample: int = 0,
+        backup_after: float = BACKUP_AFTER,
     ) -> None:
         if groups_per_step < 1 or max_staleness < 0 or max_bytes < 1 or oversample < 0:
             raise ValueError(
@@ -57,59 +72,98 @@ class Buffer:
             )
         self.groups_per_step, self.max_staleness, self.oversample = groups_per_step, max_staleness, oversample
         self.slots = groups_per_step * (1 + max_staleness) + oversample
-        self.max_bytes, self.on_drop = max_bytes, on_drop
+        self.max_bytes, self.on_drop, self.backup_after = max_bytes, on_drop, backup_after
         self.in_use = 0
         self.bytes = 0
         self.dropped_stale = 0
-        self._numbers = itertools.count()
-        self._admitted: dict[int, int] = {}  # ticket, in order -> version at its admission; until taken or given up
-        self._groups: dict[int, pa.Table] = {}  # ticket -> group, in order of arrival
+        self._admitted: dict[Ticket, None] = {}  # in order, so of growing age; until taken or given up
+        self._groups: dict[Ticket, pa.Table] = {}  # in order of arrival
         self._taken = self._released = 0  # groups, since the start
         self._too_old = -max_staleness  # admission versions below it cannot be trained on any more
+        self._seconds: deque[float] = deque(maxlen=RECENT)  # from admission to arrival, of the newest groups
+        self._idle: dict[asyncio.Future[Ticket], str] = {}  # producers that wait for a slot, the first first
         self._hungry = False  # the consumer waits
-        self._changed = asyncio.Condition()
+        self._news = asyncio.Event()  # for the consumer: a group came, or a producer is idle
+        self._room = asyncio.Event()  # for who waits in put; set and cleared at once
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    async def admit(self) -> int:
-        """Waits for a free slot and takes it: the right to start one group, as a ticket.
+    async def admit(self, producer: str) -> Ticket:
+        """Waits for a free slot and takes it; or for a group that another producer holds for too long.
 
         A slot that a straggler left stays free until a policy is out that the next batch can be sampled from.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.in_use < self.slots and self._version >= self._too_old)
-            self.in_use += 1
-            ticket = next(self._numbers)
-            self._admitted[ticket] = self._version
-            return ticket
+        turn: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        self._idle[turn] = producer
+        self._serve()
+        if not turn.done():
+            self._news.set()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            self._idle.pop(turn, None)
+            if not turn.cancelled():  # its turn had come
+                self.give_up(turn.result(), producer)
+            raise
 
     @property
     def _version(self) -> int:
         """The policy version that every producer holds."""
         return self._released // self.groups_per_step
 
-    async def put(self, ticket: int, group: pa.Table) -> None:
-        """Adds an admitted, finished group; waits while the bytes bound is reached."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._hungry or not self._groups or self.bytes + group.nbytes <= self.max_bytes
-            )
-            self._groups[ticket] = group
-            self.bytes += group.nbytes
-            self._changed.notify_all()
+    def _serve(self) -> None:
+        """Gives out free slots."""
+        now = asyncio.get_running_loop().time()
+        while self._idle and self.in_use < self.slots and self._version >= self._too_old:
+            turn = next(iter(self._idle))
+            ticket = Ticket(self._version, now, set())
+            if self._hand(ticket, turn):
+                self._admitted[ticket] = None
+                self.in_use += 1
 
-    async def give_up(self, ticket: int) -> None:
-        """Frees the slot of a group that will not come."""
-        async with self._changed:
-            del self._admitted[ticket]
-            self.in_use -= 1
-            self._changed.notify_all()
+    def _hand(self, ticket: Ticket, turn: asyncio.Future[Ticket]) -> bool:
+        producer = self._idle.pop(turn)
+        if turn.cancelled():
+            return False
+        ticket.holders.add(producer)
+        turn.set_result(ticket)
+        return True
 
-    async def straggling(self, ticket: int) -> None:
-        """Returns once the group of this ticket, still unfinished, could not be trained on any more."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._admitted.get(ticket, self._too_old) < self._too_old)
+    async def put(self, ticket: Ticket, group: pa.Table) -> bool:
+        """Adds a finished group; waits while the bytes bound is reached. False: it was not wanted any more."""
+        took = asyncio.get_running_loop().time() - ticket.since
+        while ticket.wanted and not self._fits(group):
+            await self._room.wait()
+        if not ticket.wanted:
+            return False
+        self._groups[ticket] = group
+        self.bytes += group.nbytes
+        self._seconds.append(took)
+        self._stop(ticket)
+        self._news.set()
+        return True
+
+    def _fits(self, group: pa.Table) -> bool:
+        return self._hungry or not self._groups or self.bytes + group.nbytes <= self.max_bytes
+
+    def _stop(self, ticket: Ticket) -> None:
+        ticket.stop()
+        self._wake_puts()
+
+    def _wake_puts(self) -> None:
+        self._room.set()
+        self._room.clear()
+
+    def give_up(self, ticket: Ticket, producer: str) -> bool:
+        """This producer will not put the group. True if nobody else will: then its slot is free."""
+        ticket.holders.discard(producer)
+        if ticket.holders or ticket in self._groups or ticket not in self._admitted:
+            return False
+        del self._admitted[ticket]
+        self.in_use -= 1
+        self._serve()
+        return True
 
     async def take(
         self, count: int, oldest_version: int, useful: Callable[[pa.Table], bool] = lambda group: True
@@ -118,63 +172,91 @@ class Buffer:
         if not 1 <= count <= self.slots:
             raise ValueError(f"buffer: take must ask for 1 to {self.slots} groups (its slots), got {count}")
         due_version = self._taken // self.groups_per_step - self.max_staleness
-        taken: dict[int, tuple[int, pa.Table]] = {}
+        taken: dict[Ticket, pa.Table] = {}
         useless: list[pa.Table] = []
-        async with self._changed:
-            self._hungry = True
-            self._changed.notify_all()
-            try:
-                while len(taken) < count:
-                    ticket = await self._arrival(due_version, count - len(taken))
-                    version, group = self._admitted.pop(ticket), self._groups.pop(ticket)
-                    self.bytes -= group.nbytes
-                    if min(group.column("policy_version_min").to_pylist()) < oldest_version:
-                        self.dropped_stale += 1
-                        self.in_use -= 1
-                        self.on_drop(group)
-                    elif len(useless) < MAX_REFILLS * count and not useful(group):
-                        useless.append(group)
-                        self.in_use -= 1
-                    else:
-                        taken[ticket] = (version, group)
-                    self._changed.notify_all()
-            except asyncio.CancelledError:  # a take that is given up takes nothing
-                self._put_back(taken)
-                raise
-            finally:
-                self._hungry = False
-            self._taken += count
-            self._too_old = self._taken // self.groups_per_step - self.max_staleness
-        return Batch([group for _, group in taken.values()], useless)
+        self._hungry = True
+        self._wake_puts()
+        try:
+            while len(taken) < count:
+                ticket = await self._arrival(due_version, count - len(taken))
+                group = self._groups.pop(ticket)
+                del self._admitted[ticket]
+                self.bytes -= group.nbytes
+                if min(group.column("policy_version_min").to_pylist()) < oldest_version:
+                    self.dropped_stale += 1
+                    self._free_after(self.on_drop, group)
+                elif len(useless) < MAX_REFILLS * count and not useful(group):
+                    self._free_after(useless.append, group)
+                else:
+                    taken[ticket] = group
+        except asyncio.CancelledError:  # a take that is given up takes nothing
+            self._put_back(taken)
+            raise
+        finally:
+            self._hungry = False
+        self._count(count)
+        return Batch(list(taken.values()), useless)
 
-    async def _arrival(self, due_version: int, left: int) -> int:
+    def _free_after(self, handle: Callable[[pa.Table], None], group: pa.Table) -> None:
+        handle(group)
+        self.in_use -= 1
+        self._serve()
+
+    async def _arrival(self, due_version: int, left: int) -> Ticket:
         """The ticket to take next, as soon as there is one."""
-        await self._changed.wait_for(lambda: self._next(due_version, left) is not None)
-        ticket = self._next(due_version, left)
-        assert ticket is not None, "just waited for"
+        while (ticket := self._next(due_version, left)) is None:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._back_up()):
+                    await self._news.wait()
         return ticket
 
-    def _next(self, due_version: int, left: int) -> int | None:
+    def _next(self, due_version: int, left: int) -> Ticket | None:
         """The ticket to take now: of what is due, else of what has arrived; None while there is nothing such.
 
         As many due groups as `oversample` may be left when the batch has its `left` more groups.
         """
-        due = [ticket for ticket, version in self._admitted.items() if version <= due_version]
+        due = list(itertools.takewhile(lambda ticket: ticket.version <= due_version, self._admitted))
         waiting_for = due if len(due) >= left + self.oversample else [*due, *self._groups]
         return next((ticket for ticket in waiting_for if ticket in self._groups), None)
 
-    def _put_back(self, taken: dict[int, tuple[int, pa.Table]]) -> None:
-        self._admitted |= {ticket: version for ticket, (version, _) in taken.items()}
-        self._groups = {ticket: group for ticket, (_, group) in taken.items()} | self._groups
-        self.bytes += sum(group.nbytes for _, group in taken.values())
+    def _back_up(self) -> float | None:
+        """Gives groups that take too long to a second producer. Returns when the next one will have taken so, if any
+        producer could help it: seconds of the loop's clock."""
+        idle = set(self._idle.values())
+        if not idle or not self._seconds:
+            return None
+        now, patience = asyncio.get_running_loop().time(), self.backup_after * median(self._seconds)
+        for ticket in list(self._admitted):
+            if ticket in self._groups or len(ticket.holders) != 1 or idle <= ticket.holders:
+                continue
+            if ticket.since + patience > now:
+                return ticket.since + patience  # the rest is younger
+            turn = next(turn for turn, producer in self._idle.items() if producer not in ticket.holders)
+            self._hand(ticket, turn)
+            idle = set(self._idle.values())
+        return None
 
-    async def release(self, count: int) -> None:
+    def _put_back(self, taken: dict[Ticket, pa.Table]) -> None:
+        self._admitted = dict.fromkeys(sorted([*taken, *self._admitted], key=lambda ticket: ticket.since))
+        self._groups = taken | self._groups
+        self.bytes += sum(group.nbytes for group in taken.values())
+
+    def _count(self, count: int) -> None:
+        """That many were taken. Stragglers are what cannot be trained on any more."""
+        self._taken += count
+        self._too_old = self._taken // self.groups_per_step - self.max_staleness
+        if self.oversample:
+            for ticket in itertools.takewhile(lambda ticket: ticket.version < self._too_old, self._admitted):
+                if ticket not in self._groups:
+                    self._stop(ticket)
+
+    def release(self, count: int) -> None:
         """Frees the slots of `count` groups that were taken."""
-        async with self._changed:
-            if not 0 <= count <= self._taken - self._released:
-                raise ValueError(
-                    f"buffer: cannot release {count} slots, {self._taken - self._released} taken ones are in use"
-                )
-            self.in_use -= count
-            self._released += count
-            self._changed.notify_all()
+        if not 0 <= count <= self._taken - self._released:
+            raise ValueError(
+                f"buffer: cannot release {count} slots, {self._taken - self._released} taken ones are in use"
+            )
+        self.in_use -= count
+        self._released += count
+        self._serve()

@@ -5,10 +5,11 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from cluster.actors import Actor, Session, connect
-from cluster.buffer import Buffer
+from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
@@ -163,6 +164,7 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
         max_bytes=BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
         oversample=config.rollout.oversample,
+        backup_after=inf if prepared.budgets.alternating else BACKUP_AFTER,  # a call that is stopped delays the sleep
     )
     pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
     producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]

@@ -196,7 +196,7 @@ class Loop:
         deadlines = self.config.cluster.deadlines
         patience = deadlines.push + deadlines.start  # a generator may be restarting
         await self.pipes.latest.acknowledged(version, [p.actor.name for p in self.producers], patience)
-        await self.pipes.buffer.release(release)
+        self.pipes.buffer.release(release)
 
     async def _evaluate(self) -> dict[str, float]:
         """Held-out score of the current policy, through the same workers."""

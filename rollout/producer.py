@@ -3,7 +3,12 @@
     lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
     follow   waits for a newer policy in Latest -> delivers it -> proves the delivery -> acknowledges
 
-Lanes pull: a worker that is fast, or joined late, takes what there is, and a slow one holds up no more than its own.
+Lanes pull: a worker that is fast, or joined late, takes what there is. What a slow or lost one holds when the consumer
+needs it is made by an idle one as well (see cluster.buffer), so it costs the others its slots and that work.
+
+A worker that waits for its first policy has no lanes yet and holds no slot. But slots are released when every producer
+has acknowledged the newest policy: while one restarts or loads, the others go on with the slots that max_staleness
+leaves them, then wait for it (no longer than deadlines.push + deadlines.start, which ends the run).
 
 A lost process loses only the groups it had in flight; each is issued again by its position.
 """
@@ -12,10 +17,10 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -24,6 +29,7 @@ from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
+from cluster.ticket import Ticket
 from rollout.cursor import Cursor
 from rollout.delivery import Push, Receipt
 from rollout.engine import Sampling
@@ -62,7 +68,7 @@ class Producer:
     ) -> None:
         self.actor, self.pipes, self.sampling, self.deadlines = actor, pipes, sampling, deadlines
         self.restarts = 0
-        self.stragglers = 0  # groups stopped early
+        self.stragglers = 0  # groups stopped since the batch was filled by others
         self.receipt: Receipt | None = None  # of the newest policy that was proven
         self._life = 0
         self._revivals = 0  # since the last finished group
@@ -78,35 +84,19 @@ class Producer:
                 tasks.create_task(self._lane())
 
     async def _lane(self) -> None:
+        buffer, cursor = self.pipes.buffer, self.pipes.cursor
         while True:
-            ticket = await self.pipes.buffer.admit()
-            position, attempt = self.pipes.cursor.issue()
+            ticket = await buffer.admit(self.actor.name)
+            position, attempt = ticket.work = ticket.work or cursor.issue()
             problem = self.pipes.problems.at(position)
-            work = self.request(problem, self.sampling(position, attempt), attempt)
-            group = await (self._unless_straggling(work, ticket) if self.pipes.buffer.oversample else work)
-            if isinstance(group, pa.Table):
-                await self.pipes.buffer.put(ticket, group)
+            group = await self.request(problem, self.sampling(position, attempt), attempt, ticket)
+            if group is not None and await buffer.put(ticket, group):
                 continue
-            if group is None:
+            if group is None and ticket.wanted:
                 self._count_loss(problem)
-            self.pipes.cursor.again(position, attempt)
-            await self.pipes.buffer.give_up(ticket)
-
-    async def _unless_straggling(
-        self, work: Coroutine[Any, Any, pa.Table | None], ticket: int
-    ) -> pa.Table | Literal["straggler"] | None:
-        """What the work gives; or it is stopped, since its batch has been filled by others."""
-        task = asyncio.create_task(work)
-        late = asyncio.create_task(self.pipes.buffer.straggling(ticket))
-        try:
-            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            self.stragglers += 1
-            return "straggler"
-        finally:
-            late.cancel()
-            task.cancel()
+            if buffer.give_up(ticket, self.actor.name):
+                self.stragglers += not ticket.wanted
+                cursor.again(position, attempt)
 
     def _count_loss(self, problem: Problem) -> None:
         """A problem that takes every generator down with it must not go round for ever."""
@@ -136,17 +126,23 @@ class Producer:
         self.receipt = receipt
         await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)
 
-    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """One group, or None if the process was lost meanwhile (it is alive again when this returns)."""
+    async def request(
+        self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None = None
+    ) -> pa.Table | None:
+        """One group; None if the process was lost meanwhile (it is alive again when this returns), or as soon as the
+        group is not wanted any more."""
         async with self._reviving:  # a fresh process has no policy yet
             life = self._life
+        group: pa.Table | None = None
         try:
             with self.pipes.timeline.span("generate", self.actor.name, concurrent=True, position=problem.position):
-                group = await self.actor.call("rollout", problem, sampling, attempt, deadline_s=self.deadlines.group)
+                async with ticket.while_wanted() if ticket else nullcontext():
+                    group = await self.actor.call(
+                        "rollout", problem, sampling, attempt, deadline_s=self.deadlines.group
+                    )
+                    self._revivals = 0
         except (ActorDied, DeadlineExceeded) as error:
             await self._revive(life, error)
-            return None
-        self._revivals = 0
         return group
 
     async def _revive(self, life: int, error: Exception) -> None:

@@ -1,6 +1,7 @@
 """The pipe of samples: nothing is lost or doubled, slots and bytes are bounded, staleness is bound by arithmetic."""
 
 import asyncio
+import itertools
 
 import pyarrow as pa
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.buffer import MAX_REFILLS, Buffer
+from cluster.ticket import Ticket
 
 
 def group(position: int, version: int = 0) -> pa.Table:
@@ -28,6 +30,12 @@ async def taking(buffer: Buffer, count: int, oldest_version: int) -> list[pa.Tab
     return (await buffer.take(count, oldest_version)).groups
 
 
+async def working(ticket: Ticket) -> None:
+    """Until the group is not wanted any more."""
+    async with ticket.while_wanted():
+        await asyncio.Event().wait()
+
+
 async def drained(buffer: Buffer, oldest: int) -> list[int]:
     """Positions of what is left, taken one at a time."""
     left: list[int] = []
@@ -38,7 +46,7 @@ async def drained(buffer: Buffer, oldest: int) -> list[int]:
             task.cancel()
             return left
         left.append(position(task.result()[0]))
-        await buffer.release(1)
+        buffer.release(1)
 
 
 MOVES = st.lists(
@@ -46,6 +54,7 @@ MOVES = st.lists(
         st.tuples(st.just("put"), st.integers(0, 4)),  # policy version of the group
         st.tuples(st.just("take"), st.integers(1, 3)),
         st.tuples(st.just("cancelled take"), st.integers(1, 3)),
+        st.tuples(st.just("cancelled admit"), st.integers(0, 1)),  # slots that are released in the same moment
         st.tuples(st.just("release"), st.integers(1, 3)),
         st.tuples(st.just("step"), st.just(0)),  # the learner's version grows
     ),
@@ -63,7 +72,7 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
         produced, held, oldest = 0, 0, 0
 
         async def produce(number: int, version: int) -> None:
-            await buffer.put(await buffer.admit(), group(number, version))
+            await buffer.put(await buffer.admit("a"), group(number, version))
 
         async def consume(count: int) -> None:
             nonlocal held
@@ -82,8 +91,17 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
                 oldest += 1
             elif what == "release":
                 count = min(number, held)
-                await buffer.release(count)
+                buffer.release(count)
                 held -= count
+            elif what == "cancelled admit":
+                admission = asyncio.create_task(buffer.admit("b"))
+                await settle()
+                if admission.done():
+                    assert buffer.give_up(admission.result(), "b")
+                count = min(number, held)
+                buffer.release(count)
+                held -= count
+                admission.cancel()
             else:
                 task = asyncio.create_task(consume(number))
                 await settle()
@@ -92,7 +110,7 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
             await settle()
             assert 0 <= buffer.in_use <= slots
             assert buffer.bytes == 16 * len(buffer)
-        await buffer.release(held)
+        buffer.release(held)
         taken += await drained(buffer, oldest)
         await asyncio.gather(*producers)
         assert sorted(taken + dropped) == list(range(produced))
@@ -119,7 +137,7 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
         async def produce() -> None:
             number = 0
             while True:
-                await buffer.put(await buffer.admit(), group(number, released))
+                await buffer.put(await buffer.admit("a"), group(number, released))
                 number += 1
 
         producer = asyncio.create_task(produce())
@@ -134,7 +152,7 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
             if max_staleness == 0:
                 assert (len(buffer), buffer.in_use) == (0, per_step)
             released = step + 1
-            await buffer.release(per_step)
+            buffer.release(per_step)
         producer.cancel()
         assert seen == list(range(per_step * len(paces)))
         assert not dropped
@@ -144,9 +162,85 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
     asyncio.run(scenario())
 
 
+OUTCOMES = st.lists(st.tuples(st.sampled_from(["done", "lost", "hangs"]), st.integers(0, 5)), min_size=1, max_size=20)
+
+
+@given(producers=st.integers(1, 3), oversample=st.integers(0, 2), max_staleness=st.integers(0, 1), outcomes=OUTCOMES)
+@settings(max_examples=60)
+def test_a_group_with_two_producers_enters_once(
+    producers: int, oversample: int, max_staleness: int, outcomes: list[tuple[str, int]]
+) -> None:
+    """Of several producers the first may hang; any may lose its group, which is then made by the other or again."""
+
+    async def scenario() -> None:
+        buffer = Buffer(2, max_staleness, 40, print, oversample, backup_after=0.0)
+        first = await buffer.admit("last")  # so that it knows what a group usually takes
+        fates, numbers, again, entered = itertools.cycle(outcomes), itertools.count(), [], []
+
+        async def lane(name: str) -> None:
+            while True:
+                ticket = await buffer.admit(name)
+                ticket.work = ticket.work or (again.pop() if again else (next(numbers), 0))
+                assert name in ticket.holders
+                assert len(ticket.holders) <= min(producers, 2)
+                fate, pace = next(fates)
+                made = False
+                async with ticket.while_wanted():
+                    for _ in range(1 + pace):
+                        await asyncio.sleep(0)
+                    if fate == "hangs" and name == "0" and producers > 1:
+                        await asyncio.Event().wait()
+                    made = fate != "lost" or name != "0" or producers == 1
+                if made and await buffer.put(ticket, group(ticket.work[0])):
+                    entered.append(ticket.work[0])
+                elif buffer.give_up(ticket, name):
+                    again.append(ticket.work)
+
+        lanes = [
+            asyncio.create_task(lane(str(rank)))
+            for rank in range(producers)
+            for _ in range(-(-buffer.slots // producers))
+        ]
+        await buffer.put(first, group(-1))
+        taken: list[int] = []
+        for _ in range(6):
+            taken += map(position, await asyncio.wait_for(taking(buffer, 2, 0), 10))
+            buffer.release(2)
+            assert 0 <= buffer.in_use <= buffer.slots
+        for task in lanes:
+            task.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
+        assert len(set(entered)) == len(entered)
+        assert len(set(taken)) == len(taken) == 12
+        assert set(taken) <= {-1, *entered}
+
+    asyncio.run(scenario())
+
+
+async def test_a_group_that_takes_long_goes_to_an_idle_producer_but_never_to_its_own() -> None:
+    buffer = Buffer(2, 0, 2**20, print, backup_after=0.0)
+    mine, quick = await buffer.admit("a"), await buffer.admit("a")
+    own, other = (asyncio.create_task(buffer.admit(name)) for name in "ab")
+    take = asyncio.create_task(taking(buffer, 2, 0))
+    await settle()
+    assert not other.done()  # what a group usually takes is not known yet
+    assert await buffer.put(quick, group(0))
+    assert await other is mine
+    assert not own.done()
+    loser = asyncio.create_task(working(mine))
+    await settle()
+    assert await buffer.put(mine, group(1))  # b's
+    await asyncio.wait_for(loser, 1)
+    assert not await buffer.put(mine, group(1))  # a's comes too late
+    assert not buffer.give_up(mine, "a")
+    assert list(map(position, await take)) == [0, 1]
+    assert (buffer.in_use, len(buffer)) == (2, 0)
+    own.cancel()
+
+
 async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
     buffer = Buffer(3, 0, max_bytes=20, on_drop=print)
-    tickets = [await buffer.admit() for _ in range(3)]
+    tickets = [await buffer.admit("a") for _ in range(3)]
     await buffer.put(tickets[0], group(0))
     second = asyncio.create_task(buffer.put(tickets[1], group(1)))
     await settle()
@@ -163,7 +257,7 @@ async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() ->
 async def test_a_cancelled_take_gives_back_what_it_held() -> None:
     buffer = Buffer(3, 0, max_bytes=2**20, on_drop=print)
     for number in range(2):
-        await buffer.put(await buffer.admit(), group(number))
+        await buffer.put(await buffer.admit("a"), group(number))
     waiting = asyncio.create_task(taking(buffer, 3, 0))
     await settle()
     assert not waiting.done()
@@ -177,9 +271,9 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
     dropped: list[pa.Table] = []
     buffer = Buffer(1, 0, max_bytes=2**20, on_drop=dropped.append)
-    await buffer.put(await buffer.admit(), group(7, version=3))
+    await buffer.put(await buffer.admit("a"), group(7, version=3))
     take = asyncio.create_task(taking(buffer, 1, oldest_version=4))
-    ticket = await buffer.admit()  # would wait for ever if the slot of the dropped group were kept
+    ticket = await buffer.admit("a")  # would wait for ever if the slot of the dropped group were kept
     await buffer.put(ticket, group(7, version=4))
     assert list(map(position, await take)) == [7]
     assert (list(map(position, dropped)), buffer.dropped_stale) == ([7], 1)
@@ -188,14 +282,14 @@ async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
 async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() -> None:
     """Two groups a step, staleness 1. The very first group takes as long as three steps would."""
     buffer = Buffer(2, 1, max_bytes=33, on_drop=print)
-    slow, *quick = [await buffer.admit() for _ in range(4)]
+    slow, *quick = [await buffer.admit("a") for _ in range(4)]
     for number, ticket in enumerate(quick[:2], start=1):
         await buffer.put(ticket, group(number))
     assert list(map(position, await taking(buffer, 2, oldest_version=-1))) == [1, 2]  # it is overtaken
-    await buffer.release(2)
+    buffer.release(2)
     await buffer.put(quick[2], group(3))
     for number in (4, 5):
-        late = asyncio.create_task(buffer.put(await buffer.admit(), group(number, version=1)))
+        late = asyncio.create_task(buffer.put(await buffer.admit("a"), group(number, version=1)))
     take = asyncio.create_task(taking(buffer, 2, oldest_version=0))
     await settle()
     assert not take.done()  # three others are there, but at the next step the slow one would be too old
@@ -210,7 +304,7 @@ async def test_what_can_never_be_satisfied_is_refused() -> None:
     with pytest.raises(ValueError, match="1 to 2 groups"):
         await buffer.take(3, 0)
     with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
-        await buffer.release(1)
+        buffer.release(1)
 
 
 async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_ends() -> None:
@@ -219,14 +313,14 @@ async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_en
     async def produce() -> None:
         number = 0
         while True:
-            await buffer.put(await buffer.admit(), group(number))
+            await buffer.put(await buffer.admit("a"), group(number))
             number += 1
 
     producer = asyncio.create_task(produce())
     odd = await buffer.take(2, 0, lambda g: position(g) % 2 == 1)
     assert (list(map(position, odd.groups)), list(map(position, odd.useless))) == ([1, 3], [0, 2])
     assert buffer.in_use == 2  # only what was taken holds a slot
-    await buffer.release(2)
+    buffer.release(2)
     none = await buffer.take(2, 0, lambda g: False)
     assert (len(none.groups), len(none.useless)) == (2, 2 * MAX_REFILLS)
     producer.cancel()
@@ -236,8 +330,8 @@ async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_en
 async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_staleness: int) -> None:
     """Two groups a step and one more; the very first group never ends."""
     buffer = Buffer(2, max_staleness, 2**20, on_drop=print, oversample=1)
-    slow, *quick = [await buffer.admit() for _ in range(buffer.slots)]
-    straggling = asyncio.create_task(buffer.straggling(slow))
+    slow, *quick = [await buffer.admit("a") for _ in range(buffer.slots)]
+    straggling = asyncio.create_task(working(slow))
     for step in range(max_staleness + 1):
         await settle()
         assert not straggling.done()  # it may still be trained on
@@ -245,15 +339,15 @@ async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_stalen
             await buffer.put(ticket, group(number, version=step))
         assert list(map(position, await taking(buffer, 2, step - max_staleness))) == [2 * step, 2 * step + 1]
         if step < max_staleness:
-            await buffer.release(2)
-            quick = [*quick[2:], await buffer.admit(), await buffer.admit()]
+            buffer.release(2)
+            quick = [*quick[2:], await buffer.admit("a"), await buffer.admit("a")]
     await asyncio.wait_for(straggling, 1)
-    await buffer.give_up(slow)
-    again = asyncio.create_task(buffer.admit())
+    assert buffer.give_up(slow, "a")
+    again = asyncio.create_task(buffer.admit("a"))
     await settle()
     assert again.done() == (max_staleness > 0)  # else it would be sampled from a policy that is too old already
-    await buffer.release(2)
-    on_time = asyncio.create_task(buffer.straggling(await again))
+    buffer.release(2)
+    on_time = asyncio.create_task(working(await again))
     await settle()
     assert not on_time.done()
     on_time.cancel()

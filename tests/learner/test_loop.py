@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cluster.actors import ActorDied, Local
-from cluster.buffer import Buffer
+from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
@@ -125,7 +126,14 @@ def build(
         workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
     cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
     oversample = config.rollout.oversample
-    buffer = Buffer(PER_STEP, config.max_staleness, 2**20, lambda g: cursor.again(*group_position(g)), oversample)
+    buffer = Buffer(
+        PER_STEP,
+        config.max_staleness,
+        2**20,
+        lambda g: cursor.again(*group_position(g)),
+        oversample,
+        inf if alternating else BACKUP_AFTER,
+    )
     pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
 
     def sampling(position: int, attempt: int) -> Sampling:

@@ -111,7 +111,7 @@ async def consume(producer: Producer, count: int) -> list[tuple[int, int]]:
     groups: list[tuple[int, int]] = []
     for _ in range(count):
         groups += map(group_position, (await producer.pipes.buffer.take(1, 0)).groups)
-        await producer.pipes.buffer.release(1)
+        producer.pipes.buffer.release(1)
     return groups
 
 

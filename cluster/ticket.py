@@ -1,0 +1,43 @@
+"""Who generates a group, and for how long that is worth while."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A slot of the Buffer: the right to generate one group.
+
+    version: of the policy at its admission. since: seconds of the loop's clock. holders: the producers at work on it.
+    work: the (position, attempt) to generate, as the first holder writes it here for the second.
+    """
+
+    version: int
+    since: float
+    holders: set[str]
+    work: tuple[int, int] | None = None
+    wanted: bool = True  # no other holder has put the group, and it can still be trained on
+    _scopes: list[asyncio.Timeout] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def while_wanted(self) -> AsyncIterator[None]:
+        """Stops its body, and goes on behind it, as soon as the group is not wanted any more."""
+        scope = asyncio.timeout(None if self.wanted else 0)
+        self._scopes.append(scope)
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():  # the body's own
+                raise
+        finally:
+            self._scopes.remove(scope)
+
+    def stop(self) -> None:
+        """The group is not wanted any more."""
+        if self.wanted:
+            self.wanted = False
+            for scope in self._scopes:
+                scope.reschedule(0)
