@@ -5,7 +5,7 @@
 buffer  admit, put, take and release of groups of rollout.schema, a batch of eight at a time: the Buffer alone.
 actor   the same groups as answers of a Ray actor, eight calls under way at once, as rollout workers are called
         (cluster.actors): what the driver gets is a pa.Table by value. CPU is the driver's own, all its threads.
-push    the other way: an adapter as argument of a call, as Producer.deliver sends it, one after another.
+push    the other way: an adapter as one argument that eight calls share, as producers send it to their generators.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.common import ENGINE_PACKAGES, MIB, as_table, conditions, save, 
 from cluster.actors import Actor, connect
 from cluster.buffer import Buffer
 from cluster.placement import Role
+from cluster.shared import Shared
 from rollout.engine import Adapter, Completion
 from tests.groups import make_group
 
@@ -98,7 +99,9 @@ async def pushed(name: str, times: int, source: Actor) -> dict[str, Any]:
 
     async def work() -> None:
         for _ in range(times):
-            await source.call("take", adapter, deadline_s=DEADLINE_S)
+            shared = Shared(adapter)
+            await asyncio.gather(*(source.call("take", shared, deadline_s=DEADLINE_S) for _ in range(AT_ONCE)))
+            shared.forget()
 
     await work()
     return row(f"push, {name}", times, ADAPTERS[name], *await timed(work))
@@ -136,8 +139,8 @@ def report(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:
         f"# Handing over: groups of {GENERATIONS} completions of {LENGTHS['short']} or {LENGTHS['long']} tokens, and "
         f"adapters\n\n{as_table(header, cells)}\n\n"
         "The Buffer moves references, so its MB/s say only that size costs nothing there. An actor's group is "
-        f"serialised there and read here; {AT_ONCE} calls under way. A push is the round trip of one adapter to one "
-        "generator; n generators cost the driver n times that.\n\n"
+        f"serialised there and read here; {AT_ONCE} calls under way. A push is the round trip of one adapter "
+        f"that {AT_ONCE} calls share, as those to generators do.\n\n"
         f"Conditions: {under(told, 'Wall and CPU time')}\n"
     )
 

@@ -13,18 +13,18 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.placement import Placement, PlacementError, Role, place
+from cluster.private import new_folder
+from cluster.shared import Shared
 from cluster.start import uncollected
 
 log = logging.getLogger("cluster")
 
-TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "gl-"  # short: socket paths end at 107 bytes
 OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
 
 # Of roles, whose lines reach the driver: no progress bars, and no notes from one library to the authors of another.
@@ -53,7 +53,7 @@ class Actor(Protocol):
     name: str
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        """Runs `await object.method(*args)`; raises ActorDied, DeadlineExceeded or RemoteError."""
+        """Runs `await object.method(*args)`, with what is Shared by value; ActorDied, DeadlineExceeded, RemoteError."""
 
     async def revive(self, hung: bool, deadline_s: float) -> None:
         """Waits until a fresh process (state as after construction) answers; a hung one is killed first."""
@@ -86,7 +86,8 @@ class Remote:
         self._last_answer = time.monotonic()
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        return await self._await(self._handle.call.remote(method, *args), method, deadline_s)
+        sent = [_reference(arg) if isinstance(arg, Shared) else arg for arg in args]
+        return await self._await(self._handle.call.remote(method, *sent), method, deadline_s)
 
     async def revive(self, hung: bool, deadline_s: float) -> None:
         if hung:  # Ray never notices a hung process; one that died it restarts by itself
@@ -147,7 +148,8 @@ class Local:
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return await getattr(self._object, method)(*args)
+                values = [arg.value if isinstance(arg, Shared) else arg for arg in args]
+                return await getattr(self._object, method)(*values)
         except TimeoutError:
             if not limit.expired():  # the method's own
                 raise
@@ -257,8 +259,7 @@ def connect(address: str, min_cpus: float) -> Session:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    _sweep()
-    temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
+    temp_dir = new_folder()
     ray.init(
         address="local",
         include_dashboard=False,
@@ -284,12 +285,13 @@ def _check_listening(address: str) -> None:
             ) from None
 
 
-def _sweep() -> None:
-    """Removes the folders of private clusters whose driver was killed before it could."""
-    for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
-        owner = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+def _reference(shared: Shared[Any]) -> Any:
+    """What Ray replaces by the value where it arrives, as a direct argument of a call."""
+    if shared.handle is None:
+        import ray
+
+        shared.handle = ray.put(shared.value)
+    return shared.handle
 
 
 def _cause(error: Any) -> str:

@@ -4,11 +4,13 @@ Silent non-delivery is the costliest bug of this field: an adapter that never re
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from cluster.shared import Shared
 from rollout.engine import Adapter, Weights
 
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
@@ -38,7 +40,7 @@ class Receipt(NamedTuple):
     peak_memory: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Push:
     """An adapter (with learner.mode full: all weights) on its way, with what the learner says of the probe tokens.
 
@@ -50,6 +52,11 @@ class Push:
     logprobs: npt.NDArray[np.float32]
     previous: npt.NDArray[np.float32] | None
     dtype: str
+
+    @cached_property
+    def shared(self) -> Shared[Adapter | Weights]:
+        """The policy as one argument for all generators."""
+        return Shared(self.adapter)
 
     def verify(self, worker: str, digest: str, answer: npt.NDArray[np.float32]) -> float:
         """max |difference| on the probe; DeliveryError names worker, version and difference."""

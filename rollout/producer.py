@@ -121,7 +121,7 @@ class Producer:
     async def deliver(self, push: Push) -> None:
         """Sends an adapter, proves that the worker generates with it, and acknowledges it."""
         with self.pipes.timeline.span("push", self.actor.name, version=push.adapter.version):
-            receipt = await self.actor.call("take_policy", push.adapter, push.probe_ids, deadline_s=self.deadlines.push)
+            receipt = await self.actor.call("take_policy", push.shared, push.probe_ids, deadline_s=self.deadlines.push)
             push.verify(self.actor.name, receipt.digest, receipt.logprobs)
         self.receipt = receipt
         await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)

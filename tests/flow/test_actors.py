@@ -1,5 +1,6 @@
 """Real Ray processes: death, hanging and errors of an actor, seen from the caller."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -11,6 +12,18 @@ import pytest_asyncio
 
 from cluster.actors import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Session, connect
 from cluster.placement import PlacementError, Role
+from cluster.shared import Shared
+
+
+class Letter:
+    """Counts how often it was serialised here."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text, self.posted = text, 0
+
+    def __getstate__(self) -> dict[str, bytes]:
+        self.posted += 1
+        return {"text": self.text}
 
 
 class Toy:
@@ -39,6 +52,9 @@ class Toy:
 
     async def give_up(self) -> None:
         raise TimeoutError("the object's own wait")
+
+    async def size(self, letter: Letter) -> int:
+        return len(letter.text)
 
     async def die(self) -> None:
         os._exit(1)
@@ -94,6 +110,20 @@ async def test_what_must_not_be_restarted_stays_dead(session: Session) -> None:
     with pytest.raises(ActorDied) as error:
         await once.call("die", deadline_s=10)
     assert not isinstance(error.value, ActorRestarting)
+
+
+async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Session) -> None:
+    toys = [session.spawn(role, Toy, [], {}, restarts=0) for role in ROLES[:2]]
+    shared = Shared(Letter(bytes(2**20)))
+    for _ in range(2):
+        answers = await asyncio.gather(*(toy.call("size", shared, deadline_s=60) for toy in toys))
+        assert answers == [2**20] * 2
+    assert shared.value.posted == 1
+    shared.forget()
+    assert await toys[0].call("size", shared, deadline_s=10) == 2**20
+    assert shared.value.posted == 2
+    for toy in toys:
+        await toy.kill()
 
 
 async def test_a_failing_constructor_tells_why(session: Session) -> None:

@@ -307,7 +307,7 @@ class Stuck(Local):
     """Dies of the second policy, and never comes back."""
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        if method == "take_policy" and args[0].version == 1:
+        if method == "take_policy" and args[0].value.version == 1:
             raise ActorDied(self.name)
         return await super().call(method, *args, deadline_s=deadline_s)
 
