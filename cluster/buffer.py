@@ -26,6 +26,7 @@ there is no bias to short completions.
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -162,6 +163,7 @@ class Buffer:
             return False
         del self._admitted[ticket]
         self.in_use -= 1
+        self._news.set()  # one less is due
         self._serve()
         return True
 
@@ -224,11 +226,11 @@ class Buffer:
         """Gives groups that take too long to a second producer. Returns when the next one will have taken so, if any
         producer could help it: seconds of the loop's clock."""
         idle = set(self._idle.values())
-        if not idle or not self._seconds:
+        if not idle or not self._seconds or self.backup_after == math.inf:
             return None
         now, patience = asyncio.get_running_loop().time(), self.backup_after * median(self._seconds)
         for ticket in list(self._admitted):
-            if ticket in self._groups or len(ticket.holders) != 1 or idle <= ticket.holders:
+            if not ticket.wanted or ticket in self._groups or len(ticket.holders) != 1 or idle <= ticket.holders:
                 continue
             if ticket.since + patience > now:
                 return ticket.since + patience  # the rest is younger

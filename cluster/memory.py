@@ -7,7 +7,7 @@ S keys that its completions attend to (a shared prompt once per completion); V v
 Sources. What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what
 each layer keeps and a maximum over the places where it can be highest; the coefficients are those of learner.fakerun
 (the real step on tensors without content), and a test holds them to it within 2 % of the peak. Figures of the engine
-are those of vLLM's documentation and source, and estimates where it has none; each function says which.
+are vLLM's documentation's and source's, else estimates; each function says which.
 """
 
 from collections.abc import Sequence
@@ -255,19 +255,20 @@ class Serving:
     kv_bytes: int = 0
     targets: tuple[str, ...] = tuple(LINEAR)
     cuda: bool = True
+    longest: int = 0  # tokens, prompt and completion
 
 
 def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     """What vLLM holds while it generates.
 
-    weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each
-      adapter version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
+    weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each adapter
+      version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
       tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
     graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. context: one process.
     """
     b = DTYPE_BYTES[serving.dtype]
     graphs = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {}
-    tokens = max(PREFILL_TOKENS, serving.sequences)
+    tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
     return {
         "weights": base_bytes(shape, serving.base, b),
         "kv_cache": serving.kv_bytes,
@@ -276,11 +277,6 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
         **graphs,
         "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
     }
-
-
-def kv_token_bytes(shape: Shape, dtype: str) -> int:
-    """Keys and values of one token: 2 L k b; less where vLLM gives sliding-window layers a smaller share."""
-    return 2 * shape.layers * shape.widths["kv"] * DTYPE_BYTES[dtype]
 
 
 def asleep(parts: Parts) -> Parts:

@@ -32,14 +32,20 @@ class Placement:
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placement:
-    """First-fit of roles into bundles: one bundle a card for GPU roles, one bundle a role without a GPU.
+    """`pack`, checked: PlacementError when the nodes together, or the largest of them, cannot hold the result."""
+    placement = pack(roles)
+    _check(placement.bundles, nodes)
+    return placement
 
-    Raises PlacementError when the nodes together, or the largest of them, cannot hold the result.
+
+def pack(roles: Sequence[Role]) -> Placement:
+    """First-fit of roles into bundles, the last role of equal ones first: one bundle a card for GPU roles, one bundle a
+    role without a GPU. So the learner, which is the last, shares its card with the first generator that fits beside it.
     """
     bundles: list[dict[str, float]] = []
     free: list[float] = []
     bundle_of: dict[str, int] = {}
-    for role in sorted(roles, key=lambda r: -r.gpus):
+    for _, role in sorted(enumerate(roles), key=lambda pair: (-pair[1].gpus, -pair[0])):
         fits = [i for i, left in enumerate(free) if role.gpus > 0 and left >= role.gpus - 1e-9]
         if fits:
             index = fits[0]
@@ -50,7 +56,6 @@ def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placem
             free.append(1.0 if role.gpus > 0 else 0.0)
         free[index] -= role.gpus
         bundle_of[role.name] = index
-    _check(bundles, nodes)
     return Placement(bundles, bundle_of)
 
 

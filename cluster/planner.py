@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster import memory
+from cluster.kv import cache_bytes, cached_sequences
 from cluster.memory import Checkpointing, Learning, Micro, Parts, Serving
 from cluster.shapes import LINEAR, SHAPES, Shape
 
@@ -41,9 +42,14 @@ class Workload:
     groups: int | None = None  # of a step, if that is known
 
     @property
+    def whole(self) -> int:
+        """Tokens of one completion with its prompt."""
+        return self.prompt + self.completion
+
+    @property
     def longest(self) -> int:
-        """Tokens of one completion with its prompt, as they are trained."""
-        return self.prompt + self.completion - 1
+        """The same as they are trained: the last token predicts nothing."""
+        return self.whole - 1
 
     @property
     def group(self) -> int:
@@ -198,10 +204,12 @@ def _plan(
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     adapters = work.adapters if wish.mode == "lora" else 0
-    serving = Serving(wish.dtype, base, wish.rank, adapters, work.sequences, kv_bytes, wish.targets, wish.cuda)
-    full_length = memory.kv_token_bytes(shape, wish.dtype) * (work.prompt + work.completion)
+    serving = Serving(
+        wish.dtype, base, wish.rank, adapters, work.sequences, kv_bytes, wish.targets, wish.cuda, work.whole
+    )
+    held = cached_sequences(shape, wish.dtype, work.whole, kv_bytes, cuda=wish.cuda)
     return Plan(
-        shape, device_bytes, layout, base, policy, budget, kv_bytes, min(kv_bytes // full_length, work.sequences),
+        shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
         memory.learner_bytes(shape, learning, micro), memory.generator_bytes(shape, serving), work.generators,
     )  # fmt: skip
 
@@ -210,9 +218,8 @@ def _kv_choices(shape: Shape, work: Workload, wish: Wish) -> list[int]:
     """Bytes for up to COMFORT sequences of full length, down to one: vLLM queues what has no room."""
     if wish.kv_bytes is not None:
         return [wish.kv_bytes]
-    one = memory.kv_token_bytes(shape, wish.dtype) * (work.prompt + work.completion)
     counts = {min(n, work.sequences) for n in (COMFORT, 32, 16, 8, 4, 2, 1)}
-    return [max(one * n, 2**20) for n in sorted(counts, reverse=True)]
+    return [cache_bytes(shape, wish.dtype, work.whole, n, cuda=wish.cuda) for n in sorted(counts, reverse=True)]
 
 
 def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple[Checkpointing, int]]:
@@ -235,12 +242,10 @@ def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
     """The same with the rest of the device as KV cache, up to all sequences at full length."""
     if wish.kv_bytes is not None or found.sequences == 0:
         return found
-    one = memory.kv_token_bytes(found.shape, wish.dtype) * (work.prompt + work.completion)
     count = work.sequences
     while count > found.sequences:
-        more = replace(
-            found, kv_bytes=count * one, sequences=count, generator=found.generator | {"kv_cache": count * one}
-        )
+        size = cache_bytes(found.shape, wish.dtype, work.whole, count, cuda=wish.cuda)
+        more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": size})
         if _fits(more, wish):
             return more
         count -= max(1, count // 16)

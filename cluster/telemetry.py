@@ -69,6 +69,8 @@ class Timeline:
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
+        if resume_step > 0 and path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a line that a kill cut short
         self._file = path.open("a" if resume_step > 0 else "w", buffering=1)
         if self._file.tell() == 0:
             self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
@@ -91,7 +93,7 @@ class Timeline:
             common = {"name": what, "cat": what, "pid": 0, "tid": role, "args": details}
             begin, stop = (round((moment + self._epoch) * 1e6) for moment in (start, end))
             if concurrent:  # a pair of asynchronous events: complete ones must nest within their track
-                common["id"] = next(self._ids)
+                common["id"] = str(next(self._ids))  # beyond what JavaScript's numbers hold exactly
                 events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
             else:
                 events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]

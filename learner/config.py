@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from cluster.config import ClusterConfig, Frozen
+from cluster.placement import Role
 from rewards.config import RewardConfig, resolved_names
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
@@ -186,6 +187,11 @@ class RunConfig(Frozen):
                 "between requests, and so does everything at max_staleness 0; set learner.mode=lora and "
                 f"max_staleness=1, or in_flight=finish (got mode={learner.mode}, max_staleness={self.max_staleness})"
             )
+        if learner.loss.ratio == "gspo" and learner.loss.epsilon is None and self.model.dtype != "float32":
+            raise ValueError(
+                f"learner.loss.epsilon: ratio gspo needs one with model.dtype={self.model.dtype}: its paper's 3e-4 and "
+                "4e-4 lie within the rounding noise between sampler and learner; give for example [0.01, 0.01]"
+            )
         if learner.mode == "full":
             self._full()
         if self.model.reference is not None and learner.loss.beta == 0:
@@ -214,3 +220,10 @@ class RunConfig(Frozen):
     def num_steps(self) -> int | None:
         """Optimizer steps, or None when `epochs` decides once the data is known."""
         return self.steps if self.steps is not None or self.epochs is not None else 60
+
+
+def roles(config: RunConfig) -> list[Role]:
+    """The processes of a run: its generators, then the learner."""
+    cpus, gpus = config.cluster.cpus, config.cluster.gpus
+    generators = [Role(f"generator-{rank}", cpus.generator, gpus.generator) for rank in range(config.rollout.workers)]
+    return [*generators, Role("learner", cpus.learner, gpus.learner)]

@@ -13,11 +13,11 @@ from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
-from learner.config import RunConfig
+from learner.config import RunConfig, roles
 from learner.journal import Sinks
 from learner.loop import Loop
 from learner.memory_plan import Budgets, PlanFile
-from learner.preflight import Prepared, roles
+from learner.preflight import Prepared
 from learner.progress import Progress
 from learner.settings import to_yaml
 from rollout.cursor import Cursor
@@ -56,9 +56,11 @@ async def live(prepared: Prepared) -> int:
             workers, trainer = await _processes(prepared, session)
             loop = _wire(prepared, workers, trainer, progress)
             _obey_signals(loop)
-            await loop.run(prepared.resume_from)
-            loop.sinks.metrics.close()
-            loop.sinks.timeline.close()
+            try:
+                await loop.run(prepared.resume_from)
+            finally:
+                loop.sinks.metrics.close()
+                loop.sinks.timeline.close()
         except BaseException:
             progress.note(_where_it_goes_on(config))
             raise
@@ -123,6 +125,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             seed=config.seed * 1000 + rank,
             base=config.model.base,
             in_flight=rollout.in_flight,
+            sleeps=budgets.alternating,
         ),
         rewards=tuple(config.rewards),
         reward_workers=rollout.reward_workers,
@@ -164,7 +167,9 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
         max_bytes=BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
         oversample=config.rollout.oversample,
-        backup_after=inf if prepared.budgets.alternating else BACKUP_AFTER,  # a call that is stopped delays the sleep
+        backup_after=inf
+        if prepared.budgets.alternating
+        else BACKUP_AFTER,  # an engine with a call that is being stopped cannot sleep
     )
     pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
     producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cluster.actors import Actor
-from cluster.buffer import Batch
+from cluster.buffer import MAX_REFILLS, Batch
 from learner import checkpoint
 from learner.advantage import has_signal
 from learner.config import RunConfig
@@ -79,6 +79,7 @@ class Loop:
         """The whole run, from `resume_from` or from the start, to the last step or until stopped."""
         if resume_from is not None:
             await self._load(resume_from)
+        ledger.forget_after(self.sinks.folder / "rollouts", self.step)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
             await self._train(tasks)
@@ -131,13 +132,15 @@ class Loop:
         """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""
         deadlines, buffer = self.config.cluster.deadlines, self.pipes.buffer
         oldest = self.step - self.config.max_staleness
+        rounds = 1 + MAX_REFILLS * self.config.rollout.dynamic_sampling
+        patience = deadlines.start + rounds * deadlines.group
         try:
-            async with asyncio.timeout(deadlines.start + deadlines.group):
+            async with asyncio.timeout(patience):
                 with self.sinks.timeline.span("wait", "loop", step=self.step + 1):
                     batch = await buffer.take(self.config.learner.groups_per_step, oldest, self._useful)
         except TimeoutError:
             raise TimeoutError(
-                f"step {self.step + 1}: waited {deadlines.start + deadlines.group:g} s for "
+                f"step {self.step + 1}: waited {patience:g} s for "
                 f"{self.config.learner.groups_per_step} groups; {len(buffer)} lie in the buffer, {buffer.in_use} of "
                 f"{buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are long"
             ) from None
@@ -151,10 +154,14 @@ class Loop:
         """One update, and the policy that comes of it. The metrics are of all that was generated for it; so is what is
         written to the ledger meanwhile, and at rest before this returns, hence before any checkpoint counts it."""
         generated = [*batch.groups, *batch.useless]
-        metrics = batch_metrics(generated, self.step) | {"rollout/refilled_groups": float(len(batch.useless))}
-        at_rest = asyncio.to_thread(ledger.write, self.sinks.folder / "rollouts", self.step + 1, generated)
-        async with self._the_card():
-            _, (learned, push) = await asyncio.gather(at_rest, self._update(batch.groups))
+        rollouts = self.sinks.folder / "rollouts"
+        at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, rollouts, self.step + 1, generated))
+        try:
+            metrics = batch_metrics(generated, self.step) | {"rollout/refilled_groups": float(len(batch.useless))}
+            async with self._the_card():
+                learned, push = await self._update(batch.groups)
+        finally:
+            await at_rest
         for group in generated:
             self.pipes.cursor.finish(group_position(group)[0])
         self.step += 1
@@ -245,6 +252,5 @@ class Loop:
         self.step = self._saved = int(state["step"])
         self.pipes.cursor.restore(**state["cursor"])
         self.pipes.buffer.dropped_stale = int(state["dropped_stale"])
-        ledger.forget_after(self.sinks.folder / "rollouts", self.step)
         self.evaluations = [Evaluation(**e) for e in state["evaluations"]]
         self.sinks.progress.note(f"resumed at step {self.step} from {folder}")

@@ -7,15 +7,17 @@ under another.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster import memory
+from cluster.placement import pack
 from cluster.planner import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
 from cluster.shapes import LINEAR, Shape
-from learner.config import LearnerConfig, RunConfig
+from learner.config import LearnerConfig, RunConfig, roles
 
 log = logging.getLogger("learner")
 
@@ -74,6 +76,7 @@ def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
     found = plan(shape, config.memory.device, _workload(config), _wish(config, _layouts(config)))
     if isinstance(found, Misfit):
         raise MemoryPlanError(str(found))
+    _check_cache(config, found)
     chosen = config.learner.model_copy(
         update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
     )
@@ -112,6 +115,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     found = plan(shape, NO_LIMIT, _workload(config), _wish(fixed, _layouts(config)[:1]))
     if isinstance(found, Misfit):
         raise MemoryPlanError(str(found))
+    _check_cache(config, found)
     cap = None if config.memory.learner == "auto" else config.memory.learner
     note = (
         f"memory: memory.device is null, so no limit is applied; planned: learner {gib(found.learner_bytes)}, "
@@ -120,9 +124,23 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     return Budgets(learner, found.kv_bytes, cap, found.layout, found, note)
 
 
+def _check_cache(config: RunConfig, found: Plan) -> None:
+    if found.sequences < 1:
+        tokens = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        raise MemoryPlanError(
+            f"rollout.kv_cache: must hold one sequence of {tokens} tokens, {gib(found.kv_bytes)} does not; raise it, "
+            "set it to auto with memory.device, or lower rollout.max_prompt_length or max_completion_length"
+        )
+
+
 def _layouts(config: RunConfig) -> tuple[Layout, ...]:
     """The layouts that the run's placement allows, the preferred first."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
+    if config.memory.device is not None and (gpus.generator > 0) != (gpus.learner > 0):
+        raise MemoryPlanError(
+            f"memory.device: one role on a GPU and one on a CPU share no memory (cluster.gpus {gpus.generator:g} and "
+            f"{gpus.learner:g}); set memory.device=null, and rollout.kv_cache and memory.learner instead"
+        )
     own_cards = gpus.generator + gpus.learner > 1
     one_card = min(gpus.generator, gpus.learner) > 0 and not own_cards
     if wanted == "alternating":
@@ -164,20 +182,25 @@ def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
 
 
 def _workload(config: RunConfig) -> Workload:
-    rollout, gpus = config.rollout, config.cluster.gpus
-    count = rollout.workers
-    if gpus.generator > 0:  # as cluster.placement fills a card
-        left = 1 - gpus.learner if gpus.generator + gpus.learner <= 1 else 1
-        count = max(1, min(count, int(left / gpus.generator + 1e-9)))
+    rollout = config.rollout
     return Workload(
         generations=rollout.num_generations,
         prompt=rollout.max_prompt_length,
         completion=rollout.max_completion_length,
         sequences=rollout.max_num_seqs,
         adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
-        generators=count,
+        generators=_generators_a_card(config),
         groups=config.learner.groups_per_step,
     )
+
+
+def _generators_a_card(config: RunConfig) -> int:
+    """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
+    generators = roles(config)[:-1]
+    if config.cluster.gpus.generator == 0:
+        return len(generators)
+    bundle_of = pack(roles(config)).bundle_of
+    return max(Counter(bundle_of[role.name] for role in generators).values())
 
 
 def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:

@@ -18,7 +18,7 @@ from learner.loss import LOSSES
 class Opinions:
     """Of each completion."""
 
-    advantages: npt.NDArray[np.float64]  # [R] nan where a judge failed
+    advantages: npt.NDArray[np.float64]  # [R] 0 where a judge failed
     coefficients: npt.NDArray[np.float64]  # [R] weight of each of its tokens in the loss of its update
     trained: npt.NDArray[np.bool_]  # [R] false if no judge spoke, or if its gradient is exactly 0
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     work = Workload(args.generations, args.prompt, args.completion, args.sequences, args.staleness + 2)
-    found = [_plans(shape, device, work, args.rank, args.cards) for shape in shapes]
+    found = [_plans(shape, device, work, args.rank, args.cards, args.staleness) for shape in shapes]
     if args.json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
     else:
@@ -90,11 +90,12 @@ def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
     return list(SHAPES.values()) if all_of_them else [SHAPES[name] for name in FIVE]
 
 
-def _plans(shape: Shape, device: int, work: Workload, rank: int, cards: int) -> Found:
+def _plans(shape: Shape, device: int, work: Workload, rank: int, cards: int, staleness: int) -> Found:
     """What each method needs at least, and what the planner chooses for LoRA."""
 
     def asked(wish: Wish) -> Wish:
-        return replace(wish, rank=rank, layouts=("separate",) if cards == 2 else wish.layouts)
+        layouts = ("slices",) if staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
+        return replace(wish, rank=rank, layouts=("separate",) if cards == 2 else layouts)
 
     needs = {name: least(shape, device, work, asked(wish)) for name, wish in METHODS.items()}
     return Found(shape, needs, plan(shape, device, work, asked(Wish())))

@@ -4,10 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from cluster.actors import in_job
-from cluster.placement import PlacementError, Role, local_node, place
+from cluster.placement import PlacementError, local_node, place
 from learner import checkpoint
-from learner.config import RunConfig
+from learner.config import RunConfig, roles
 from learner.evaluate import accuracy_judge
 from learner.memory_plan import Budgets, MemoryPlanError, settle
 from learner.settings import to_yaml
@@ -47,13 +49,6 @@ class Prepared:
     finished_steps: int
     skipped_checkpoints: list[str]
     budgets: Budgets
-
-
-def roles(config: RunConfig) -> list[Role]:
-    """The processes of a run: its generators, then the learner."""
-    cpus, gpus = config.cluster.cpus, config.cluster.gpus
-    generators = [Role(f"generator-{rank}", cpus.generator, gpus.generator) for rank in range(config.rollout.workers)]
-    return [*generators, Role("learner", cpus.learner, gpus.learner)]
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -110,7 +105,13 @@ def _check_output(run_dir: Path) -> None:
 
 
 def _check_same_run(config: RunConfig, folder: Path) -> None:
-    then = RunConfig.model_validate_json((folder / "config.json").read_text())
+    try:
+        then = RunConfig.model_validate_json((folder / "config.json").read_text())
+    except ValidationError as error:
+        raise PreflightError(
+            f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
+            f"({error.errors()[0]['msg']}); give this run another name="
+        ) from None
     now = _absolute(config)
     different = [key for key in IDENTITY if _deciding(then, key) != _deciding(now, key)]
     if _held_out(then) != _held_out(now):

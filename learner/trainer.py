@@ -186,7 +186,7 @@ class Trainer:
         skipped = sum(not update.done for update in updates)
         self._version += 1
         self._memory.check()
-        self._guard(skipped=skipped > 0, loss=metrics["loss/total"], norm=norm)
+        self._guard(skipped=0 < skipped == len(updates), loss=metrics["loss/total"], norm=norm)
         return metrics | {
             "loss/grad_norm": norm,
             "loss/learning_rate": rate,

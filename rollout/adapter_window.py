@@ -31,7 +31,7 @@ class Resident:
 
 
 class AdapterWindow:
-    """Keeps at most `capacity` versions and never drops the newest or one that is in use.
+    """Keeps at most `capacity` versions and drops neither the newest nor one that is in use (but see replace_adapter).
 
     A version has a lora_id of its own, never used twice. With capacity 1 all have the same: a newer adapter then takes
     the place of the one in use, under the requests that run.

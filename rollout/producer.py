@@ -133,6 +133,8 @@ class Producer:
         group is not wanted any more."""
         async with self._reviving:  # a fresh process has no policy yet
             life = self._life
+        if ticket and not ticket.wanted:
+            return None
         group: pa.Table | None = None
         try:
             with self.pipes.timeline.span("generate", self.actor.name, concurrent=True, position=problem.position):
@@ -140,6 +142,8 @@ class Producer:
                     group = await self.actor.call(
                         "rollout", problem, sampling, attempt, deadline_s=self.deadlines.group
                     )
+                    if group is None:
+                        raise ActorDied(f"{self.actor.name}: its process died while it was idle")
                     self._revivals = 0
         except (ActorDied, DeadlineExceeded) as error:
             await self._revive(life, error)
@@ -160,7 +164,8 @@ class Producer:
                 )
                 try:
                     await self.actor.revive(isinstance(error, DeadlineExceeded), self.deadlines.start)
-                    await self.deliver(self.pipes.latest.get())
+                    if self.pipes.latest.version >= 0:
+                        await self.deliver(self.pipes.latest.get())
                 except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
                     error = again
                 else:
@@ -177,7 +182,8 @@ class Producer:
 
     async def _certainly(self, method: str) -> None:
         while True:
-            life = self._life
+            async with self._reviving:
+                life = self._life
             try:
                 await self.actor.call(method, deadline_s=self.deadlines.push)
                 return

@@ -1,7 +1,7 @@
 """The thread that owns a vLLM LLMEngine: take commands; engine.step(); answer finished requests; and again.
 
 It sleeps on its inbox when nothing is running. Nothing else touches the LLMEngine, so an adapter is loaded between two
-steps and generation never pauses.
+steps and generation never pauses for one (whole weights wait until nothing is running).
 """
 
 from __future__ import annotations
@@ -167,6 +167,10 @@ class EngineThread:
     def _abort_cancelled(self) -> None:
         for request in [r for r in self._running.values() if r.answer.cancelled()]:
             self._engine.abort_request([request.id])
+            # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
+            parents = self._engine.output_processor.parent_requests
+            for name in [name for name, parent in parents.items() if parent.external_req_id == request.id]:
+                del parents[name]
             self._release(request)
 
     def _execute(self, command: Command) -> bool:

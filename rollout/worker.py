@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
 from rollout.delivery import Receipt
-from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, Sampling, Weights
+from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, NoAdapter, Sampling, Weights
 from rollout.schema import Problem, build_group
 
 log = logging.getLogger("rollout")
@@ -48,15 +49,14 @@ class RolloutWorker:
         self.engine = spec.make_engine(spec.engine)
         self._said: set[str] = set()
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        """One group of `sampling.n` completions of the problem, scored."""
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+        """One group of `sampling.n` completions of the problem, scored; None from a process that has no policy yet."""
         start = time.perf_counter()
         try:
-            completions = await self.engine.generate(problem.prompt_ids, sampling)
-        except EngineDied:
-            log.exception("the engine died; this process ends, and a fresh one takes its place")
-            logging.shutdown()
-            os._exit(1)
+            with self._engine_alive():
+                completions = await self.engine.generate(problem.prompt_ids, sampling)
+        except NoAdapter:
+            return None
         generate_ms = (time.perf_counter() - start) * 1e3
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
@@ -74,6 +74,16 @@ class RolloutWorker:
             "reward_ms": [scores.ms] * len(texts),
         }
         return build_group(rows)
+
+    @contextmanager
+    def _engine_alive(self) -> Iterator[None]:
+        """Within it the death of the engine is that of the process: a fresh one takes its place."""
+        try:
+            yield
+        except EngineDied:
+            log.exception("the engine died; this process ends, and a fresh one takes its place")
+            logging.shutdown()
+            os._exit(1)
 
     def _facts(
         self, problem: Problem, sampling: Sampling, attempt: int, completions: Sequence[Completion], generate_ms: float
@@ -111,21 +121,24 @@ class RolloutWorker:
         One call for both, since each answer to the controller waits for the engine's step that is under way.
         """
         start = time.perf_counter()
-        if isinstance(policy, Weights):
-            digest = await self.engine.load_weights(policy)
-        else:
-            digest = await self.engine.load_adapter(policy)
-        loaded = time.perf_counter()
-        logprobs = await self.engine.probe(probe_ids)
+        with self._engine_alive():
+            if isinstance(policy, Weights):
+                digest = await self.engine.load_weights(policy)
+            else:
+                digest = await self.engine.load_adapter(policy)
+            loaded = time.perf_counter()
+            logprobs = await self.engine.probe(probe_ids)
         return Receipt(digest, logprobs, loaded - start, time.perf_counter() - loaded, peak_memory())
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""
-        await self.engine.sleep()
+        with self._engine_alive():
+            await self.engine.sleep()
 
     async def wake(self) -> None:
         """Ends sleep()."""
-        await self.engine.wake()
+        with self._engine_alive():
+            await self.engine.wake()
 
     async def close(self) -> None:
         """Ends engine and judges."""

@@ -238,6 +238,24 @@ async def test_a_group_that_takes_long_goes_to_an_idle_producer_but_never_to_its
     own.cancel()
 
 
+async def test_a_straggler_goes_to_nobody_else() -> None:
+    """Its holder is being restarted, so its slot is not given up yet."""
+    buffer = Buffer(1, 0, 2**20, print, oversample=1, backup_after=0.0)
+    slow, quick = await buffer.admit("a"), await buffer.admit("a")
+    assert await buffer.put(quick, group(0))
+    await taking(buffer, 1, 0)
+    assert not slow.wanted
+    buffer.release(1)
+    fresh = await buffer.admit("b")
+    idle = asyncio.create_task(buffer.admit("b"))
+    take = asyncio.create_task(taking(buffer, 1, 0))
+    await settle()
+    assert not idle.done()
+    assert await buffer.put(fresh, group(1))
+    assert list(map(position, await take)) == [1]
+    idle.cancel()
+
+
 async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
     buffer = Buffer(3, 0, max_bytes=20, on_drop=print)
     tickets = [await buffer.admit("a") for _ in range(3)]

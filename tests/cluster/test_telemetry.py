@@ -99,6 +99,8 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
             for phase, ts in (("b", 0), ("e", 1000000))
         ),
     ]
+    with (tmp_path / "timeline.json").open("a") as file:
+        file.write('{"name": "tra')  # cut short by a kill
     with Timeline(tmp_path / "timeline.json", resume_step=3).span("train", "learner", step=4):
         pass
     assert [event["args"].get("step") for event in trace(tmp_path) if event["ph"] == "X"] == [3, 4]

@@ -13,6 +13,7 @@ from cluster import memory
 from cluster.planner import BETWEEN, USABLE
 from cluster.shapes import SHAPES, Shape
 from learner.config import RunConfig
+from learner.house import worker_spec
 from learner.memory_plan import DEFAULT_KV, MemoryPlanError, PlanFile, settle
 
 GIB = 2**30
@@ -74,6 +75,35 @@ def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     assert settle(*asked).alternating  # without limits, too
     assert settle(asked[0], BERT).alternating
     assert not settle(*run()).alternating
+    for settled in (settle(*asked), settle(*run())):
+        assert worker_spec(config, 0, settled).engine.sleeps == settled.alternating
+
+
+def test_generators_on_a_card_are_counted_as_they_are_placed() -> None:
+    """The learner's card has room for one; the two others of three share the next."""
+    for workers, most in ((2, 1), (3, 2)):
+        config, model = run(memory={"device": "80GiB"}, rollout={"workers": workers})
+        found = settle(config, model).plan
+        assert found is not None
+        assert found.generators == most
+
+
+def test_a_cache_that_holds_no_sequence_is_refused() -> None:
+    """1042 tokens are 66 blocks of 16, and vLLM keeps one: 67 x 16 tokens x 112 KiB."""
+    needed = 67 * 16 * 112 * 2**10
+    for size, fits in ((needed, True), (needed - 1, False)):
+        config, model = run(rollout={"kv_cache": size, "max_completion_length": 786})
+        if fits:
+            assert settle(config, model).plan.sequences == 1  # type: ignore[union-attr]
+        else:
+            with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache: must hold one sequence of 1042 tokens"):
+                settle(config, model)
+
+
+def test_roles_on_a_card_and_on_a_cpu_have_no_common_budget() -> None:
+    config, model = run(memory={"device": "16GiB"}, cluster={"gpus": {"generator": 1, "learner": 0}})
+    with pytest.raises(MemoryPlanError, match="share no memory"):
+        settle(config, model)
 
 
 def test_on_a_cpu_a_role_is_a_process() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_another_run_in_the_same_folder(config: dict[str, Any], capsys: pytest.C
     code, _, err = check(config, "resume=none", capsys=capsys)
     assert code == 2
     assert "give another name=" in err
+
+    with checkpoint.commit(root, 7, keep=3) as folder:
+        (folder / "config.json").write_text("{}")
+    code, _, err = check(config, capsys=capsys)
+    assert code == 2
+    assert "was made by another version of gleaner" in err
+    shutil.rmtree(root / "step-000007")
 
     (root / "step-000006" / "weights").write_text("y" * 100)
     prepared = prepare(load("config.yaml", []))

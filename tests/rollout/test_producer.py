@@ -17,7 +17,7 @@ from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
 from rollout.delivery import Push, Receipt
-from rollout.engine import Adapter, NoAdapter, Sampling
+from rollout.engine import Adapter, Sampling
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
@@ -57,9 +57,9 @@ class Worker:
         self.story.events.append(f"life {self.life}: v{adapter.version}")
         return Receipt(adapter.digest, PROBE * (self.version + 1), 0.0, 0.0, 100.0 * self.life)
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         if self.version < 0:
-            raise NoAdapter(f"life {self.life}")
+            return None
         await self.story.happen("rollout", problem.position, attempt)
         self.story.events.append((problem.position, attempt))
         return make_group(problem.position, attempt=attempt)
@@ -147,13 +147,23 @@ async def test_nobody_asks_a_fresh_process_before_it_has_its_policy(tmp_path: Pa
         await producer.pipes.latest.publish(4, push(4))
         for _ in range(50):
             await asyncio.sleep(0)
-        assert story.events[-1] == "died"  # a group from life 2 would be NoAdapter; v4 would be overtaken by v3
+        assert story.events[-1] == "died"  # a group from life 2 would be None; v4 would be overtaken by v3
         story.gate.set()
         assert sorted(p for p, _ in await taken) == list(range(6))
         await producer.pipes.latest.acknowledged(4, ["generator-0"], 5)
     assert [event for event in story.events if isinstance(event, str)] == [
         "life 1: v3", "died", "life 2: v3", "life 2: v4"
     ]  # fmt: skip
+
+
+async def test_a_process_that_was_replaced_while_idle_gets_its_policy(tmp_path: Path) -> None:
+    story = Story()
+    async with producing(story, 1, tmp_path) as producer:
+        assert await consume(producer, 1) == [(0, 0)]
+        await producer.actor.revive(False, 1)  # by Ray, behind the producer's back
+        groups = await consume(producer, 3)
+    assert sorted(position for position, _ in groups) == [1, 2, 3]
+    assert producer.restarts == 1
 
 
 async def test_losses_with_groups_in_between_are_no_pattern(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_a_cancelled_call_leaves_the_engine(house: House) -> None:
         await house.engine.probe(PROMPT)
         assert not house.engine._thread._running
         assert not house.engine._thread._engine.has_unfinished_requests()
+        assert not house.engine._thread._engine.output_processor.parent_requests
 
     run(cancel())
 
