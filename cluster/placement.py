@@ -39,13 +39,14 @@ def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placem
 
 
 def pack(roles: Sequence[Role]) -> Placement:
-    """First-fit of roles into bundles, the last role of equal ones first: one bundle a card for GPU roles, one bundle a
-    role without a GPU. So the learner, which is the last, shares its card with the first generator that fits beside it.
+    """First-fit of roles into bundles, largest share first: one bundle a card for GPU roles, one a role without a GPU.
+
+    Of equal shares the last role, the learner, comes first, so that it shares its card with generators.
     """
     bundles: list[dict[str, float]] = []
     free: list[float] = []
     bundle_of: dict[str, int] = {}
-    for _, role in sorted(enumerate(roles), key=lambda pair: (-pair[1].gpus, -pair[0])):
+    for role in sorted(roles, key=lambda r: (-r.gpus, r is not roles[-1])):
         fits = [i for i, left in enumerate(free) if role.gpus > 0 and left >= role.gpus - 1e-9]
         if fits:
             index = fits[0]
