@@ -102,6 +102,7 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
                 await worker.call("sleep", deadline_s=start)
         trainer = spawn_trainer()
         await trainer.ready(start)
+    if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
         fits = await trainer.call("rehearse", longest, deadline_s=config.cluster.deadlines.step)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
