@@ -5,7 +5,7 @@ from math import ceil
 from cluster.memory import DTYPE_BYTES
 from cluster.shapes import Shape
 
-BLOCK, BLOCK_CPU = 16, 32  # tokens: vLLM's own on CUDA, ours on a CPU (rollout.vllm_calls)
+BLOCK, BLOCK_CPU = 16, 32  # tokens: vLLM's own on CUDA, what rollout.vllm_calls asks for on a CPU
 
 
 def cache_bytes(shape: Shape, dtype: str, tokens: int, count: int, *, cuda: bool) -> int:

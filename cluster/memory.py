@@ -27,7 +27,7 @@ FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator 
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 ENGINE_PROCESS = 1050 * 10**6
 HEAD_TILE = 43 * 10**6  # learner.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
-PREFILL_TOKENS = 4096  # rollout.vllm_calls: most tokens of one engine step
+PREFILL_TOKENS = 4096  # of one engine step, as rollout.vllm_calls asks for; bounds the activations of prefill
 
 Parts = dict[str, int]
 Checkpointing = Literal["none", "mlp", "full"] | int

@@ -11,6 +11,7 @@ from rewards.config import RewardConfig, resolved_names
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
 Positive = Annotated[float, Field(gt=0)]
+AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
 
 
 class ModelConfig(Frozen):

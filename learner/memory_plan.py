@@ -17,12 +17,11 @@ from cluster import memory
 from cluster.placement import pack
 from cluster.planner import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
 from cluster.shapes import LINEAR, Shape
-from learner.config import LearnerConfig, RunConfig, roles
+from learner.config import AUTO_TOKEN_BUDGET, LearnerConfig, RunConfig, roles
+from rollout.config import DEFAULT_KV
 
 log = logging.getLogger("learner")
 
-DEFAULT_KV = 256 * 2**20
-DEFAULT_TOKENS = 8192  # learner.trainer's own
 NO_LIMIT = 2**60
 WARN_AT = 0.9
 METRICS = {"learner": "memory/learner_peak", "generator": "memory/generator_peak"}
@@ -104,7 +103,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     cuda = config.cluster.gpus.learner > 0
     settled = {
         "checkpointing": ("full" if cuda else "none") if learner.checkpointing == "auto" else learner.checkpointing,
-        "token_budget": DEFAULT_TOKENS if learner.token_budget == "auto" else learner.token_budget,
+        "token_budget": AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget,
     }
     fixed = config.model_copy(
         update={

@@ -22,7 +22,7 @@ from torch import Tensor
 from learner import checkpointing
 from learner.advantage import has_signal
 from learner.batch import MicroBatch, Rows, micro_batches, read
-from learner.config import LearnerConfig, ModelConfig
+from learner.config import AUTO_TOKEN_BUDGET, LearnerConfig, ModelConfig
 from learner.exports import export, load_masters, save_masters, update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
 from learner.logprob import token_logprobs
@@ -35,7 +35,6 @@ from learner.random_state import random_state, set_random_state
 from learner.rounding import updater_for, wants_masters
 from rollout.engine import Adapter, Weights
 
-AUTO_TOKEN_BUDGET = 8192
 MAX_NONFINITE = 3  # skipped updates in a row
 STATE_FILE = "trainer.pt"
 
@@ -133,21 +132,18 @@ class Trainer:
         """
         return await self._run(lambda: self._rehearse(prompt_length))
 
-    async def adapter(self) -> Adapter | Weights:
-        """The adapter of the present version, or all weights with learner.mode full, in the model's own type: exactly
-        those the learner computes with, and what vLLM would cast them to anyway."""
-        return await self._run(lambda: update_of(self._policy, self._version))
+    async def policy(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
+        """The present policy, for the generators.
 
-    async def probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """[len - 1] float32, nats: logprob of token i + 1 given tokens <= i, present adapter, temperature 1.
+        Returns:
+            The adapter, or all weights with learner.mode full, in the model's own type: exactly those the learner
+            computes with, and what vLLM would cast them to anyway;
+            [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1;
+            the seconds that each of the two took, as metrics.
 
         Raises:
             ValueError: fewer than two tokens, or an id beyond the vocabulary.
         """
-        return await self._run(lambda: self._probe(token_ids))
-
-    async def policy(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
-        """What `adapter` and `probe` give, in one call, and the seconds that each took, as metrics."""
         return await self._run(lambda: self._policy_now(token_ids))
 
     async def release_cache(self) -> None:

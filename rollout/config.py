@@ -20,6 +20,8 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+DEFAULT_KV = 256 * 2**20  # bytes of a generator's KV cache without a plan
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=2**20)]
 
 
@@ -70,7 +72,7 @@ class RolloutConfig(Frozen):
     max_completion_length: Annotated[int, Field(ge=1)] = 256
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: float = 1.0
-    kv_cache: BytesOrAuto = 256 * 2**20
+    kv_cache: BytesOrAuto = DEFAULT_KV
     max_num_seqs: Annotated[int, Field(ge=1)] = 128
     in_flight: Literal["finish", "continue"] = "finish"
     reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator

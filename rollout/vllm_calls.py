@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.kv import BLOCK_CPU
+from cluster.memory import PREFILL_TOKENS
 from rollout.adapter_window import Resident
 from rollout.engine import Completion, EngineError, EngineSettings, Sampling
 from rollout.vllm_start import shorten_start
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
-_PREFILL_TOKENS = 4096  # tokens of one step; bounds the activations of prefill
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -36,7 +37,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs),
+        "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
         "logprobs_mode": "processed_logprobs",
@@ -68,10 +69,10 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "enforce_eager": True,
         # A seeded request whose prefill is split kills the engine: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_PREFILL_TOKENS, settings.max_num_seqs, settings.max_model_len),
+        "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs, settings.max_model_len),
         # The smallest that the CPU kernel takes; default 128. A group shares the whole blocks of its prompt, and each
         # completion computes the rest of it again: 16 tokens on average, not 64.
-        "block_size": 32,
+        "block_size": BLOCK_CPU,
     }
 
 

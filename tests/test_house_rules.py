@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
-SOURCES = sorted(file for folder in (*PACKAGES, "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    file for folder in (*PACKAGES, "examples", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")
+)
 MAX_FILE, MAX_FUNCTION = 300, 50
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 ONLY_IN = {"ray": "cluster/actors.py", "vllm": "rollout/vllm_*.py"}

@@ -84,8 +84,7 @@ async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
 
 
 async def push_of(learner: Actor, ids: Sequence[int], before: Push | None) -> Push:
-    adapter = await learner.call("adapter", deadline_s=30)
-    logprobs = await learner.call("probe", list(ids), deadline_s=30)
+    adapter, logprobs, _ = await learner.call("policy", list(ids), deadline_s=30)
     return Push(adapter, tuple(ids), logprobs, None if before is None else before.logprobs, "float32")
 
 

@@ -16,6 +16,7 @@ from learner.rounding import RoundedUpdater, rounded, updater_for
 from rollout.engine import Weights
 from tests.learner import naive
 from tests.learner.trainers import (
+    adapter_of,
     advantages_by_hand,
     distance,
     gradient,
@@ -23,6 +24,7 @@ from tests.learner.trainers import (
     make_trainer,
     masters,
     naive_gradient,
+    probe_of,
 )
 from tests.tiny import make_tiny_model
 
@@ -53,7 +55,7 @@ async def test_masters_are_float32_and_what_is_sent_is_what_computes(tiny_path: 
     moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
     assert all(weight.dtype == torch.float32 for weight in after.values())
     assert all(0 < step < 1e-5 for step in moved.values())  # far below what bfloat16 can tell apart
-    sent = await trainer.adapter()
+    sent = await adapter_of(trainer)
     assert isinstance(sent, Weights)
     sent.verify()
     assert sent.version == 2
@@ -111,7 +113,7 @@ async def test_8_bit_training_of_a_whole_model_resumes_bit_for_bit(tiny_path: st
     await trainer.step(groups)
     await other.load(tmp_path)
     await other.step(groups)
-    assert (await other.adapter()).digest == (await trainer.adapter()).digest
+    assert (await adapter_of(other)).digest == (await adapter_of(trainer)).digest
 
 
 async def test_export_is_a_model_and_a_checkpoint_goes_on(tiny_path: str, tmp_path: Path) -> None:
@@ -122,8 +124,8 @@ async def test_export_is_a_model_and_a_checkpoint_goes_on(tiny_path: str, tmp_pa
     ids = list(range(3, 40))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     wanted = naive.logprobs(exported, ids[:1], ids[1:], 1.0).detach().numpy()
-    assert np.abs(await trainer.probe(ids) - wanted).max() < 1e-5
-    assert np.abs(await other.probe(ids) - wanted).max() > 1e-3
+    assert np.abs(await probe_of(trainer, ids) - wanted).max() < 1e-5
+    assert np.abs(await probe_of(other, ids) - wanted).max() > 1e-3
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([104, 105])
     assert exported.generation_config.eos_token_id == [258, 256]
 
@@ -132,7 +134,7 @@ async def test_export_is_a_model_and_a_checkpoint_goes_on(tiny_path: str, tmp_pa
     await trainer.step(groups)
     await other.step(groups)
     assert distance(masters(other), masters(trainer)) == 0
-    assert (await other.adapter()).digest == (await trainer.adapter()).digest
+    assert (await adapter_of(other)).digest == (await adapter_of(trainer)).digest
 
 
 @pytest.mark.parametrize(

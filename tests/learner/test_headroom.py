@@ -15,7 +15,7 @@ from learner.config import LossConfig
 from learner.headroom import MemoryLimit, OutOfMemory
 from learner.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
-from tests.learner.trainers import distance, gradient, make_trainer, masters
+from tests.learner.trainers import adapter_of, distance, gradient, make_trainer, masters
 
 GROUPS = make_groups([[0, 1, 1, 0.5], [0, 0.5, 0, 2]], uniform)
 LONGEST = 24  # tokens: prompt of up to 9, completion of up to 16, the last of which predicts nothing
@@ -94,7 +94,7 @@ async def test_rehearsal_runs_the_longest_and_leaves_nothing(tiny_path: str, ada
     assert 100 - 15 < tokens <= 100  # as full as whole completions of 16 tokens make it
     assert metrics["memory/token_budget"] == 100
     assert distance(masters(trainer), before) == 0
-    assert (await trainer.adapter()).version == 0
+    assert (await adapter_of(trainer)).version == 0
     assert distance(await gradient(trainer, GROUPS), await gradient(fresh, GROUPS)) == 0
 
     tight = make_trainer(tiny_path, token_budget=100)

@@ -1,174 +1,18 @@
 """The whole loop without a model: the real Loop, Producers and pipes, between a fake engine and a fake trainer."""
 
 import asyncio
-import io
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from rich.console import Console
 
 from cluster.actors import ActorDied, Local
-from cluster.buffer import BACKUP_AFTER, Buffer
-from cluster.latest import Latest
-from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
-from learner.config import RunConfig
-from learner.journal import Sinks
-from learner.loop import Loop
-from learner.progress import Progress
 from rollout import ledger
-from rollout.cursor import Cursor
-from rollout.delivery import DeliveryError, Receipt
-from rollout.engine import Adapter, Sampling
-from rollout.fake_engine import FakeEngine
-from rollout.producer import Pipes, Producer, group_seed
-from rollout.schema import Problem, group_position
-from tests.groups import make_group, make_problem
-
-VOCAB = 8
-PER_STEP = 3
-
-
-class Worker:
-    """A RolloutWorker without tokenizer and judges; groups of some positions take longer than those of others."""
-
-    def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
-        self.engine = FakeEngine(VOCAB, drop_adapter_at=drop_adapter_at)
-        self.sleep, self.wake = self.engine.sleep, self.engine.wake
-        self.pace_s = pace_s
-
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        completions = await self.engine.generate(problem.prompt_ids, sampling)
-        await asyncio.sleep(self.pace_s * (1 if problem.position % 4 else 40))
-        rewards = [float(len(c.token_ids) % 2) for c in completions]
-        return make_group(problem.position, attempt=attempt, completions=completions, rewards=rewards)
-
-    async def take_policy(self, adapter: Adapter, probe_ids: Sequence[int]) -> Receipt:
-        digest = await self.engine.load_adapter(adapter)
-        return Receipt(digest, await self.engine.probe(probe_ids), 2.0, 3.0, 1.0)
-
-
-class Trainer:
-    """Learns nothing; its policy is the fake engine's of the same version."""
-
-    def __init__(self, pace_s: float, mismatch_k3: float) -> None:
-        self.version, self.pace_s, self.mismatch_k3 = 0, pace_s, mismatch_k3
-        self.learned: list[list[pa.Table]] = []
-        self.holds_the_card: Callable[[], bool] = lambda: True
-        self.cached = 0
-
-    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
-        assert self.holds_the_card()
-        self.cached = 1
-        self.learned.append(groups)
-        await asyncio.sleep(self.pace_s)
-        self.version += 1
-        return {"loss/total": float(self.version), "policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
-
-    async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
-        adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
-        await engine.load_adapter(adapter)
-        return adapter, await engine.probe(token_ids), {}
-
-    async def release_cache(self) -> None:
-        assert self.holds_the_card()
-        self.cached = 0
-
-    async def save(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "version").write_text(str(self.version))
-
-    async def load(self, folder: Path) -> None:
-        self.version = int((folder / "version").read_text())
-
-    async def export(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "version").write_text(str(self.version))
-
-
-class Stream:
-    def at(self, position: int) -> Problem:
-        return make_problem(position, prompt_ids=(position % VOCAB, 1, 5, 2))
-
-
-def configure(**changed: Any) -> RunConfig:
-    given: dict[str, Any] = {
-        "model": {"path": "fake", "dtype": "float32"},
-        "data": {"path": "fake", "eval": {"every": 2}},
-        "rewards": [{"use": "judge"}],
-        "learner": {"groups_per_step": PER_STEP},
-        "checkpoint": {"every": 2, "keep": 9},
-        "trackers": [],
-    }
-    return RunConfig.model_validate(given | changed)
-
-
-def build(
-    folder: Path,
-    config: RunConfig,
-    total_steps: int,
-    *,
-    resume_step: int = 0,
-    workers: Sequence[Local] | None = None,
-    pace_s: float = 0.0,
-    trainer_s: float = 0.0,
-    mismatch_k3: float = 0.0,
-    alternating: bool = False,
-) -> Loop:
-    """A house in one process."""
-    if workers is None:
-        workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
-    cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
-    oversample = config.rollout.oversample
-    buffer = Buffer(
-        PER_STEP,
-        config.max_staleness,
-        2**20,
-        lambda g: cursor.again(*group_position(g)),
-        oversample,
-        inf if alternating else BACKUP_AFTER,
-    )
-    pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
-
-    def sampling(position: int, attempt: int) -> Sampling:
-        return Sampling(n=2, max_tokens=6, seed=group_seed(0, position, attempt))
-
-    producers = [Producer(worker, pipes, sampling, config.cluster.deadlines) for worker in workers]
-    progress = Progress(total_steps, Console(file=io.StringIO()))
-    sinks = Sinks(folder, Metrics(folder, [], resume_step), timeline, progress)
-    heldout = [make_problem(position) for position in (1000, 1001)]
-    trainer = Local("learner", Trainer, [trainer_s, mismatch_k3])
-    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout, alternating)
-
-
-async def finish(loop: Loop, resume_from: Path | None = None) -> None:
-    try:
-        await loop.run(resume_from)
-    finally:
-        loop.sinks.metrics.close()
-        loop.sinks.timeline.close()
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def consumed(folder: Path) -> list[list[int]]:
-    """Positions by step, as they lie in the ledger."""
-    steps = [ledger.read(path).column("position").to_pylist() for path in ledger.steps(folder / "rollouts")]
-    return [list(dict.fromkeys(step)) for step in steps]
-
-
-def first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+from rollout.delivery import DeliveryError
+from tests.learner.loops import PER_STEP, Worker, build, configure, consumed, finish, first, lines
 
 
 async def test_synchronous_training_takes_each_position_in_order_from_the_newest_policy(tmp_path: Path) -> None:

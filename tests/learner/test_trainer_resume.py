@@ -18,6 +18,7 @@ from torch import Tensor
 from learner.config import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from learner.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
+from tests.learner.trainers import adapter_of
 
 STEPS = 6
 
@@ -70,8 +71,8 @@ async def test_resume_is_bitwise(tiny_path: str, tmp_path: Path, dtype: str, opt
     found = begun + await run(second, 3, STEPS)
     assert json.dumps(found) == json.dumps(wanted)  # nan, of a float16 overflow, equals itself as text
     assert equal(weights(second), weights(straight))
-    assert (await second.adapter()).digest == (await straight.adapter()).digest
-    assert (await second.adapter()).version == STEPS
+    assert (await adapter_of(second)).digest == (await adapter_of(straight)).digest
+    assert (await adapter_of(second)).version == STEPS
 
 
 def _spoil_adapter(folder: Path) -> None:

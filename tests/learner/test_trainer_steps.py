@@ -19,7 +19,7 @@ from learner.config import OptimizerConfig
 from learner.trainer import Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform
-from tests.learner.trainers import TEMPERATURE, distance, make_trainer, masters
+from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters, probe_of
 
 
 async def test_no_signal_at_all_leaves_the_weights_and_counts_the_version(tiny_path: str) -> None:
@@ -31,7 +31,7 @@ async def test_no_signal_at_all_leaves_the_weights_and_counts_the_version(tiny_p
     assert metrics["loss/skipped_nonfinite"] == metrics["loss/grad_norm"] == 0
     assert not [name for name in metrics if name.startswith("policy/")]
     assert distance(masters(trainer), before) == 0
-    assert (await trainer.adapter()).version == 1
+    assert (await adapter_of(trainer)).version == 1
 
 
 async def test_learning_raises_the_probability_of_the_rewarded(tiny_path: str) -> None:
@@ -39,7 +39,7 @@ async def test_learning_raises_the_probability_of_the_rewarded(tiny_path: str) -
     good, bad, prompt = [7, 8, 9], [10, 11, 12], [1, 2, 3]
 
     async def score(completion: list[int]) -> float:
-        return float((await trainer.probe(prompt + completion))[-3:].sum())
+        return float((await probe_of(trainer, prompt + completion))[-3:].sum())
 
     before = await score(good) - await score(bad)
     policy = trainer._policy
@@ -69,7 +69,7 @@ async def test_smoke_of_types_and_optimizers(
     after = masters(trainer)
     assert all(weight.dtype == torch.float32 for weight in after.values())
     assert all(not torch.equal(after[name], before[name]) for name in before)
-    sent = load_safetensors((await trainer.adapter()).payload)
+    sent = load_safetensors((await adapter_of(trainer)).payload)
     wanted = getattr(torch, dtype)
     assert all(torch.equal(sent[name], weight.to(wanted)) for name, weight in after.items())
     assert all(weight.dtype == wanted for weight in sent.values())
@@ -95,11 +95,11 @@ async def test_nonfinite_updates_are_skipped_and_three_in_a_row_raise(tiny_path:
 
 async def test_adapter_has_peft_names_and_plain_config(tiny_path: str, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_path, learning_rate=0.01)
-    adapter = await trainer.adapter()
+    adapter = await adapter_of(trainer)
     adapter.verify()
     assert adapter.version == 0
     await trainer.step(make_groups([[0, 1]], uniform))
-    newer = await trainer.adapter()
+    newer = await adapter_of(trainer)
     assert newer.version == 1
     assert newer.digest != adapter.digest
     assert newer.config["base_model_name_or_path"] == tiny_path
@@ -125,7 +125,7 @@ async def assert_same_model(trainer: Trainer, path: str, folder: Path) -> None:
     plain = naive.logprobs(base, tokens[:1], tokens[1:], 1.0).detach().numpy()
     model = PeftModel.from_pretrained(base, folder).eval()
     wanted = naive.logprobs(model, tokens[:1], tokens[1:], 1.0).detach().numpy()
-    found = await trainer.probe(tokens)
+    found = await probe_of(trainer, tokens)
     assert found.dtype == np.float32
     assert np.abs(found - wanted).max() < 1e-5
     assert np.abs(found - plain).max() > 1e-3  # the adapter does something
@@ -134,8 +134,8 @@ async def assert_same_model(trainer: Trainer, path: str, folder: Path) -> None:
 async def test_errors_are_sentences(tiny_path: str) -> None:
     trainer = make_trainer(tiny_path)
     with pytest.raises(ValueError, match="token_ids: at least two"):
-        await trainer.probe([1])
+        await probe_of(trainer, [1])
     with pytest.raises(ValueError, match=r"vocabulary of model.path, 260, got 260"):
-        await trainer.probe([1, 260])
+        await probe_of(trainer, [1, 260])
     with pytest.raises(ValueError, match=r"vocabulary of model.path, 260, got 999"):
         await trainer.step([make_group([1], [[2], [999]], [0, 1], uniform)])

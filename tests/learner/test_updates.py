@@ -20,6 +20,7 @@ from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import (
     MAX_LENGTH,
     TEMPERATURE,
+    adapter_of,
     advantages_by_hand,
     distance,
     gradient,
@@ -70,7 +71,7 @@ async def test_two_updates_are_the_textbooks(
     )
     assert distance(found, wanted) < 1e-3
     assert distance(found, other) > 0.05  # so the test can tell
-    assert (await trainer.adapter()).version == 1
+    assert (await adapter_of(trainer)).version == 1
 
 
 async def test_memory_that_runs_out_in_the_second_update_repeats_that_one_alone(

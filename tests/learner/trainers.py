@@ -33,6 +33,15 @@ def make_trainer(path: str, *, adapter: str | None = None, dtype: Any = "float32
     )
 
 
+async def adapter_of(trainer: Trainer) -> Any:
+    """What the generators would get now."""
+    return (await trainer.policy([0, 0]))[0]
+
+
+async def probe_of(trainer: Trainer, token_ids: list[int]) -> Any:
+    return (await trainer.policy(token_ids))[1]
+
+
 def masters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer._policy.masters.items()}
 
