@@ -26,7 +26,7 @@ from learner.journal import Sinks
 from learner.loop import Loop
 from learner.progress import Progress
 from rollout.cursor import Cursor
-from rollout.delivery import Receipt
+from rollout.delivery import Answer, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.fake_engine import FakeEngine
 from rollout.producer import Pipes, Producer, group_seed
@@ -93,10 +93,13 @@ class Worker:
         self._slots = asyncio.Semaphore(at_once)
         self._random = random.Random(rank)
 
-    async def take_policy(self, adapter: Adapter, probe_ids: Sequence[int]) -> Receipt:
+    async def take_policy(self, adapter: Adapter) -> Receipt:
         self._adapter = adapter
+        return Receipt(adapter.digest, 0.0, 0.0)
+
+    async def probe(self, token_ids: Sequence[int]) -> Answer:
         with self.away.clock:
-            return Receipt(adapter.digest, await self.away.answer(adapter, probe_ids), 0.0, 0.0, 0.0)
+            return Answer(await self.away.answer(self._adapter, token_ids), 0.0)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         version = self._adapter.version
@@ -119,10 +122,13 @@ class IdleTrainer:
         self.on_step(self.version)
         return {}
 
-    async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
-        adapter = Adapter.build(self.version, b"weights", {})
+    async def policy(self) -> tuple[Adapter, float]:
+        return Adapter.build(self.version, b"weights", {}), 0.0
+
+    async def probe(self, token_ids: list[int]) -> tuple[Any, float]:
+        adapter, _ = await self.policy()
         with self.away.clock:
-            return adapter, await self.away.answer(adapter, token_ids), {}
+            return await self.away.answer(adapter, token_ids), 0.0
 
     async def save(self, folder: Path) -> None:
         folder.mkdir()

@@ -5,10 +5,13 @@
 Runs `python -m learner.main` on the demo (or another --config) once with max_staleness 0 and once with 1, and reads the
 run's own metrics.jsonl. What goes on between the end of a step's update and the generator's proof:
 
-    export        the learner builds the adapter          learner probe  the learner scores the probe tokens
-    load          load into vLLM, digest                  probe          the generator scores the probe tokens
+    export         the learner builds the adapter
+    push           the call that brings it to the generator, with its transport; of it the generator times
+      load         into vLLM, digest
+    probe          the generator scores the probe tokens, beside the first requests of the new policy
+    learner probe  the learner scores them, while the policy travels
 
-The generator times the last two itself, of one call; `push` is that call, with its transport.
+Synchronous training waits for export and push, asynchronous for the export only.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 
 PARTS = {
     "export": "time/push_export",
-    "learner probe": "time/push_learner_probe",
-    "load": "time/push_load",
-    "probe": "time/push_probe",
     "push": "time/push",
+    "of it load": "time/push_load",
+    "probe": "time/push_probe",
+    "learner probe": "time/push_learner_probe",
 }
 WARM = 3  # steps, in which caches fill and kernels are built
 MODES = {"sync": 0, "async": 1}
@@ -65,8 +68,10 @@ def report(found: dict[str, dict[str, Any]], told: dict[str, Any], config: str) 
     return (
         f"# A push by part: {config}, adapter of {any_run['adapter_bytes'] / 1e6:.2f} MB\n\n"
         f"{as_table(header, rows)}\n\n"
-        f"Medians of {any_run['steps']} steps after the first {WARM}. sync: max_staleness 0, the parts are one after "
-        "another and all on the critical path. async: max_staleness 1, they run while groups are generated.\n\n"
+        f"Medians of {any_run['steps']} steps after the first {WARM}. sync: max_staleness 0, export and push are on "
+        "the critical path. async: max_staleness 1, the export is; the push runs while groups are generated, and its "
+        "seconds are mostly waits for the engine's steps. The probes are proofs that nobody waits for: groups of a "
+        "policy enter the buffer once it is proven.\n\n"
         f"Conditions: {under(told, 'Wall time')}\n"
     )
 

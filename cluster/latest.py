@@ -35,7 +35,7 @@ class Latest(Generic[T]):
             return self.get()
 
     async def acknowledge(self, name: str, version: int) -> None:
-        """`name` holds `version` now, and that was proven."""
+        """`name` holds `version` now."""
         async with self._changed:
             self.acknowledgements[name] = version
             self._changed.notify_all()

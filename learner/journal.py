@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
 from learner.memory_plan import PlanFile
 from learner.progress import Progress
-from rollout.delivery import Receipt
+from rollout.delivery import Answer, Receipt
 from rollout.producer import Pipes, Producer
 
 KINDS = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
@@ -41,7 +41,7 @@ class Journal:
 
         time/overlap: generators and learner busy at once. time/generator_idle: mean over the generators of the seconds
         in which one had no request. time/learner_idle: neither training nor making the next policy. time/push_load,
-        time/push_probe: of the newest policy, as the slowest generator timed itself.
+        time/push_probe: of the newest policy that has come so far, as the slowest generator timed itself.
         """
         start, now, timeline = self._accounted, time.perf_counter(), self._sinks.timeline
         busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
@@ -53,7 +53,7 @@ class Journal:
         return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
             "time/step": step,
             "time/push_load": max(receipt.load_s for receipt in receipts),
-            "time/push_probe": max(receipt.probe_s for receipt in receipts),
+            "time/push_probe": max((answer.seconds for answer in self._answers()), default=0.0),
             "time/overlap": overlap(busy["generate"], busy["train"]),
             "time/generator_idle": step - sum(generating) / len(generating),
             "time/learner_idle": step - learning,
@@ -63,6 +63,9 @@ class Journal:
     def _receipts(self) -> list[Receipt]:
         """Of the newest policy that each generator took, so at worst of the step before; a late one may have none."""
         return [producer.receipt for producer in self._producers if producer.receipt is not None]
+
+    def _answers(self) -> list[Answer]:
+        return [producer.answer for producer in self._producers if producer.answer is not None]
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One step, to every sink; step 0 is the evaluation before training."""

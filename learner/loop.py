@@ -3,7 +3,7 @@
     producers --groups--> Buffer --take--> Trainer.step --adapter--> Latest --> producers
 
 There is one loop. Synchronous training is max_staleness 0: the slots of the consumed groups are released only when the
-new policy is proven to be with every generator, so nothing is generated before that. With max_staleness k the Buffer
+new policy is with every generator, so nothing is generated before that. With max_staleness k the Buffer
 has room for k more batches, and generation goes on while this loop trains.
 """
 
@@ -16,8 +16,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from cluster.actors import Actor
@@ -30,7 +28,7 @@ from learner.guard import MismatchGuard
 from learner.journal import Journal, Sinks
 from learner.metrics import batch_metrics
 from rollout import ledger
-from rollout.delivery import Push
+from rollout.delivery import Answer, Expected, Push
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position, rewards_of
 
@@ -48,7 +46,7 @@ class GuardStopped(RuntimeError):
 class Loop:
     """The learner's side of the run: consumes groups, produces policies.
 
-    Waits for: groups (Buffer.take), the trainer, and the proof that each policy was delivered.
+    Waits for: groups (Buffer.take), the trainer, and the acknowledgement of each policy.
     Unblocks: producers, by releasing the slots of what was consumed.
     """
 
@@ -72,7 +70,7 @@ class Loop:
         prompt = pipes.problems.at(0).prompt_ids
         length = min(PROBE_TOKENS, config.rollout.max_prompt_length + config.rollout.max_completion_length - 1)
         self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
-        self._previous: npt.NDArray[np.float32] | None = None
+        self._answer: Answer | None = None  # of the newest policy to the probe
         self._saved: int | None = None
 
     async def run(self, resume_from: Path | None) -> None:
@@ -87,7 +85,7 @@ class Loop:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        first, _ = await self._policy()
+        first, _ = await self._policy(tasks)
         await self._give_the_card_back()  # the generators were put to sleep as they started
         delivery = tasks.create_task(self._deliver(first, release=0))
         await delivery
@@ -98,7 +96,7 @@ class Loop:
             batch = await self._unless_stopped(self._take())
             if batch is None:
                 break
-            metrics, push = await self._learn(batch)
+            metrics, push = await self._learn(batch, tasks)
             await delivery  # of the policy before this one
             delivery = tasks.create_task(self._deliver(push, release=len(batch.groups)))
             metrics |= self.journal.times(metrics["rollout/tokens"])
@@ -150,7 +148,7 @@ class Loop:
         """With dynamic sampling (DAPO, 2503.14476, section 3.2) groups that teach nothing are replaced by others."""
         return not self.config.rollout.dynamic_sampling or has_signal(rewards_of(group))
 
-    async def _learn(self, batch: Batch) -> tuple[dict[str, float], Push]:
+    async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
         """One update, and the policy that comes of it. The metrics are of all that was generated for it; so is what is
         written to the ledger meanwhile, and at rest before this returns, hence before any checkpoint counts it."""
         generated = [*batch.groups, *batch.useless]
@@ -159,7 +157,7 @@ class Loop:
         try:
             metrics = batch_metrics(generated, self.step) | {"rollout/refilled_groups": float(len(batch.useless))}
             async with self._the_card():
-                learned, push = await self._update(batch.groups)
+                learned, push = await self._update(batch.groups, tasks)
         finally:
             await at_rest
         for group in generated:
@@ -167,12 +165,12 @@ class Loop:
         self.step += 1
         return metrics | learned, push
 
-    async def _update(self, groups: list[pa.Table]) -> tuple[dict[str, float], Push]:
+    async def _update(self, groups: list[pa.Table], tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
         timeline, deadline = self.sinks.timeline, self.config.cluster.deadlines.step
         with timeline.span("train", "learner", step=self.step + 1):
             metrics = await self.trainer.call("step", groups, deadline_s=deadline)
         with timeline.span("policy", "learner", version=self.step + 1):
-            push, spent = await self._policy()
+            push, spent = await self._policy(tasks)
         return metrics | spent, push
 
     @asynccontextmanager
@@ -188,16 +186,21 @@ class Loop:
             await self.trainer.call("release_cache", deadline_s=self.config.cluster.deadlines.push)
             await asyncio.gather(*(producer.wake() for producer in self.producers))
 
-    async def _policy(self) -> tuple[Push, dict[str, float]]:
-        """The learner's adapter as it is now, with what it says of the probe tokens; and the seconds that took."""
-        deadline = self.config.cluster.deadlines.push
-        update, logprobs, spent = await self.trainer.call("policy", list(self._probe_ids), deadline_s=deadline)
-        push = Push(update, self._probe_ids, logprobs, self._previous, self.config.model.dtype)
-        self._previous = logprobs
-        return push, spent
+    async def _policy(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
+        """The learner's policy as it is now. What it says of the probe tokens is worked out while that travels."""
+        update, exported_s = await self.trainer.call("policy", deadline_s=self.config.cluster.deadlines.push)
+        before, expected = self._answer, tasks.create_task(self._expect(update.version))
+        spent = {"time/push_export": exported_s, "time/push_learner_probe": before.seconds if before else 0.0}
+        return Push(update, self._probe_ids, expected, self.config.model.dtype), spent
+
+    async def _expect(self, version: int) -> Expected:
+        previous, deadline = self._answer, self.config.cluster.deadlines.push
+        with self.sinks.timeline.span("probe", "learner", concurrent=True, version=version):
+            self._answer = Answer(*await self.trainer.call("probe", list(self._probe_ids), deadline_s=deadline))
+        return Expected(self._answer, previous)
 
     async def _deliver(self, push: Push, release: int) -> None:
-        """Up to every generator, proven; only then may the groups it learned from make room for new ones."""
+        """Up to every generator; only then may the groups it learned from make room for new ones."""
         version = push.adapter.version
         await self.pipes.latest.publish(version, push)
         deadlines = self.config.cluster.deadlines

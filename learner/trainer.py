@@ -132,19 +132,23 @@ class Trainer:
         """
         return await self._run(lambda: self._rehearse(prompt_length))
 
-    async def policy(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
-        """The present policy, for the generators.
+    async def policy(self) -> tuple[Adapter | Weights, float]:
+        """The present policy, for the generators, and the seconds that it took to build.
 
-        Returns:
-            The adapter, or all weights with learner.mode full, in the model's own type: exactly those the learner
-            computes with, and what vLLM would cast them to anyway;
-            [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1;
-            the seconds that each of the two took, as metrics.
+        The adapter, or all weights with learner.mode full, in the model's own type: exactly those the learner computes
+        with, and what vLLM would cast them to anyway.
+        """
+        return await self._run(partial(_timed, lambda: update_of(self._policy, self._version)))
+
+    async def probe(self, token_ids: list[int]) -> tuple[npt.NDArray[np.float32], float]:
+        """What the present policy says of the tokens, and the seconds that it took.
+
+        [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1.
 
         Raises:
             ValueError: fewer than two tokens, or an id beyond the vocabulary.
         """
-        return await self._run(lambda: self._policy_now(token_ids))
+        return await self._run(partial(_timed, lambda: self._probe(token_ids)))
 
     async def release_cache(self) -> None:
         """Between two steps the device's free memory is others' (memory.layout: alternating)."""
@@ -252,14 +256,6 @@ class Trainer:
                 "are those before them. Lower learner.learning_rate, or look at the last steps' rollouts"
             )
 
-    def _policy_now(self, token_ids: list[int]) -> tuple[Adapter | Weights, npt.NDArray[np.float32], dict[str, float]]:
-        started = time.perf_counter()
-        update = update_of(self._policy, self._version)
-        built = time.perf_counter()
-        logprobs = self._probe(token_ids)
-        spent = {"time/push_export": built - started, "time/push_learner_probe": time.perf_counter() - built}
-        return update, logprobs, spent
-
     @torch.no_grad()
     def _probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         if len(token_ids) < 2:
@@ -285,3 +281,8 @@ class Trainer:
         self._updater.load_state_dict(state["updater"])
         self._version, self._nonfinite = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._device)
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    started = time.perf_counter()
+    return work(), time.perf_counter() - started

@@ -3,6 +3,7 @@
 Silent non-delivery is the costliest bug of this field: an adapter that never reaches the sampler looks like staleness.
 """
 
+import asyncio
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,28 +30,38 @@ class DeliveryError(RuntimeError):
 class Receipt(NamedTuple):
     """What a generator says of a policy that it has taken.
 
-    digest: sha256 hex of the bytes it loaded. logprobs: [N-1] nats of the probe tokens, under that policy, temperature
-    1. load_s, probe_s: seconds of each in the generator. peak_memory: bytes of its process, since its start.
+    digest: sha256 hex of the bytes it loaded. load_s: seconds that it took. peak_memory: bytes of its process, since
+    its start.
     """
 
     digest: str
-    logprobs: npt.NDArray[np.float32]
     load_s: float
-    probe_s: float
     peak_memory: float
+
+
+class Answer(NamedTuple):
+    """What learner or generator says of the N probe tokens: [N-1] nats under the newest policy, temperature 1; and the
+    seconds that it took."""
+
+    logprobs: npt.NDArray[np.float32]
+    seconds: float
+
+
+class Expected(NamedTuple):
+    """The learner's answers: of the new policy, and of the one before it (None at first)."""
+
+    new: Answer
+    previous: Answer | None
 
 
 @dataclass(frozen=True)
 class Push:
-    """An adapter (with learner.mode full: all weights) on its way, with what the learner says of the probe tokens.
-
-    probe_ids: [N] tokens; logprobs, previous: [N-1] nats, of the new policy and of the one before it (None at first).
-    """
+    """An adapter (with learner.mode full: all weights) on its way. `expected`: what the learner says of the N tokens
+    probe_ids, which it works out while the policy travels."""
 
     adapter: Adapter | Weights
     probe_ids: tuple[int, ...]
-    logprobs: npt.NDArray[np.float32]
-    previous: npt.NDArray[np.float32] | None
+    expected: asyncio.Future[Expected]
     dtype: str
 
     @cached_property
@@ -58,22 +69,25 @@ class Push:
         """The policy as one argument for all generators."""
         return Shared(self.adapter)
 
-    def verify(self, worker: str, digest: str, answer: npt.NDArray[np.float32]) -> float:
-        """max |difference| on the probe; DeliveryError names worker, version and difference."""
-        version = self.adapter.version
+    def check_digest(self, worker: str, digest: str) -> None:
+        """DeliveryError if other bytes were loaded than were sent."""
         if digest != self.adapter.digest:
             raise DeliveryError(
-                f"{worker}: adapter v{version} arrived with digest {digest[:12]}, sent was "
+                f"{worker}: adapter v{self.adapter.version} arrived with digest {digest[:12]}, sent was "
                 f"{self.adapter.digest[:12]}: the transport corrupts adapters"
             )
-        difference = float(np.abs(answer - self.logprobs).max())
+
+    async def verify(self, worker: str, answer: npt.NDArray[np.float32]) -> float:
+        """max |difference| on the probe; DeliveryError names worker, version and difference."""
+        version, expected = self.adapter.version, await asyncio.shield(self.expected)
+        difference = float(np.abs(answer - expected.new.logprobs).max())
         if not difference <= TOLERANCE[self.dtype]:
             raise DeliveryError(
                 f"{worker}: adapter v{version} is not what it generates with: max |logprob difference| on the probe is "
                 f"{difference:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). The run stops, since it "
                 "would learn from another policy's samples"
             )
-        arrived = self._share_arrived(answer)
+        arrived = self._share_arrived(answer, expected)
         if arrived is not None and arrived < 0.5:
             raise DeliveryError(
                 f"{worker}: generates with adapter v{version - 1}, though it acknowledged v{version}: on the probe, "
@@ -81,13 +95,13 @@ class Push:
             )
         return difference
 
-    def _share_arrived(self, answer: npt.NDArray[np.float32]) -> float | None:
+    def _share_arrived(self, answer: npt.NDArray[np.float32], expected: Expected) -> float | None:
         """0 if the answer is the previous policy's, 1 if it is the new one's: the answer projected on the step between
         the two, over all probe tokens. None while noise of the compute type could decide it."""
-        if self.previous is None:
+        if expected.previous is None:
             return None
-        step = (self.logprobs - self.previous).astype(np.float64)
+        step = (expected.new.logprobs - expected.previous.logprobs).astype(np.float64)
         length = float(np.linalg.norm(step))
         if length < SURE * NOISE[self.dtype]:
             return None
-        return float((answer - self.previous) @ step) / length**2
+        return float((answer - expected.previous.logprobs) @ step) / length**2

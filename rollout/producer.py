@@ -1,7 +1,11 @@
 """Producer: the near end of one rollout worker, beside the Buffer. Keeps it busy, supplied with policies, and alive.
 
     lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
-    follow   waits for a newer policy in Latest -> delivers it -> proves the delivery -> acknowledges
+    follow   waits for a newer policy in Latest -> delivers it, acknowledged by the digest of what was loaded -> proves
+             by a probe that the worker generates with it
+
+The probe is one request more among those of the lanes, so nobody waits for it; but no group enters the Buffer before
+the policy that it was sampled from is proven, hence nothing is learned from another.
 
 Lanes pull: a worker that is fast, or joined late, takes what there is. What a slow or lost one holds when the consumer
 needs it is made by an idle one as well (see cluster.buffer), so it costs the others its slots and that work.
@@ -17,7 +21,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import ceil
@@ -31,7 +35,7 @@ from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from cluster.ticket import Ticket
 from rollout.cursor import Cursor
-from rollout.delivery import Push, Receipt
+from rollout.delivery import Answer, Push, Receipt
 from rollout.engine import Sampling
 from rollout.problems import Problems
 from rollout.schema import Problem
@@ -69,7 +73,10 @@ class Producer:
         self.actor, self.pipes, self.sampling, self.deadlines = actor, pipes, sampling, deadlines
         self.restarts = 0
         self.stragglers = 0  # groups stopped since the batch was filled by others
-        self.receipt: Receipt | None = None  # of the newest policy that was proven
+        self.receipt: Receipt | None = None  # of the newest policy that was delivered
+        self.answer: Answer | None = None  # to the newest probe
+        self._held = self._proven = -1  # versions of policies
+        self._proof = asyncio.Condition()
         self._life = 0
         self._revivals = 0  # since the last finished group
         self._reviving = asyncio.Lock()
@@ -79,7 +86,7 @@ class Producer:
         first = await self.pipes.latest.wait_newer(-1)
         await self.deliver(first)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow(first.adapter.version))
+            tasks.create_task(self._follow(first))
             for _ in range(ceil(self.pipes.buffer.slots / workers)):
                 tasks.create_task(self._lane())
 
@@ -90,8 +97,10 @@ class Producer:
             position, attempt = ticket.work = ticket.work or cursor.issue()
             problem = self.pipes.problems.at(position)
             group = await self.request(problem, self.sampling(position, attempt), attempt, ticket)
-            if group is not None and await buffer.put(ticket, group):
-                continue
+            if group is not None:
+                await self._proof_of(max(group.column("policy_version_max").to_pylist()))
+                if await buffer.put(ticket, group):
+                    continue
             if group is None and ticket.wanted:
                 self._count_loss(problem)
             if buffer.give_up(ticket, self.actor.name):
@@ -107,24 +116,48 @@ class Producer:
                 "were lost while they worked on it; take it out of the data, or raise cluster.deadlines.group"
             )
 
-    async def _follow(self, version: int) -> None:
+    async def _follow(self, push: Push) -> None:
+        """Proves the policy that was delivered, then waits for the next."""
         while True:
-            push = await self.pipes.latest.wait_newer(version)
-            async with self._reviving:  # a fresh process is being given its policy: two pushes at once would race
-                life = self._life
-            try:
-                await self.deliver(push)
-            except (ActorDied, DeadlineExceeded) as error:
-                await self._revive(life, error)  # which delivers what is newest by then
-            version = push.adapter.version
+            await self._or_revive(self.prove, push)
+            push = await self.pipes.latest.wait_newer(push.adapter.version)
+            await self._or_revive(self.deliver, push)
+
+    async def _or_revive(self, bring: Callable[[Push], Awaitable[None]], push: Push) -> None:
+        async with self._reviving:  # a fresh process is being given its policy: two pushes at once would race
+            life = self._life
+        if self._proven >= push.adapter.version:  # as it has been meanwhile
+            return
+        try:
+            await bring(push)
+        except (ActorDied, DeadlineExceeded) as error:
+            await self._revive(life, error)  # which delivers and proves what is newest by then
 
     async def deliver(self, push: Push) -> None:
-        """Sends an adapter, proves that the worker generates with it, and acknowledges it."""
-        with self.pipes.timeline.span("push", self.actor.name, version=push.adapter.version):
-            receipt = await self.actor.call("take_policy", push.shared, push.probe_ids, deadline_s=self.deadlines.push)
-            push.verify(self.actor.name, receipt.digest, receipt.logprobs)
-        self.receipt = receipt
-        await self.pipes.latest.acknowledge(self.actor.name, push.adapter.version)
+        """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
+        version = push.adapter.version
+        with self.pipes.timeline.span("push", self.actor.name, version=version):
+            receipt = await self.actor.call("take_policy", push.shared, deadline_s=self.deadlines.push)
+            push.check_digest(self.actor.name, receipt.digest)
+        self.receipt, self._held = receipt, version
+        await self.pipes.latest.acknowledge(self.actor.name, version)
+
+    async def prove(self, push: Push) -> None:
+        """Asks the worker what the policy it generates with says of the probe tokens; DeliveryError if not the same as
+        the learner's."""
+        with self.pipes.timeline.span("prove", self.actor.name, concurrent=True, version=push.adapter.version):
+            answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
+            if answer is None:
+                raise ActorDied(f"{self.actor.name}: its process died while it was idle")
+            await push.verify(self.actor.name, answer.logprobs)
+        self.answer = answer
+        async with self._proof:
+            self._proven = push.adapter.version
+            self._proof.notify_all()
+
+    async def _proof_of(self, version: int) -> None:
+        async with self._proof:
+            await self._proof.wait_for(lambda: self._proven >= version)
 
     async def request(
         self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None = None
@@ -165,7 +198,9 @@ class Producer:
                 try:
                     await self.actor.revive(isinstance(error, DeadlineExceeded), self.deadlines.start)
                     if self.pipes.latest.version >= 0:
-                        await self.deliver(self.pipes.latest.get())
+                        newest = self.pipes.latest.get()
+                        await self.deliver(newest)
+                        await self.prove(newest)
                 except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
                     error = again
                 else:
@@ -173,7 +208,8 @@ class Producer:
                     self._life += 1
 
     async def sleep(self) -> None:
-        """The engine frees its device memory (memory.layout: alternating); nothing may be running."""
+        """The engine frees its device memory (memory.layout: alternating); no group may be running."""
+        await self._proof_of(self._held)  # the probe may be, if others made all of the batch
         await self._certainly("sleep")
 
     async def wake(self) -> None:

@@ -15,7 +15,7 @@ from rewards.base import case_of
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
-from rollout.delivery import Receipt
+from rollout.delivery import Answer, Receipt
 from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, NoAdapter, Sampling, Weights
 from rollout.schema import Problem, build_group
 
@@ -115,20 +115,25 @@ class RolloutWorker:
             "finish_reason": [c.finish_reason for c in completions],
         }
 
-    async def take_policy(self, policy: Adapter | Weights, probe_ids: Sequence[int]) -> Receipt:
-        """Takes a newer policy (requests under way: see EngineSettings.in_flight), then answers the probe [N] under it.
-
-        One call for both, since each answer to the controller waits for the engine's step that is under way.
-        """
+    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+        """Takes a newer policy (requests under way: see EngineSettings.in_flight)."""
         start = time.perf_counter()
         with self._engine_alive():
             if isinstance(policy, Weights):
                 digest = await self.engine.load_weights(policy)
             else:
                 digest = await self.engine.load_adapter(policy)
-            loaded = time.perf_counter()
-            logprobs = await self.engine.probe(probe_ids)
-        return Receipt(digest, logprobs, loaded - start, time.perf_counter() - loaded, peak_memory())
+        return Receipt(digest, time.perf_counter() - start, peak_memory())
+
+    async def probe(self, token_ids: Sequence[int]) -> Answer | None:
+        """What the newest policy says of token_ids [N]; None from a process that has no policy yet."""
+        start = time.perf_counter()
+        try:
+            with self._engine_alive():
+                logprobs = await self.engine.probe(token_ids)
+        except NoAdapter:
+            return None
+        return Answer(logprobs, time.perf_counter() - start)
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""

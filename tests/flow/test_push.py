@@ -20,12 +20,13 @@ from learner.house import make_trainer, sampling_of, worker_spec
 from learner.memory_plan import settle
 from rollout.chat import Chat
 from rollout.cursor import Cursor
-from rollout.delivery import DeliveryError, Push
+from rollout.delivery import Answer, DeliveryError, Push
 from rollout.engine import Adapter, Engine, EngineSettings
 from rollout.engine_env import required_env
 from rollout.problems import load
 from rollout.producer import Pipes, Producer
 from rollout.worker import RolloutWorker, vllm_engine
+from tests.pushes import expect
 from tests.tiny import make_tiny_model
 
 REWARD = "def spread(prompts, completions, **columns):\n    return [float(i) for i in range(len(completions))]\n"
@@ -84,8 +85,15 @@ async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
 
 
 async def push_of(learner: Actor, ids: Sequence[int], before: Push | None) -> Push:
-    adapter, logprobs, _ = await learner.call("policy", list(ids), deadline_s=30)
-    return Push(adapter, tuple(ids), logprobs, None if before is None else before.logprobs, "float32")
+    adapter, _ = await learner.call("policy", deadline_s=30)
+    answer = Answer(*await learner.call("probe", list(ids), deadline_s=30))
+    expected = expect(answer, before and before.expected.result().new)
+    return Push(adapter, tuple(ids), expected, "float32")
+
+
+async def deliver(producer: Producer, push: Push) -> None:
+    await producer.deliver(push)
+    await producer.prove(push)
 
 
 @pytest.mark.timeout(300)
@@ -100,7 +108,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
     ids = problems.at(0).prompt_ids
 
     pushes = [await push_of(learner, ids, None)]
-    await producer.deliver(pushes[0])
+    await deliver(producer, pushes[0])
     for version in (1, 2):
         requests = [producer.request(problems.at(i), sampling_of(config)(i, 0), 0) for i in range(2)]
         groups = [group for group in await asyncio.gather(*requests) if group is not None]
@@ -113,9 +121,10 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
                 RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: sha256"
             ):
                 await producer.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
-            await producer.deliver(pushes[1])
-    moved = abs(pushes[2].logprobs - pushes[1].logprobs).max()
+            await deliver(producer, pushes[1])
+    new, previous = pushes[2].expected.result()
+    assert previous is not None
+    moved = abs(new.logprobs - previous.logprobs).max()
     assert 1e-4 < moved < 1e-3  # one small step: the tolerance alone would let it pass
     with pytest.raises(DeliveryError, match=r"generator-0: generates with adapter v1, though it acknowledged v2.*nats"):
-        await producer.deliver(pushes[2])
-    assert pipes.latest.acknowledgements == {"generator-0": 1}
+        await deliver(producer, pushes[2])

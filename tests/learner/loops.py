@@ -21,7 +21,7 @@ from learner.loop import Loop
 from learner.progress import Progress
 from rollout import ledger
 from rollout.cursor import Cursor
-from rollout.delivery import Receipt
+from rollout.delivery import Answer, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.fake_engine import FakeEngine
 from rollout.producer import Pipes, Producer, group_seed
@@ -46,9 +46,11 @@ class Worker:
         rewards = [float(len(c.token_ids) % 2) for c in completions]
         return make_group(problem.position, attempt=attempt, completions=completions, rewards=rewards)
 
-    async def take_policy(self, adapter: Adapter, probe_ids: Sequence[int]) -> Receipt:
-        digest = await self.engine.load_adapter(adapter)
-        return Receipt(digest, await self.engine.probe(probe_ids), 2.0, 3.0, 1.0)
+    async def take_policy(self, adapter: Adapter) -> Receipt:
+        return Receipt(await self.engine.load_adapter(adapter), 2.0, 1.0)
+
+    async def probe(self, token_ids: Sequence[int]) -> Answer:
+        return Answer(await self.engine.probe(token_ids), 3.0)
 
 
 class Trainer:
@@ -68,10 +70,14 @@ class Trainer:
         self.version += 1
         return {"loss/total": float(self.version), "policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
 
-    async def policy(self, token_ids: list[int]) -> tuple[Adapter, Any, dict[str, float]]:
-        adapter, engine = Adapter.build(self.version, b"weights %d" % self.version, {}), FakeEngine(VOCAB)
+    async def policy(self) -> tuple[Adapter, float]:
+        return Adapter.build(self.version, b"weights %d" % self.version, {}), 4.0
+
+    async def probe(self, token_ids: list[int]) -> tuple[Any, float]:
+        adapter, _ = await self.policy()
+        engine = FakeEngine(VOCAB)
         await engine.load_adapter(adapter)
-        return adapter, await engine.probe(token_ids), {}
+        return await engine.probe(token_ids), 5.0
 
     async def release_cache(self) -> None:
         assert self.holds_the_card()

@@ -24,8 +24,8 @@ async def test_synchronous_training_takes_each_position_in_order_from_the_newest
     assert [line["policy/staleness_max"] for line in written[1:]] == [0.0] * 5
     assert [line["loss/total"] for line in written[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert written[-1]["buffer/dropped_stale"] == 0
-    told = ("time/push_load", "time/push_probe", "memory/generator_peak")
-    assert [[line[key] for key in told] for line in written[1:]] == [[2.0, 3.0, 1.0]] * 5  # by the generators
+    told = ("time/push_load", "time/push_probe", "memory/generator_peak", "time/push_export", "time/push_learner_probe")
+    assert [[line[key] for key in told] for line in written[1:]] == [[2.0, 3.0, 1.0, 4.0, 5.0]] * 5
     saved = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert saved == ["step-000002", "step-000004", "step-000005"]
     assert (tmp_path / "adapter" / "version").read_text() == "5"

@@ -35,11 +35,11 @@ def make_trainer(path: str, *, adapter: str | None = None, dtype: Any = "float32
 
 async def adapter_of(trainer: Trainer) -> Any:
     """What the generators would get now."""
-    return (await trainer.policy([0, 0]))[0]
+    return (await trainer.policy())[0]
 
 
 async def probe_of(trainer: Trainer, token_ids: list[int]) -> Any:
-    return (await trainer.policy(token_ids))[1]
+    return (await trainer.probe(token_ids))[0]
 
 
 def masters(trainer: Trainer) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from cluster.actors import Local
@@ -15,13 +14,14 @@ from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
-from rollout.delivery import Push, Receipt
+from rollout.delivery import Answer, Push, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
+from tests.pushes import expect, said
 
-PROBE = np.array([-1.0], np.float32)
+PROBE = said([-1.0])
 PER_STEP, STALENESS = 2, 2
 
 
@@ -31,9 +31,12 @@ class Worker:
     def __init__(self, rank: int, gate: asyncio.Event, learning: asyncio.Event, asked: Counter[int]) -> None:
         self.rank, self.gate, self.learning, self.asked = rank, gate, learning, asked
 
-    async def take_policy(self, adapter: Adapter, probe_ids: tuple[int, ...]) -> Receipt:
+    async def take_policy(self, adapter: Adapter) -> Receipt:
         await self.learning.wait()
-        return Receipt(adapter.digest, PROBE, 0.0, 0.0, 0.0)
+        return Receipt(adapter.digest, 0.0, 0.0)
+
+    async def probe(self, token_ids: tuple[int, ...]) -> Answer:
+        return PROBE
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         self.asked[problem.position] += 1
@@ -84,7 +87,7 @@ class Team:
 async def team(folder: Path) -> AsyncIterator[Team]:
     """A team under policy v0; the workers are up to the body."""
     members = Team(folder)
-    await members.pipes.latest.publish(0, Push(Adapter.build(0, b"weights", {}), (1, 2), PROBE, None, "float32"))
+    await members.pipes.latest.publish(0, Push(Adapter.build(0, b"weights", {}), (1, 2), expect(PROBE), "float32"))
     try:
         yield members
     finally:

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -16,13 +15,13 @@ from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
-from rollout.delivery import Push, Receipt
+from rollout.delivery import Answer, Push, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
+from tests.pushes import expect, said
 
-PROBE = np.array([-1.0], np.float32)
 DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)
 
 
@@ -33,13 +32,14 @@ class Story:
         self.events: list[Any] = []
         self.faults = faults
         self.lives = 0
+        self.empty: set[int] = set()  # lives whose process was replaced, as they were idle, by one without a policy
         self.gate = asyncio.Event()  # opens what is to be `slow`
 
     async def happen(self, method: str, a: int, b: int) -> None:
         fault = self.faults.get(method, lambda a, b: None)(a, b)
         if fault == "die":
             raise ActorDied(f"{method} {a} {b}")
-        if fault is not None:
+        if fault in ("hang", "slow"):
             await self.gate.wait()
 
 
@@ -51,11 +51,16 @@ class Worker:
         story.lives += 1
         self.life = story.lives
 
-    async def take_policy(self, adapter: Adapter, probe_ids: tuple[int, ...]) -> Receipt:
+    async def take_policy(self, adapter: Adapter) -> Receipt:
         await self.story.happen("take_policy", self.life, adapter.version)
         self.version = adapter.version
         self.story.events.append(f"life {self.life}: v{adapter.version}")
-        return Receipt(adapter.digest, PROBE * (self.version + 1), 0.0, 0.0, 100.0 * self.life)
+        return Receipt(adapter.digest, 0.0, 100.0 * self.life)
+
+    async def probe(self, token_ids: tuple[int, ...]) -> Answer | None:
+        await self.story.happen("probe", self.life, self.version)
+        empty = self.life in self.story.empty
+        return None if empty else said([-1.0 - self.version])
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         if self.version < 0:
@@ -81,7 +86,7 @@ class Stream:
 
 
 def push(version: int) -> Push:
-    return Push(Adapter.build(version, b"weights", {}), (1, 2), PROBE * (version + 1), None, "float32")
+    return Push(Adapter.build(version, b"weights", {}), (1, 2), expect(said([-1.0 - version])), "float32")
 
 
 @asynccontextmanager
@@ -163,6 +168,29 @@ async def test_a_process_that_was_replaced_while_idle_gets_its_policy(tmp_path: 
         await producer.actor.revive(False, 1)  # by Ray, behind the producer's back
         groups = await consume(producer, 3)
     assert sorted(position for position, _ in groups) == [1, 2, 3]
+    assert producer.restarts == 1
+
+
+async def test_no_group_is_handed_over_before_its_policy_is_proven(tmp_path: Path) -> None:
+    story = Story(probe=lambda life, version: "slow")
+    async with producing(story, 2, tmp_path) as producer:
+        while len(story.events) < 3:
+            await asyncio.sleep(0)
+        assert story.events == ["life 1: v3", (0, 0), (1, 0)]  # generation does not wait for the proof
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(producer.pipes.buffer) == 0
+        story.gate.set()
+        assert await consume(producer, 2) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("lost", ["while it answers", "before"])
+async def test_a_process_that_is_lost_between_load_and_proof_gets_both_again(tmp_path: Path, lost: str) -> None:
+    story = Story(probe=lambda life, version: "die" if (life, lost) == (1, "while it answers") else None)
+    story.empty = {1} if lost == "before" else set()
+    async with producing(story, 1, tmp_path) as producer:
+        assert len(await consume(producer, 2)) == 2
+    assert [event for event in story.events if isinstance(event, str)] == ["life 1: v3", "died", "life 2: v3"]
     assert producer.restarts == 1
 
 
