@@ -29,6 +29,7 @@ from rollout.cursor import Cursor
 from rollout.delivery import Answer, Receipt
 from rollout.engine import Adapter, Sampling
 from rollout.fake_engine import FakeEngine
+from rollout.partial import Begun
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
@@ -101,7 +102,7 @@ class Worker:
         with self.away.clock:
             return Answer(await self.away.answer(self._adapter, token_ids), 0.0)
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
         version = self._adapter.version
         async with self._slots:
             await asyncio.sleep(self.seconds * self._random.uniform(0.5, 1.5))
@@ -116,7 +117,7 @@ class IdleTrainer:
     def __init__(self, away: Away, seconds: float, on_step: Callable[[int], None]) -> None:
         self.away, self.seconds, self.on_step, self.version = away, seconds, on_step, 0
 
-    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table], oldest_version: int) -> dict[str, float]:
         await asyncio.sleep(self.seconds)
         self.version += 1
         self.on_step(self.version)

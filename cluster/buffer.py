@@ -4,7 +4,7 @@ Pace is a property of this pipe, so neither producers nor the consumer hold an `
 
     admit    a producer waits for a slot before it starts a group; the slot is charged at once
     put      the finished group enters; waits while the bytes bound is reached
-    take     the consumer waits for `count` useful groups; what is older than its bound is dropped, counted, handed back
+    take     the consumer waits for `count` useful groups; those wholly older than its bound are dropped and counted
     release  the consumer frees the slots once the policy that learned from those groups is with every producer
 
 With slots = groups_per_step * (1 + max_staleness) the staleness bound is arithmetic: when batch t is taken, at most
@@ -14,7 +14,8 @@ completions are (dropping the slow ones would teach a bias to short completions)
 max_staleness 0.
 
 Over-sampling adds `oversample` slots and lets as many due groups be left over: the batch is then the first that
-finish, and stragglers that could not be trained on any more are stopped.
+finish, and stragglers that could not be trained on any more are stopped. What was sampled of them is kept by their
+producers (rollout.partial); when such a group comes after all, only a part of its tokens is too old.
 
 A slow producer holds nobody up for long: while the consumer waits, a group that has taken `backup_after` times as long
 as groups usually take is given to a second producer as well, if one waits for a slot (the backup tasks of MapReduce:
@@ -141,15 +142,15 @@ class Buffer:
         self._groups[ticket] = group
         self.bytes += group.nbytes
         self._seconds.append(took)
-        self._stop(ticket)
+        self._stop(ticket, late=False)
         self._news.set()
         return True
 
     def _fits(self, group: pa.Table) -> bool:
         return self._hungry or not self._groups or self.bytes + group.nbytes <= self.max_bytes
 
-    def _stop(self, ticket: Ticket) -> None:
-        ticket.stop()
+    def _stop(self, ticket: Ticket, late: bool) -> None:
+        ticket.stop(late)
         self._wake_puts()
 
     def _wake_puts(self) -> None:
@@ -170,7 +171,10 @@ class Buffer:
     async def take(
         self, count: int, oldest_version: int, useful: Callable[[pa.Table], bool] = lambda group: True
     ) -> Batch:
-        """`count` useful groups with no token older than `oldest_version`: those that are due, then by arrival."""
+        """`count` useful groups, each with a token of `oldest_version` or younger: those that are due, then by arrival.
+
+        Which of their tokens are trained on is the consumer's affair.
+        """
         if not 1 <= count <= self.slots:
             raise ValueError(f"buffer: take must ask for 1 to {self.slots} groups (its slots), got {count}")
         due_version = self._taken // self.groups_per_step - self.max_staleness
@@ -184,7 +188,7 @@ class Buffer:
                 group = self._groups.pop(ticket)
                 del self._admitted[ticket]
                 self.bytes -= group.nbytes
-                if min(group.column("policy_version_min").to_pylist()) < oldest_version:
+                if max(group.column("policy_version_max").to_pylist()) < oldest_version:
                     self.dropped_stale += 1
                     self._free_after(self.on_drop, group)
                 elif len(useless) < MAX_REFILLS * count and not useful(group):
@@ -251,7 +255,7 @@ class Buffer:
         if self.oversample:
             for ticket in itertools.takewhile(lambda ticket: ticket.version < self._too_old, self._admitted):
                 if ticket not in self._groups:
-                    self._stop(ticket)
+                    self._stop(ticket, late=True)
 
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups that were taken."""

@@ -19,6 +19,7 @@ class Ticket:
     holders: set[str]
     work: tuple[int, int] | None = None
     wanted: bool = True  # no other holder has put the group, and it can still be trained on
+    late: bool = False  # it is not wanted since it cannot be trained on any more: a straggler
     _scopes: list[asyncio.Timeout] = field(default_factory=list)
 
     @asynccontextmanager
@@ -35,9 +36,9 @@ class Ticket:
         finally:
             self._scopes.remove(scope)
 
-    def stop(self) -> None:
+    def stop(self, late: bool) -> None:
         """The group is not wanted any more."""
         if self.wanted:
-            self.wanted = False
+            self.wanted, self.late = False, late
             for scope in self._scopes:
                 scope.reschedule(0)

@@ -4,6 +4,11 @@ Packed, a micro-batch is one row without padding, in which the completions of a 
 learner.attention). Padded, it is a row per completion: for models that cannot attend to a packed row.
 Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, B rows of a
 micro-batch, L its length, C completions and N their tokens in it.
+
+A completion that was sampled in parts (rollout.partial) may begin with tokens that are too old to train on. To all of
+the learner they are prompt: read, and not predicted. So T and M count only what is trained on, and so do the loss's
+denominators and every policy/ metric, while the reward is of the whole completion (Kimi k1.5, 2501.12599, leaves the
+earlier parts out of the loss, too).
 """
 
 from collections.abc import Sequence
@@ -27,11 +32,11 @@ class Rows:
     """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
 
     rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a judge failed
-    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables
+    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables, but for those that a too old part lengthens
     completions: npt.NDArray[np.int32]  # [M] token ids
     behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
     versions: npt.NDArray[np.int32]  # [M] policy version of each token
-    lengths: npt.NDArray[np.int64]  # [R] T of each completion
+    lengths: npt.NDArray[np.int64]  # [R] T of each completion; 0 if all of it is too old
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -80,8 +85,9 @@ class _Part(NamedTuple):
     tokens: int
 
 
-def read(groups: Sequence[pa.Table]) -> Rows:
-    """The columns that the learner needs.
+def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
+    """The columns that the learner needs. A completion up to its last token of a policy version below `oldest_version`
+    counts as prompt.
 
     Raises:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
@@ -110,7 +116,26 @@ def read(groups: Sequence[pa.Table]) -> Rows:
         raise ValueError(
             f"behavior_logprobs: must be finite, row {row} has {behavior[broken[0]]}; the generator is broken"
         )
-    return Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0])
+    rows = Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0])
+    return _behind(rows, oldest_version)
+
+
+def _behind(rows: Rows, oldest_version: int) -> Rows:
+    """What comes behind the last token that is too old, with what comes before as prompt."""
+    old = np.flatnonzero(rows.versions < oldest_version)
+    if len(old) == 0:
+        return rows
+    owners = np.searchsorted(np.cumsum(rows.lengths), old, side="right")
+    cut = np.zeros_like(rows.lengths)
+    np.maximum.at(cut, owners, old + 1 - rows.starts[owners])
+    prompts = list(rows.prompts)
+    for row in np.unique(owners).tolist():
+        start = rows.starts[row]
+        prompts[row] = np.concatenate([prompts[row], rows.completions[start : start + cut[row]]])
+    kept = _ranges(rows.starts + cut, rows.lengths - cut)
+    return Rows(
+        rows.rewards, prompts, rows.completions[kept], rows.behavior[kept], rows.versions[kept], rows.lengths - cut
+    )
 
 
 def _sizes(table: pa.Table, name: str) -> npt.NDArray[Any]:

@@ -77,6 +77,8 @@ class Journal:
             metrics["rollout/restarts"] = float(sum(p.restarts for p in self._producers))
             if buffer.oversample:
                 metrics["rollout/early_stopped"] = float(sum(p.stragglers for p in self._producers))
+                metrics["rollout/resumed"] = float(sum(p.resumed for p in self._producers))
+                metrics["rollout/resumed_tokens"] = float(sum(p.resumed_tokens for p in self._producers))
             if self._sinks.plan is not None:
                 self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)

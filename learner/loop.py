@@ -129,13 +129,12 @@ class Loop:
     async def _take(self) -> Batch:
         """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""
         deadlines, buffer = self.config.cluster.deadlines, self.pipes.buffer
-        oldest = self.step - self.config.max_staleness
         rounds = 1 + MAX_REFILLS * self.config.rollout.dynamic_sampling
         patience = deadlines.start + rounds * deadlines.group
         try:
             async with asyncio.timeout(patience):
                 with self.sinks.timeline.span("wait", "loop", step=self.step + 1):
-                    batch = await buffer.take(self.config.learner.groups_per_step, oldest, self._useful)
+                    batch = await buffer.take(self.config.learner.groups_per_step, self._oldest, self._useful)
         except TimeoutError:
             raise TimeoutError(
                 f"step {self.step + 1}: waited {patience:g} s for "
@@ -143,6 +142,11 @@ class Loop:
                 f"{buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are long"
             ) from None
         return Batch(sorted(batch.groups, key=group_position), batch.useless)
+
+    @property
+    def _oldest(self) -> int:
+        """Tokens of a policy version below it are too old to train on."""
+        return self.step - self.config.max_staleness
 
     def _useful(self, group: pa.Table) -> bool:
         """With dynamic sampling (DAPO, 2503.14476, section 3.2) groups that teach nothing are replaced by others."""
@@ -155,7 +159,8 @@ class Loop:
         rollouts = self.sinks.folder / "rollouts"
         at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, rollouts, self.step + 1, generated))
         try:
-            metrics = batch_metrics(generated, self.step) | {"rollout/refilled_groups": float(len(batch.useless))}
+            metrics = batch_metrics(generated, self.step, self._oldest)
+            metrics["rollout/refilled_groups"] = float(len(batch.useless))
             async with self._the_card():
                 learned, push = await self._update(batch.groups, tasks)
         finally:
@@ -168,7 +173,7 @@ class Loop:
     async def _update(self, groups: list[pa.Table], tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
         timeline, deadline = self.sinks.timeline, self.config.cluster.deadlines.step
         with timeline.span("train", "learner", step=self.step + 1):
-            metrics = await self.trainer.call("step", groups, deadline_s=deadline)
+            metrics = await self.trainer.call("step", groups, self._oldest, deadline_s=deadline)
         with timeline.span("policy", "learner", version=self.step + 1):
             push, spent = await self._policy(tasks)
         return metrics | spent, push

@@ -16,7 +16,10 @@ for language models AReaL 2505.24298, section 5.2):
     w = min(pi_prox / mu, 2) * (PPO's clip of pi / pi_prox).
 
 The coefficients c (table LOSSES) are computed over the whole optimizer batch before it is split, so that the gradient
-does not depend on the split. Completions that are skipped since their gradient is exactly 0 still count in them.
+does not depend on the split. Completions that are skipped since their gradient is exactly 0 still count in them. Tokens
+too old to train on are no tokens of the loss but prompt (see learner.batch): T counts the others, so that dapo is the
+mean over them and grpo that of each completion's, while dr_grpo's constant stays what it is; in the number of
+completions one counts even if all of it is too old.
 """
 
 from collections.abc import Callable, Iterable

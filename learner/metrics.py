@@ -14,8 +14,9 @@ class JudgesFailing(RuntimeError):
     """Most completions of a batch got no reward: a broken reward must not train silently."""
 
 
-def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
-    """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
+def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int) -> dict[str, float]:
+    """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it, but not from
+    tokens of versions below `oldest_version`.
 
     Raises JudgesFailing if more than half of the completions have no reward.
     """
@@ -44,13 +45,16 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
         "policy/staleness_max": float(staleness.max()),
     }
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    return metrics | judge_means(rows) | staleness_shares(rows, version)
+    return metrics | judge_means(rows) | staleness_shares(rows, version, oldest_version)
 
 
-def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
-    """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`."""
-    counts = np.bincount(version - pc.list_flatten(rows.column("token_versions")).to_numpy())
-    return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
+def staleness_shares(rows: pa.Table, version: int, oldest_version: int) -> dict[str, float]:
+    """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`;
+    `policy/too_old_fraction`: of those sampled before `oldest_version`."""
+    versions = pc.list_flatten(rows.column("token_versions")).to_numpy()
+    counts = np.bincount(version - versions)
+    shares = {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
+    return shares | {"policy/too_old_fraction": float((versions < oldest_version).mean())}
 
 
 def judge_means(rows: pa.Table) -> dict[str, float]:

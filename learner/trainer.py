@@ -97,8 +97,10 @@ class Trainer:
         self._nonfinite = 0  # skipped updates in a row
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
-    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
         """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
+
+        Tokens of policy versions below `oldest_version` are not trained on (see learner.batch.read).
 
         It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
         loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples whose judge failed are not
@@ -117,7 +119,7 @@ class Trainer:
             OutOfMemory: a micro-batch of one completion does not fit, or memory_bytes was exceeded on a CPU.
             RuntimeError: loss or gradient was not finite in three steps in a row.
         """
-        return await self._run(lambda: self._step(groups))
+        return await self._run(lambda: self._step(groups, oldest_version))
 
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         """The most that a step can ask for, once, and nothing of it kept: a micro-batch as large as the token budget
@@ -174,10 +176,10 @@ class Trainer:
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _step(self, groups: list[pa.Table]) -> dict[str, float]:
+    def _step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries
         self._memory.start_step()
-        rows = read(groups)
+        rows = read(groups, oldest_version)
         self._policy.check_ids(int(np.concatenate([[0], *rows.prompts, rows.completions]).max()))
         rate = self._config.learning_rate * rate_factor(self._version, self._total_steps, self._config.schedule)
         updates = self._learn(rows, opinions_of(rows, self._config, self._max_completion_length), rate)

@@ -77,7 +77,7 @@ class RolloutConfig(Frozen):
     in_flight: Literal["finish", "continue"] = "finish"
     reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
     dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
-    oversample: Annotated[int, Field(ge=0)] = 0  # groups begun beyond a batch's; the last to finish are stopped
+    oversample: Annotated[int, Field(ge=0)] = 0  # groups begun beyond a batch's; the last to finish go on later
 
     @field_validator("top_p")
     @classmethod

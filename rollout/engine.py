@@ -5,6 +5,7 @@ Letters: P prompt tokens, T completion tokens, G completions per prompt.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,9 +62,11 @@ class Completion:
         token_ids: [T] int32, the end token included if it was sampled.
         logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
             greedy sampling (temperature 0) records the logprobs at temperature 1.
-        finish_reason: "stop" (an end token), "length" (max_tokens reached) or "abort".
-        versions: [T] int32, policy version that sampled each token; never falls. All equal unless the engine was
-            started with in_flight "continue".
+        finish_reason: "stop" (an end token), "length" (max_tokens reached) or "abort" (stopped before either; T may
+            be 0).
+        versions: [T] int32, policy version that sampled each token. What one call of generate samples has one version,
+            or with in_flight "continue" versions that never fall. A completion that several calls went on with (see
+            rollout.partial) has theirs, one after the other.
     """
 
     token_ids: NDArray[np.int32]
@@ -238,10 +241,13 @@ class EngineSettings:
 class Engine(Protocol):
     """A generator. Safe to call from many tasks of one event loop at once."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
+    ) -> list[Completion]:
         """sampling.n completions of prompt_ids [P], under the newest adapter at the time of the call; with in_flight
         "continue", under newer ones from the moment that they are loaded.
 
+        As soon as `until` is done, those that are not finished end as they are, with finish_reason "abort".
         Raises ValueError for a prompt that cannot be served, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
         """
         ...

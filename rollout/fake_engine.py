@@ -37,7 +37,8 @@ class FakeEngine:
         eos_id: the token that ends a completion.
         drop_adapter_at: this version is acknowledged and reported by completions, but the policy before it stays in
             force: the silent non-delivery that the probe must catch.
-        delay_s: seconds that generate waits before it answers.
+        delay_s: seconds that generate waits before it answers. If it is stopped meanwhile, it has sampled half of
+            max_tokens: completions that need no more are whole, the others end there.
     """
 
     def __init__(
@@ -53,17 +54,23 @@ class FakeEngine:
         self._asleep = False
         self._closed = False
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
+    ) -> list[Completion]:
         version, policy = self._newest(), self._policy
         if not prompt_ids:
             raise ValueError("the prompt must hold at least 1 token, got 0")
         self._calls += 1
         try:
-            await asyncio.sleep(self._delay_s)
+            if until is None:
+                await asyncio.sleep(self._delay_s)
+            else:
+                await asyncio.wait([until], timeout=self._delay_s)
         finally:
             self._calls -= 1
         self._newest()
-        return [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
+        whole = [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
+        return [_cut(c, sampling.max_tokens // 2) for c in whole] if until is not None and until.done() else whole
 
     async def load_adapter(self, adapter: Adapter) -> str:
         return self._load(adapter)
@@ -137,3 +144,11 @@ class FakeEngine:
         with np.errstate(divide="ignore"):
             logprobs: NDArray[np.float64] = np.log(probs / probs.sum())
         return logprobs
+
+
+def _cut(completion: Completion, length: int) -> Completion:
+    """What there is of it after so many tokens."""
+    if len(completion.token_ids) <= length:
+        return completion
+    tokens, logprobs, versions = completion.token_ids, completion.logprobs, completion.versions
+    return Completion(tokens[:length], logprobs[:length], "abort", versions[:length])

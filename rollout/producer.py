@@ -14,7 +14,8 @@ A worker that waits for its first policy has no lanes yet and holds no slot. But
 has acknowledged the newest policy: while one restarts or loads, the others go on with the slots that max_staleness
 leaves them, then wait for it (no longer than deadlines.push + deadlines.start, which ends the run).
 
-A lost process loses only the groups it had in flight; each is issued again by its position.
+A lost process loses only the groups it had in flight; each is issued again by its position. So is a straggler, with
+what its worker had of it: the next attempt goes on from there, on whichever worker.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -37,6 +38,7 @@ from cluster.ticket import Ticket
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Push, Receipt
 from rollout.engine import Sampling
+from rollout.partial import Begun
 from rollout.problems import Problems
 from rollout.schema import Problem
 
@@ -56,6 +58,7 @@ class Pipes:
     latest: Latest[Push]
     timeline: Timeline
     losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
+    begun: dict[int, Begun] = field(default_factory=dict)  # position -> what is there of a straggler
 
 
 def group_seed(run_seed: int, position: int, attempt: int) -> int:
@@ -73,6 +76,7 @@ class Producer:
         self.actor, self.pipes, self.sampling, self.deadlines = actor, pipes, sampling, deadlines
         self.restarts = 0
         self.stragglers = 0  # groups stopped since the batch was filled by others
+        self.resumed = self.resumed_tokens = 0  # completions that were not begun anew, and what they had by then
         self.receipt: Receipt | None = None  # of the newest policy that was delivered
         self.answer: Answer | None = None  # to the newest probe
         self._held = self._proven = -1  # versions of policies
@@ -96,16 +100,23 @@ class Producer:
             ticket = await buffer.admit(self.actor.name)
             position, attempt = ticket.work = ticket.work or cursor.issue()
             problem = self.pipes.problems.at(position)
-            group = await self.request(problem, self.sampling(position, attempt), attempt, ticket)
+            begun = self.pipes.begun.get(position, ())
+            group = await self.request(problem, self.sampling(position, attempt), attempt, ticket, begun)
             if group is not None:
                 await self._proof_of(max(group.column("policy_version_max").to_pylist()))
                 if await buffer.put(ticket, group):
+                    self._count_resumed(self.pipes.begun.pop(position, ()))
                     continue
             if group is None and ticket.wanted:
                 self._count_loss(problem)
             if buffer.give_up(ticket, self.actor.name):
                 self.stragglers += not ticket.wanted
                 cursor.again(position, attempt)
+
+    def _count_resumed(self, begun: Begun) -> None:
+        lengths = [len(completion.token_ids) for completion in begun]
+        self.resumed += sum(length > 0 for length in lengths)
+        self.resumed_tokens += sum(lengths)
 
     def _count_loss(self, problem: Problem) -> None:
         """A problem that takes every generator down with it must not go round for ever."""
@@ -160,10 +171,10 @@ class Producer:
             await self._proof.wait_for(lambda: self._proven >= version)
 
     async def request(
-        self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None = None
+        self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None = None, begun: Begun = ()
     ) -> pa.Table | None:
-        """One group; None if the process was lost meanwhile (it is alive again when this returns), or as soon as the
-        group is not wanted any more."""
+        """One group, on from `begun`; None if the process was lost meanwhile (it is alive again when this returns), or
+        as soon as the group is not wanted any more."""
         async with self._reviving:  # a fresh process has no policy yet
             life = self._life
         if ticket and not ticket.wanted:
@@ -172,15 +183,37 @@ class Producer:
         try:
             with self.pipes.timeline.span("generate", self.actor.name, concurrent=True, position=problem.position):
                 async with ticket.while_wanted() if ticket else nullcontext():
-                    group = await self.actor.call(
-                        "rollout", problem, sampling, attempt, deadline_s=self.deadlines.group
-                    )
+                    group = await self._ask(problem, sampling, attempt, ticket, begun)
                     if group is None:
                         raise ActorDied(f"{self.actor.name}: its process died while it was idle")
                     self._revivals = 0
         except (ActorDied, DeadlineExceeded) as error:
             await self._revive(life, error)
         return group
+
+    async def _ask(
+        self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None, begun: Begun
+    ) -> pa.Table | None:
+        call = asyncio.ensure_future(
+            self.actor.call("rollout", problem, sampling, attempt, begun, deadline_s=self.deadlines.group)
+        )
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if ticket and ticket.late:
+                await self._keep(problem, attempt)
+            raise
+        finally:
+            call.cancel()
+
+    async def _keep(self, problem: Problem, attempt: int) -> None:
+        """What the worker has of a straggler, for the next attempt, as soon as the policy that it was sampled from is
+        proven; without an answer, that goes on from what this one went on from."""
+        with suppress(ActorDied, DeadlineExceeded):
+            begun = await self.actor.call("stop", problem.group_id(attempt), deadline_s=self.deadlines.push)
+            if begun:
+                await self._proof_of(max(int(first.versions.max(initial=-1)) for first in begun))
+                self.pipes.begun[problem.position] = begun
 
     async def _revive(self, life: int, error: Exception) -> None:
         """One fresh process for all calls that were lost together; it gets the newest policy before its first group."""

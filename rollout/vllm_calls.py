@@ -9,6 +9,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,8 +198,24 @@ def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
     )
 
 
+def abort(engine: Any, request_id: str) -> Any:
+    """Ends a request. Its RequestOutput with what was sampled by now: "abort" where a completion is not finished.
+
+    vLLM makes that output only for a request with a queue to put it in, and for n > 1 once, with the last completion.
+    """
+    processor, kept = engine.output_processor, list[Any]()
+    for name in processor.external_req_ids.get(request_id, ()):
+        processor.request_states[name].queue = SimpleNamespace(put=kept.append)
+    engine.abort_request([request_id])
+    # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
+    parents = processor.parent_requests
+    for name in [name for name, parent in parents.items() if parent.external_req_id == request_id]:
+        del parents[name]
+    return kept[-1]
+
+
 def read_completions(output: Any, version: int) -> list[Completion]:
-    """The G completions of a finished RequestOutput, in order, all of one version.
+    """The G completions of a finished or aborted RequestOutput, in order, all of one version.
 
     Raises EngineError if vLLM failed one of them.
     """
@@ -215,7 +232,7 @@ def read_continued(output: Any, _began_with: int) -> list[Completion]:
 def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
     """[T] the label of each token; spans hold [start, end) token indices."""
     labels = np.array([int(span.version) for span in spans], np.int32)
-    return labels.repeat([span.end - span.start for span in spans])
+    return labels.repeat(np.array([span.end - span.start for span in spans], np.int64))
 
 
 def _completion(part: Any, versions: NDArray[np.int32]) -> Completion:

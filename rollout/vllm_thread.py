@@ -27,7 +27,7 @@ from rollout.engine import (
     EngineSettings,
     NoAdapter,
 )
-from rollout.vllm_calls import build_engine, lora_request
+from rollout.vllm_calls import abort, build_engine, lora_request
 from rollout.vllm_load import load_adapter, load_weights, replace_adapter
 from rollout.vllm_sleep import sleep, wake
 
@@ -45,6 +45,7 @@ class Request:
     params: Any
     read: Callable[[Any, int], Any]
     answer: Future[Any] = field(default_factory=Future)
+    stopped: bool = False  # the answer is what there is by now
     adapter: Resident | None = None
 
 
@@ -107,8 +108,13 @@ class EngineThread:
             return await asyncio.wrap_future(command.answer)
         except asyncio.CancelledError:
             command.answer.cancel()
-            self._inbox.put(None)  # wakes the thread, which then looks for cancelled answers
+            self._inbox.put(None)  # wakes the thread, which then looks for what nobody wants to go on
             raise
+
+    def stop(self, request: Request) -> None:
+        """The request is answered with what was sampled by now; nothing happens if it has its answer."""
+        request.stopped = True
+        self._inbox.put(None)
 
     async def close(self) -> None:
         """See Engine.close. Raises EngineError if the engine does not come back from its current step."""
@@ -162,15 +168,14 @@ class EngineThread:
             else:
                 self._backlog.append(command)
         if woken:
-            self._abort_cancelled()
+            for request in [r for r in self._running.values() if r.stopped or r.answer.cancelled()]:
+                self._abort(request)
 
-    def _abort_cancelled(self) -> None:
-        for request in [r for r in self._running.values() if r.answer.cancelled()]:
-            self._engine.abort_request([request.id])
-            # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
-            parents = self._engine.output_processor.parent_requests
-            for name in [name for name, parent in parents.items() if parent.external_req_id == request.id]:
-                del parents[name]
+    def _abort(self, request: Request) -> None:
+        output = abort(self._engine, request.id)
+        if request.stopped:
+            self._finish(output)
+        else:
             self._release(request)
 
     def _execute(self, command: Command) -> bool:
@@ -200,6 +205,8 @@ class EngineThread:
         request.adapter = adapter
         adapter.users += 1
         self._running[request.id] = request
+        if request.stopped:  # while it waited for its turn
+            self._abort(request)
 
     def _load(self, command: Load) -> bool:
         staged, newest = command.staged, self.window.newest

@@ -17,6 +17,7 @@ from rewards.pool import RewardPool
 from rollout.chat import Chat
 from rollout.delivery import Answer, Receipt
 from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, NoAdapter, Sampling, Weights
+from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
 
 log = logging.getLogger("rollout")
@@ -47,16 +48,23 @@ class RolloutWorker:
         self.chat = Chat.load(spec.engine.model)
         self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)  # its judges load while the engine starts
         self.engine = spec.make_engine(spec.engine)
+        self.sampler = Sampler(self.engine)
         self._said: set[str] = set()
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """One group of `sampling.n` completions of the problem, scored; None from a process that has no policy yet."""
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+        """One group of `sampling.n` completions of the problem, scored; None from a process that has no policy yet.
+
+        begun: what `stop` gave of an earlier attempt. The seed that the table names is that of this one.
+        """
         start = time.perf_counter()
         try:
             with self._engine_alive():
-                completions = await self.engine.generate(problem.prompt_ids, sampling)
+                name = problem.group_id(attempt)
+                completions = await self.sampler.sample(name, problem.prompt_ids, sampling, begun)
         except NoAdapter:
             return None
+        if completions is None:
+            return None  # it was stopped, and who did that has what there is
         generate_ms = (time.perf_counter() - start) * 1e3
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
@@ -74,6 +82,10 @@ class RolloutWorker:
             "reward_ms": [scores.ms] * len(texts),
         }
         return build_group(rows)
+
+    async def stop(self, group_id: str) -> list[Completion]:
+        """Ends the sampling of a group; what another attempt may go on from (see rollout.partial.Sampler.stop)."""
+        return await self.sampler.stop(group_id)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:

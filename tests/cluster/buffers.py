@@ -10,7 +10,7 @@ from cluster.ticket import Ticket
 
 def group(position: int, version: int = 0) -> pa.Table:
     """A group as the buffer sees it: 16 bytes."""
-    return pa.table({"position": [position], "policy_version_min": [version]})
+    return pa.table({"position": [position], "policy_version_max": [version]})
 
 
 def position(table: pa.Table) -> int:

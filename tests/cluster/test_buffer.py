@@ -117,6 +117,16 @@ async def test_what_can_never_be_satisfied_is_refused() -> None:
         buffer.release(1)
 
 
+async def test_a_group_goes_as_too_old_only_if_no_token_of_it_is_young_enough() -> None:
+    dropped: list[pa.Table] = []
+    buffer = Buffer(4, 0, 2**20, dropped.append)
+    for number, newest in enumerate([(1, 1), (1, 2), (2, 0), (3, 3)]):
+        rows = pa.table({"position": [number] * 2, "policy_version_max": newest})
+        await buffer.put(await buffer.admit("a"), rows)
+    assert list(map(position, await taking(buffer, 3, 2))) == [1, 2, 3]
+    assert (list(map(position, dropped)), buffer.dropped_stale) == ([0], 1)
+
+
 async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_ends() -> None:
     buffer = Buffer(2, 0, 2**20, on_drop=print)
 

@@ -22,27 +22,44 @@ from learner.progress import Progress
 from rollout import ledger
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Receipt
-from rollout.engine import Adapter, Sampling
+from rollout.engine import Adapter, Completion, Sampling
 from rollout.fake_engine import FakeEngine
+from rollout.partial import Begun, Sampler
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
 
 VOCAB = 8
 PER_STEP = 3
+PROMPT = 4  # tokens
+
+
+class Paced(FakeEngine):
+    """Groups of every fourth position take longer than the others, as long as nothing of them is there."""
+
+    def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
+        super().__init__(VOCAB, drop_adapter_at=drop_adapter_at)
+        self.pace_s = pace_s
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
+    ) -> list[Completion]:
+        self._delay_s = self.pace_s * (40 if prompt_ids[0] % 4 == 0 and len(prompt_ids) == PROMPT else 1)
+        return await super().generate(prompt_ids, sampling, until)
 
 
 class Worker:
-    """A RolloutWorker without tokenizer and judges; groups of some positions take longer than those of others."""
+    """A RolloutWorker without tokenizer and judges."""
 
     def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
-        self.engine = FakeEngine(VOCAB, drop_adapter_at=drop_adapter_at)
-        self.sleep, self.wake = self.engine.sleep, self.engine.wake
-        self.pace_s = pace_s
+        self.engine = Paced(pace_s, drop_adapter_at)
+        self.sampler = Sampler(self.engine)
+        self.sleep, self.wake, self.stop = self.engine.sleep, self.engine.wake, self.sampler.stop
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        completions = await self.engine.generate(problem.prompt_ids, sampling)
-        await asyncio.sleep(self.pace_s * (1 if problem.position % 4 else 40))
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+        completions = await self.sampler.sample(problem.group_id(attempt), problem.prompt_ids, sampling, begun)
+        if completions is None:
+            return None
         rewards = [float(len(c.token_ids) % 2) for c in completions]
         return make_group(problem.position, attempt=attempt, completions=completions, rewards=rewards)
 
@@ -62,7 +79,7 @@ class Trainer:
         self.holds_the_card: Callable[[], bool] = lambda: True
         self.cached = 0
 
-    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table], oldest_version: int) -> dict[str, float]:
         assert self.holds_the_card()
         self.cached = 1
         self.learned.append(groups)

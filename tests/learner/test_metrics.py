@@ -30,7 +30,7 @@ def test_batch_metrics() -> None:
         reward_status=["ok", "timeout"],
         reward_ms=[20.0, 20.0],
     )
-    found = batch_metrics([one, two], version=6)
+    found = batch_metrics([one, two], version=6, oldest_version=4)
     expected = {
         "reward/mean": 2.0,
         "reward/std": (2 / 3) ** 0.5,
@@ -49,22 +49,24 @@ def test_batch_metrics() -> None:
         "policy/staleness_1": 0.1,
         "policy/staleness_2": 0.4,
         "policy/staleness_3": 0.3,
+        "policy/too_old_fraction": 0.3,
     }
     assert found == pytest.approx(expected)
 
 
 def test_a_judge_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
-    assert batch_metrics([make_group(rewards=[None, 1.0])], 0)["reward/failed"] == 0.5
+    assert batch_metrics([make_group(rewards=[None, 1.0])], 0, 0)["reward/failed"] == 0.5
     with pytest.raises(JudgesFailing, match=r"3 of 4 completions .*'error': 3"):
-        batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0)
+        batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0, 0)
 
 
 def test_a_completion_that_went_on_under_a_newer_policy_counts_token_by_token() -> None:
     versions = [[3, 3, 5, 5], [5]]
     completions = [completion(len(own), "stop", own[0]) for own in versions]
-    found = batch_metrics([make_group(completions=completions, token_versions=versions)], version=5)
+    found = batch_metrics([make_group(completions=completions, token_versions=versions)], 5, 5)
     assert {k: v for k, v in found.items() if k[-1].isdigit()} == {
         "policy/staleness_0": 0.6,
         "policy/staleness_1": 0.0,
         "policy/staleness_2": 0.4,
     }
+    assert found["policy/too_old_fraction"] == 0.4

@@ -46,9 +46,9 @@ def masters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer._policy.masters.items()}
 
 
-async def gradient(trainer: Trainer, groups: list[pa.Table]) -> dict[str, Tensor]:
+async def gradient(trainer: Trainer, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, Tensor]:
     """Of the masters, as the optimizer saw it (the gradient norm is not clipped)."""
-    await trainer.step(groups)
+    await trainer.step(groups, oldest_version)
     return {name: weight.grad.clone() for name, weight in trainer._policy.masters.items() if weight.grad is not None}
 
 
@@ -71,29 +71,39 @@ def groups_near(model: Any) -> list[pa.Table]:
 
 
 def naive_gradient(
-    model: Any, reference: Any, groups: list[pa.Table], config: LossConfig, advantages: list[list[float]]
+    model: Any,
+    reference: Any,
+    groups: list[pa.Table],
+    config: LossConfig,
+    advantages: list[list[float]],
+    oldest_version: int = 0,
 ) -> dict[str, Tensor]:
-    """Denominators: every judged completion counts, those of the group without signal too."""
+    """Denominators: every judged completion counts, those of the group without signal too; of their tokens those that
+    are not older than `oldest_version`."""
+    names = ("prompt_ids", "completion_ids", "behavior_logprobs", "token_versions")
     rows = [
         (row, advantage)
         for group, own in zip(groups, advantages, strict=True)
         for row, advantage in zip(
-            zip(*(ragged(group, n) for n in ("prompt_ids", "completion_ids", "behavior_logprobs")), strict=True),
+            zip(*(ragged(group, name) for name in names), strict=True),
             own,
             strict=True,
         )
         if not math.isnan(advantage)
     ]
-    total = sum(len(row[1]) for row, _ in rows)
+    total = sum((row[3] >= oldest_version).sum() for row, _ in rows)
     divisors = {"dapo": lambda n: total, "dr_grpo": lambda n: len(rows) * MAX_LENGTH, "grpo": lambda n: len(rows) * n}
-    for (prompt, completion, behavior), advantage in rows:
+    for (prompt, completion, behavior, versions), advantage in rows:
+        young = torch.from_numpy(versions >= oldest_version)
+        if not young.any():
+            continue
         lp = naive.logprobs(model, prompt.tolist(), completion.tolist(), TEMPERATURE)
         ref = None
         if config.beta > 0:
             with torch.no_grad():
-                ref = naive.logprobs(reference, prompt.tolist(), completion.tolist(), TEMPERATURE)
-        tokens = naive.loss(lp, torch.tensor(behavior), advantage, ref, config)
-        (tokens.sum() / divisors[config.kind](len(completion))).backward()
+                ref = naive.logprobs(reference, prompt.tolist(), completion.tolist(), TEMPERATURE)[young]
+        tokens = naive.loss(lp[young], torch.tensor(behavior)[young], advantage, ref, config)
+        (tokens.sum() / divisors[config.kind](int(young.sum()))).backward()
     return {
         name.replace(".default.", "."): weight.grad for name, weight in model.named_parameters() if weight.requires_grad
     }

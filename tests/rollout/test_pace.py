@@ -16,6 +16,7 @@ from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Push, Receipt
 from rollout.engine import Adapter, Sampling
+from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
@@ -38,7 +39,7 @@ class Worker:
     async def probe(self, token_ids: tuple[int, ...]) -> Answer:
         return PROBE
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
         self.asked[problem.position] += 1
         await self.gate.wait()
         await asyncio.sleep(0)  # as any real one, it lets the others work meanwhile

@@ -17,6 +17,7 @@ from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Push, Receipt
 from rollout.engine import Adapter, Sampling
+from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from tests.groups import make_group, make_problem
@@ -62,7 +63,7 @@ class Worker:
         empty = self.life in self.story.empty
         return None if empty else said([-1.0 - self.version])
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
         if self.version < 0:
             return None
         await self.story.happen("rollout", problem.position, attempt)
