@@ -1,4 +1,8 @@
-"""The engine that the tests of this folder share: starting one costs seconds."""
+"""The engine that the tests of this folder share: starting one costs seconds.
+
+An engine that a test starts for itself takes vLLM's process-wide state with it as it closes, after which the shared one
+is dead: so such tests come last, in their file and among the files.
+"""
 
 from __future__ import annotations
 

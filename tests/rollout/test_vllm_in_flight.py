@@ -13,7 +13,16 @@ import pytest
 
 from rollout.engine import Adapter, AdapterRefused, Completion, Sampling
 from rollout.vllm_engine import VllmEngine
-from tests.rollout.house import TOLERANCE, House, run, settings
+from tests.rollout.house import (
+    GROUP,
+    PROMPT,
+    TOLERANCE,
+    House,
+    check_that_there_is_nothing,
+    run,
+    settings,
+    stopped_before_its_turn,
+)
 from tests.tiny import make_adapter, make_tiny_model
 
 LONG = [i % 250 for i in range(300)]  # two full KV blocks of 128, so the prefix cache has something to leak
@@ -70,6 +79,31 @@ def test_running_completions_go_on_under_the_newer_adapter(tmp_path: Path, famil
             house.check(completion, LONG, 1)
         assert np.abs(answer - house.logprobs(1, LONG)).max() < TOLERANCE
         check_one_adapter_stays(house)
+    finally:
+        run(house.engine.close())
+
+
+def test_in_flight_continue_tells_the_versions_of_a_beginning_too(tmp_path: Path) -> None:
+    house = House(make_tiny_model(tmp_path), in_flight="continue", adapter_window=1)
+
+    async def scenario() -> list[Completion]:
+        await house.engine.load_adapter(house.next_adapter())
+        until = asyncio.get_running_loop().create_future()
+        begun = asyncio.create_task(house.engine.generate(PROMPT, GROUP, until))
+        await asyncio.sleep(0.1)
+        await house.engine.load_adapter(house.next_adapter())
+        await house.engine.probe(PROMPT)  # a step later at the earliest
+        until.set_result(None)
+        return await begun
+
+    try:
+        stopped = [completion for completion in run(scenario()) if completion.finish_reason == "abort"]
+        assert stopped
+        for completion in stopped:
+            assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
+            assert sorted(set(completion.versions.tolist())) == [0, 1]
+            assert (np.diff(completion.versions) >= 0).all()
+        check_that_there_is_nothing(run(stopped_before_its_turn(house)))
     finally:
         run(house.engine.close())
 
