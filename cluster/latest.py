@@ -13,7 +13,8 @@ class Latest(Generic[T]):
         self.version = -1
         self.acknowledgements: dict[str, int] = {}
         self._value: T | None = None
-        self._changed = asyncio.Condition()
+        self._newer = asyncio.Condition()  # two, so that an acknowledgement does not wake all who wait for a version
+        self._acknowledged = asyncio.Condition()
 
     def get(self) -> T:
         """The newest value; before the first publish there is none, which is a bug of the caller."""
@@ -24,21 +25,21 @@ class Latest(Generic[T]):
         """Replaces the value; versions only grow."""
         if version <= self.version:
             raise ValueError(f"latest: version must grow, got {version} after {self.version}")
-        async with self._changed:
+        async with self._newer:
             self.version, self._value = version, value
-            self._changed.notify_all()
+            self._newer.notify_all()
 
     async def wait_newer(self, version: int) -> T:
         """The newest value once it is newer than `version`; versions in between are skipped."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.version > version)
+        async with self._newer:
+            await self._newer.wait_for(lambda: self.version > version)
             return self.get()
 
     async def acknowledge(self, name: str, version: int) -> None:
         """`name` holds `version` now."""
-        async with self._changed:
+        async with self._acknowledged:
             self.acknowledgements[name] = version
-            self._changed.notify_all()
+            self._acknowledged.notify_all()
 
     async def acknowledged(self, version: int, names: list[str], deadline_s: float) -> None:
         """Waits until every name holds `version` or newer; TimeoutError says who does not and what it holds."""
@@ -46,10 +47,10 @@ class Latest(Generic[T]):
         def late() -> list[str]:
             return [name for name in names if self.acknowledgements.get(name, -1) < version]
 
-        async with self._changed:
+        async with self._acknowledged:
             try:
                 async with asyncio.timeout(deadline_s):
-                    await self._changed.wait_for(lambda: not late())
+                    await self._acknowledged.wait_for(lambda: not late())
             except TimeoutError:
                 held = ", ".join(f"{name} (holds v{self.acknowledgements.get(name, -1)})" for name in late())
                 raise TimeoutError(

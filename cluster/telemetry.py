@@ -7,10 +7,12 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
 
 
 class Metrics:
@@ -71,7 +73,7 @@ class Timeline:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         if resume_step > 0 and path.exists():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a line that a kill cut short
-        self._file = path.open("a" if resume_step > 0 else "w", buffering=1)
+        self._file = path.open("a" if resume_step > 0 else "w")
         if self._file.tell() == 0:
             self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
         self._spans: list[_Span] = []
@@ -99,25 +101,26 @@ class Timeline:
                 events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
             self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
-    def busy(self, what: str, start: float, end: float, role: str | None = None) -> list[tuple[float, float]]:
-        """The union of the spans of one kind, of all roles or of one, inside [start, end], in seconds of
-        time.perf_counter; what is not over yet counts up to `end`."""
-        still = [_Span(name, whose, begin, end) for name, whose, begin in self._open.values()]
-        spans = [
-            (max(span.start, start), min(span.end, end))
-            for span in [*self._spans, *still]
-            if span.what == what and span.end > start and span.start < end and role in (None, span.role)
-        ]
-        merged: list[tuple[float, float]] = []
-        for a, b in sorted(spans):
-            if merged and a <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
-            else:
-                merged.append((a, b))
-        return merged
+    def busy(self, what: str, start: float, end: float) -> list[Interval]:
+        """The union of the spans of one kind, of all roles, inside [start, end], in seconds of time.perf_counter; what
+        is not over yet counts up to `end`."""
+        return _union(itertools.chain.from_iterable(self.busy_by_role(what, start, end).values()))
+
+    def busy_by_role(self, what: str, start: float, end: float) -> dict[str, list[Interval]]:
+        """The same of each role that has such spans."""
+        still = (_Span(name, role, begin, end) for name, role, begin in self._open.values())
+        spans: dict[str, list[Interval]] = {}
+        for span in itertools.chain(self._spans, still):
+            if span.what == what and span.end > start and span.start < end:
+                spans.setdefault(span.role, []).append((max(span.start, start), min(span.end, end)))
+        return {role: _union(own) for role, own in spans.items()}
 
     def forget_before(self, moment: float) -> None:
-        """Drops spans that ended before `moment`, so that memory does not grow with the run."""
+        """Drops spans that ended before `moment`, so that memory does not grow with the run; and flushes the file.
+
+        A killed run loses the spans after that. To write each at once would cost as much as the rest of it.
+        """
+        self._file.flush()
         self._spans = [span for span in self._spans if span.end >= moment]
 
     def close(self) -> None:
@@ -125,12 +128,22 @@ class Timeline:
         self._file.close()
 
 
-def seconds(spans: Sequence[tuple[float, float]]) -> float:
+def _union(spans: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for a, b in sorted(spans):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def seconds(spans: Sequence[Interval]) -> float:
     """Total length of disjoint spans."""
     return sum(b - a for a, b in spans)
 
 
-def overlap(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
+def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
     """Seconds during which both were busy."""
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in one for c, d in other)
 

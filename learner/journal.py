@@ -45,7 +45,7 @@ class Journal:
         """
         start, now, timeline = self._accounted, time.perf_counter(), self._sinks.timeline
         busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
-        generating = [seconds(timeline.busy("generate", start, now, p.actor.name)) for p in self._producers]
+        generating = timeline.busy_by_role("generate", start, now)
         learning = seconds(busy["train"]) + seconds(timeline.busy("policy", start, now))
         timeline.forget_before(start)
         self._accounted, step = now, now - start
@@ -55,7 +55,7 @@ class Journal:
             "time/push_load": max(receipt.load_s for receipt in receipts),
             "time/push_probe": max((answer.seconds for answer in self._answers()), default=0.0),
             "time/overlap": overlap(busy["generate"], busy["train"]),
-            "time/generator_idle": step - sum(generating) / len(generating),
+            "time/generator_idle": step - sum(map(seconds, generating.values())) / len(self._producers),
             "time/learner_idle": step - learning,
             "rollout/tokens_per_s": tokens / step,
         }

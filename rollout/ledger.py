@@ -16,7 +16,7 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.concat_tables(groups), partial)
+    pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk for each group costs more
     os.replace(partial, path)
     return path
 

@@ -60,7 +60,8 @@ def test_busy_is_the_union_of_spans_open_ones_included(tmp_path: Path, monkeypat
     now = [0.0]
     fixed_clock(monkeypatch, now)
     timeline = Timeline(tmp_path / "timeline.json")
-    spans = {name: timeline.span(name[:3], "role") for name in ("gen-a", "gen-b", "gen-c", "gen-d", "tra-a")}
+    names = ("gen-a", "gen-b", "gen-c", "gen-d", "tra-a")
+    spans = {name: timeline.span(name[:3], "role " + name[-1]) for name in names}
     for at, act, name in [
         (1, "in", "gen-a"), (2, "in", "gen-b"), (3, "out", "gen-a"), (5, "out", "gen-b"),  # 1..5 together
         (6, "in", "tra-a"), (7, "in", "gen-c"), (8, "out", "gen-c"),  # 7..8
@@ -71,6 +72,8 @@ def test_busy_is_the_union_of_spans_open_ones_included(tmp_path: Path, monkeypat
     generate, train = timeline.busy("gen", 2.0, 10.0), timeline.busy("tra", 2.0, 10.0)
     assert generate == [(2.0, 5.0), (7.0, 8.0), (9.0, 10.0)]
     assert train == [(6.0, 10.0)]
+    alone = {"role a": [(2.0, 3.0)], "role b": [(2.0, 5.0)], "role c": [(7.0, 8.0)], "role d": [(9.0, 10.0)]}
+    assert timeline.busy_by_role("gen", 2.0, 10.0) == alone
     assert (seconds(generate), overlap(generate, train)) == (5.0, 2.0)
     timeline.forget_before(6.0)
     assert timeline.busy("gen", 0.0, 10.0) == [(7.0, 8.0), (9.0, 10.0)]
@@ -87,6 +90,7 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
             now[0] = 2.5
             raise KeyError
         now[0] = 3.0
+    timeline.forget_before(3.0)
     events = trace(tmp_path)  # not closed
     zero, number = events[0]["ts"], events[1].pop("id")
     assert events[2].pop("id") == number
@@ -101,6 +105,8 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
     ]
     with (tmp_path / "timeline.json").open("a") as file:
         file.write('{"name": "tra')  # cut short by a kill
-    with Timeline(tmp_path / "timeline.json", resume_step=3).span("train", "learner", step=4):
+    resumed = Timeline(tmp_path / "timeline.json", resume_step=3)
+    with resumed.span("train", "learner", step=4):
         pass
+    resumed.close()
     assert [event["args"].get("step") for event in trace(tmp_path) if event["ph"] == "X"] == [3, 4]
