@@ -7,39 +7,37 @@ Pace is a property of this pipe, so neither producers nor the consumer hold an `
     take     the consumer waits for `count` useful groups; those wholly older than its bound are dropped and counted
     release  the consumer frees the slots once the policy that learned from those groups is with every producer
 
-With slots = groups_per_step * (1 + max_staleness) the staleness bound is arithmetic: when batch t is taken, at most
-groups_per_step groups are left that were admitted at version t - max_staleness or before. Those are due: the batch
-waits for them, and groups that overtook them fill what is left of it. So nothing grows too old, however long its
-completions are (dropping the slow ones would teach a bias to short completions). Synchronous training is
-max_staleness 0.
+With slots = groups_per_step * (1 + max_staleness) the staleness bound is arithmetic: a group that was admitted at
+version v is taken with batch v + max_staleness at the latest. Groups overtake others only as far as there is room for
+those others in the batches up to theirs; beyond that, the batch waits (the earliest deadline first). So nothing grows
+too old, however long its completions are (dropping the slow ones would teach a bias to short completions). Synchronous
+training is max_staleness 0.
 
-Over-sampling adds `oversample` slots and lets as many due groups be left over: the batch is then the first that
-finish, and stragglers that could not be trained on any more are stopped. What was sampled of them is kept by their
-producers (rollout.partial); when such a group comes after all, only a part of its tokens is too old.
+Over-sampling adds `oversample` slots and lets as many groups miss their batch: it is then the first that finish, and
+stragglers that could not be trained on any more are stopped. What was sampled of them is kept by their producers
+(rollout.partial); when such a group comes after all, only a part of its tokens is too old.
 
-A slow producer holds nobody up for long: while the consumer waits, a group that has taken `backup_after` times as long
-as groups usually take is given to a second producer as well, if one waits for a slot (the backup tasks of MapReduce:
-Dean and Ghemawat 2004, section 3.6). The first of the two to finish is put, the other is stopped. Both sample the same
-problem with the same seed, and the group stays due until one of them is done: a long group is helped, not replaced, so
-there is no bias to short completions.
+A slow producer holds nobody up for long: while the consumer waits, a group that takes too long (cluster.backups) is
+given to a second producer as well, if one waits for a slot. The first of the two to finish is put, the other is
+stopped. Both sample the same problem with the same seed, and the group stays due until one of them is done: a long
+group is helped, not replaced, so there is no bias to short completions.
 """
 
 import asyncio
 import contextlib
-import itertools
-import math
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from statistics import median
+from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from cluster.backups import Backups
 from cluster.ticket import Ticket
 
 MAX_REFILLS = 8  # batches' worth of useless groups in one take; after that what comes is taken as it is
 BACKUP_AFTER = 2.0
-RECENT = 64  # groups, whose median time is the usual one
 
 
 class Batch(NamedTuple):
@@ -74,7 +72,7 @@ class Buffer:
             )
         self.groups_per_step, self.max_staleness, self.oversample = groups_per_step, max_staleness, oversample
         self.slots = groups_per_step * (1 + max_staleness) + oversample
-        self.max_bytes, self.on_drop, self.backup_after = max_bytes, on_drop, backup_after
+        self.max_bytes, self.on_drop = max_bytes, on_drop
         self.in_use = 0
         self.bytes = 0
         self.dropped_stale = 0
@@ -82,7 +80,7 @@ class Buffer:
         self._groups: dict[Ticket, pa.Table] = {}  # in order of arrival
         self._taken = self._released = 0  # groups, since the start
         self._too_old = -max_staleness  # admission versions below it cannot be trained on any more
-        self._seconds: deque[float] = deque(maxlen=RECENT)  # from admission to arrival, of the newest groups
+        self._backups = Backups(backup_after)
         self._idle: dict[asyncio.Future[Ticket], str] = {}  # producers that wait for a slot, the first first
         self._hungry = False  # the consumer waits
         self._news = asyncio.Event()  # for the consumer: a group came, or a producer is idle
@@ -92,7 +90,7 @@ class Buffer:
         return len(self._groups)
 
     async def admit(self, producer: str) -> Ticket:
-        """Waits for a free slot and takes it; or for a group that another producer holds for too long.
+        """Waits for a free slot and takes it; or for a group that takes another producer too long.
 
         A slot that a straggler left stays free until a policy is out that the next batch can be sampled from.
         """
@@ -116,38 +114,43 @@ class Buffer:
 
     def _serve(self) -> None:
         """Gives out free slots."""
-        now = asyncio.get_running_loop().time()
-        while self._idle and self.in_use < self.slots and self._version >= self._too_old:
-            turn = next(iter(self._idle))
-            ticket = Ticket(self._version, now, set())
+        now, full = asyncio.get_running_loop().time(), self._backups.full(self._admitted)
+        while self.in_use < self.slots and self._version >= self._too_old:
+            turn = next((turn for turn, producer in self._idle.items() if producer not in full), None)
+            if turn is None:
+                return
+            ticket = Ticket(self._version, now, [])
             if self._hand(ticket, turn):
                 self._admitted[ticket] = None
                 self.in_use += 1
+                full |= self._backups.full([ticket])
 
     def _hand(self, ticket: Ticket, turn: asyncio.Future[Ticket]) -> bool:
         producer = self._idle.pop(turn)
         if turn.cancelled():
             return False
-        ticket.holders.add(producer)
+        ticket.holders.append(producer)
         turn.set_result(ticket)
         return True
 
-    async def put(self, ticket: Ticket, group: pa.Table) -> bool:
+    async def put(self, ticket: Ticket, group: pa.Table, producer: str) -> bool:
         """Adds a finished group; waits while the bytes bound is reached. False: it was not wanted any more."""
         took = asyncio.get_running_loop().time() - ticket.since
-        while ticket.wanted and not self._fits(group):
+        ticket.bytes = group.get_total_buffer_size()  # found 25 times sooner than nbytes, which adds up slices
+        while ticket.wanted and not self._fits(ticket.bytes):
             await self._room.wait()
         if not ticket.wanted:
             return False
         self._groups[ticket] = group
-        self.bytes += group.nbytes
-        self._seconds.append(took)
+        self.bytes += ticket.bytes
+        self._backups.finished(ticket, producer, took)
         self._stop(ticket, late=False)
         self._news.set()
+        self._serve()  # if this producer was to finish it before it gets another
         return True
 
-    def _fits(self, group: pa.Table) -> bool:
-        return self._hungry or not self._groups or self.bytes + group.nbytes <= self.max_bytes
+    def _fits(self, size: int) -> bool:
+        return self._hungry or not self._groups or self.bytes + size <= self.max_bytes
 
     def _stop(self, ticket: Ticket, late: bool) -> None:
         ticket.stop(late)
@@ -159,7 +162,7 @@ class Buffer:
 
     def give_up(self, ticket: Ticket, producer: str) -> bool:
         """This producer will not put the group. True if nobody else will: then its slot is free."""
-        ticket.holders.discard(producer)
+        ticket.holders.remove(producer)
         if ticket.holders or ticket in self._groups or ticket not in self._admitted:
             return False
         del self._admitted[ticket]
@@ -171,23 +174,23 @@ class Buffer:
     async def take(
         self, count: int, oldest_version: int, useful: Callable[[pa.Table], bool] = lambda group: True
     ) -> Batch:
-        """`count` useful groups, each with a token of `oldest_version` or younger: those that are due, then by arrival.
+        """`count` useful groups, each with a token of `oldest_version` or younger: the oldest groups that have arrived,
+        unless still older ones would come too late then.
 
         Which of their tokens are trained on is the consumer's affair.
         """
         if not 1 <= count <= self.slots:
             raise ValueError(f"buffer: take must ask for 1 to {self.slots} groups (its slots), got {count}")
-        due_version = self._taken // self.groups_per_step - self.max_staleness
         taken: dict[Ticket, pa.Table] = {}
         useless: list[pa.Table] = []
         self._hungry = True
         self._wake_puts()
         try:
             while len(taken) < count:
-                ticket = await self._arrival(due_version, count - len(taken))
+                ticket = await self._arrival(count - len(taken))
                 group = self._groups.pop(ticket)
                 del self._admitted[ticket]
-                self.bytes -= group.nbytes
+                self.bytes -= ticket.bytes
                 if max(group.column("policy_version_max").to_pylist()) < oldest_version:
                     self.dropped_stale += 1
                     self._free_after(self.on_drop, group)
@@ -208,52 +211,55 @@ class Buffer:
         self.in_use -= 1
         self._serve()
 
-    async def _arrival(self, due_version: int, left: int) -> Ticket:
+    async def _arrival(self, left: int) -> Ticket:
         """The ticket to take next, as soon as there is one."""
-        while (ticket := self._next(due_version, left)) is None:
+        while (ticket := self._next(left)) is None:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._back_up()):
                     await self._news.wait()
         return ticket
 
-    def _next(self, due_version: int, left: int) -> Ticket | None:
-        """The ticket to take now: of what is due, else of what has arrived; None while there is nothing such.
-
-        As many due groups as `oversample` may be left when the batch has its `left` more groups.
-        """
-        due = list(itertools.takewhile(lambda ticket: ticket.version <= due_version, self._admitted))
-        waiting_for = due if len(due) >= left + self.oversample else [*due, *self._groups]
-        return next((ticket for ticket in waiting_for if ticket in self._groups), None)
+    def _next(self, left: int) -> Ticket | None:
+        """The ticket to take now, when the batch lacks `left` groups: the oldest of those that have arrived; None if
+        there is none, or if older ones would have no batch left. As many as `oversample` may miss theirs."""
+        oldest = next((ticket for ticket in self._admitted if ticket in self._groups), None)
+        batch, waiting = self._taken // self.groups_per_step, 0
+        for version, number in Counter(map(attrgetter("version"), self._admitted)).items():  # of growing version
+            if oldest is None or version == oldest.version:
+                break
+            waiting += number
+            batches = max(0, version + self.max_staleness - batch)  # after this one and up to the last that they can be
+            if waiting >= left + self.groups_per_step * batches + self.oversample:
+                return None
+        return oldest
 
     def _back_up(self) -> float | None:
         """Gives groups that take too long to a second producer. Returns when the next one will have taken so, if any
-        producer could help it: seconds of the loop's clock."""
-        idle = set(self._idle.values())
-        if not idle or not self._seconds or self.backup_after == math.inf:
+        producer waits that could help it: seconds of the loop's clock."""
+        if not self._idle:
             return None
-        now, patience = asyncio.get_running_loop().time(), self.backup_after * median(self._seconds)
-        for ticket in list(self._admitted):
-            if not ticket.wanted or ticket in self._groups or len(ticket.holders) != 1 or idle <= ticket.holders:
-                continue
-            if ticket.since + patience > now:
-                return ticket.since + patience  # the rest is younger
-            turn = next(turn for turn, producer in self._idle.items() if producer not in ticket.holders)
-            self._hand(ticket, turn)
-            idle = set(self._idle.values())
-        return None
+        overdue, then = self._backups.overdue(self._admitted, asyncio.get_running_loop().time())
+        full = self._backups.full(self._admitted)
+        for ticket in overdue:
+            busy = full.union(ticket.holders)
+            turn = next((turn for turn, producer in self._idle.items() if producer not in busy), None)
+            if turn is not None:
+                self._hand(ticket, turn)
+                full |= self._backups.full([ticket])
+        return then
 
     def _put_back(self, taken: dict[Ticket, pa.Table]) -> None:
         self._admitted = dict.fromkeys(sorted([*taken, *self._admitted], key=lambda ticket: ticket.since))
         self._groups = taken | self._groups
-        self.bytes += sum(group.nbytes for group in taken.values())
+        self.bytes += sum(ticket.bytes for ticket in taken)
 
     def _count(self, count: int) -> None:
         """That many were taken. Stragglers are what cannot be trained on any more."""
         self._taken += count
         self._too_old = self._taken // self.groups_per_step - self.max_staleness
         if self.oversample:
-            for ticket in itertools.takewhile(lambda ticket: ticket.version < self._too_old, self._admitted):
+            for ticket in takewhile(lambda ticket: ticket.version < self._too_old, self._admitted):
                 if ticket not in self._groups:
                     self._stop(ticket, late=True)
 

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 class Ticket:
     """A slot of the Buffer: the right to generate one group.
 
-    version: of the policy at its admission. since: seconds of the loop's clock. holders: the producers at work on it.
-    work: the (position, attempt) to generate, as the first holder writes it here for the second.
+    version: of the policy at its admission. since: seconds of the loop's clock. holders: who is at work on it, in
+    their order. work: the (position, attempt) to generate, as the first holder writes it here for the second.
     """
 
     version: int
     since: float
-    holders: set[str]
+    holders: list[str]
     work: tuple[int, int] | None = None
     wanted: bool = True  # no other holder has put the group, and it can still be trained on
     late: bool = False  # it is not wanted since it cannot be trained on any more: a straggler
+    bytes: int = 0  # that the group keeps in memory, once it is put
     _scopes: list[asyncio.Timeout] = field(default_factory=list)
 
     @asynccontextmanager

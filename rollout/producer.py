@@ -8,7 +8,8 @@ The probe is one request more among those of the lanes, so nobody waits for it; 
 the policy that it was sampled from is proven, hence nothing is learned from another.
 
 Lanes pull: a worker that is fast, or joined late, takes what there is. What a slow or lost one holds when the consumer
-needs it is made by an idle one as well (see cluster.buffer), so it costs the others its slots and that work.
+needs it is made by an idle one as well, and until it is first with one again it holds one group at a time (see
+cluster.backups), so it costs the others one slot and that work.
 
 A worker that waits for its first policy has no lanes yet and holds no slot. But slots are released when every producer
 has acknowledged the newest policy: while one restarts or loads, the others go on with the slots that max_staleness
@@ -104,7 +105,7 @@ class Producer:
             group = await self.request(problem, self.sampling(position, attempt), attempt, ticket, begun)
             if group is not None:
                 await self._proof_of(max(group.column("policy_version_max").to_pylist()))
-                if await buffer.put(ticket, group):
+                if await buffer.put(ticket, group, self.actor.name):
                     self._count_resumed(self.pipes.begun.pop(position, ()))
                     continue
             if group is None and ticket.wanted:

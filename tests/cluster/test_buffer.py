@@ -16,25 +16,46 @@ async def test_a_group_that_takes_long_goes_to_an_idle_producer_but_never_to_its
     take = asyncio.create_task(taking(buffer, 2, 0))
     await settle()
     assert not other.done()  # what a group usually takes is not known yet
-    assert await buffer.put(quick, group(0))
+    assert await buffer.put(quick, group(0), "a")
     assert await other is mine
     assert not own.done()
     loser = asyncio.create_task(working(mine))
     await settle()
-    assert await buffer.put(mine, group(1))  # b's
+    assert await buffer.put(mine, group(1), "b")
     await asyncio.wait_for(loser, 1)
-    assert not await buffer.put(mine, group(1))  # a's comes too late
+    assert not await buffer.put(mine, group(1), "a")  # too late
     assert not buffer.give_up(mine, "a")
     assert list(map(position, await take)) == [0, 1]
     assert (buffer.in_use, len(buffer)) == (2, 0)
     own.cancel()
 
 
+async def test_a_slow_producer_gets_one_group_at_a_time_though_slots_are_free() -> None:
+    buffer = Buffer(3, 0, 2**20, print, backup_after=0.0)
+    quick, slow = await buffer.admit("a"), await buffer.admit("slow")
+    await buffer.put(quick, group(0), "a")
+    take = asyncio.create_task(taking(buffer, 3, 0))
+    assert await buffer.admit("a") is not slow  # the third slot
+    assert await buffer.admit("a") is slow
+    assert await buffer.put(slow, group(1), "a")
+    assert not buffer.give_up(slow, "slow")
+    take.cancel()
+    await settle()
+    assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
+    buffer.release(2)
+    mine = await buffer.admit("slow")
+    another = asyncio.create_task(buffer.admit("slow"))
+    await settle()
+    assert not another.done()
+    assert await buffer.put(mine, group(2), "slow")
+    await another
+
+
 async def test_a_straggler_goes_to_nobody_else() -> None:
     """Its holder is being restarted, so its slot is not given up yet."""
     buffer = Buffer(1, 0, 2**20, print, oversample=1, backup_after=0.0)
     slow, quick = await buffer.admit("a"), await buffer.admit("a")
-    assert await buffer.put(quick, group(0))
+    assert await buffer.put(quick, group(0), "a")
     await taking(buffer, 1, 0)
     assert not slow.wanted
     buffer.release(1)
@@ -43,7 +64,7 @@ async def test_a_straggler_goes_to_nobody_else() -> None:
     take = asyncio.create_task(taking(buffer, 1, 0))
     await settle()
     assert not idle.done()
-    assert await buffer.put(fresh, group(1))
+    assert await buffer.put(fresh, group(1), "b")
     assert list(map(position, await take)) == [1]
     idle.cancel()
 
@@ -51,13 +72,13 @@ async def test_a_straggler_goes_to_nobody_else() -> None:
 async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
     buffer = Buffer(3, 0, max_bytes=20, on_drop=print)
     tickets = [await buffer.admit("a") for _ in range(3)]
-    await buffer.put(tickets[0], group(0))
-    second = asyncio.create_task(buffer.put(tickets[1], group(1)))
+    await buffer.put(tickets[0], group(0), "a")
+    second = asyncio.create_task(buffer.put(tickets[1], group(1), "a"))
     await settle()
     assert not second.done()  # 16 + 16 > 20
     assert list(map(position, await taking(buffer, 1, 0))) == [0]
     await second
-    giant = asyncio.create_task(buffer.put(tickets[2], pa.concat_tables([group(2)] * 5)))
+    giant = asyncio.create_task(buffer.put(tickets[2], pa.concat_tables([group(2)] * 5), "a"))
     await settle()
     assert not giant.done()
     assert list(map(position, await taking(buffer, 2, 0))) == [1, 2]
@@ -67,7 +88,7 @@ async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() ->
 async def test_a_cancelled_take_gives_back_what_it_held() -> None:
     buffer = Buffer(3, 0, max_bytes=2**20, on_drop=print)
     for number in range(2):
-        await buffer.put(await buffer.admit("a"), group(number))
+        await buffer.put(await buffer.admit("a"), group(number), "a")
     waiting = asyncio.create_task(taking(buffer, 3, 0))
     await settle()
     assert not waiting.done()
@@ -81,10 +102,10 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
     dropped: list[pa.Table] = []
     buffer = Buffer(1, 0, max_bytes=2**20, on_drop=dropped.append)
-    await buffer.put(await buffer.admit("a"), group(7, version=3))
+    await buffer.put(await buffer.admit("a"), group(7, version=3), "a")
     take = asyncio.create_task(taking(buffer, 1, oldest_version=4))
     ticket = await buffer.admit("a")  # would wait for ever if the slot of the dropped group were kept
-    await buffer.put(ticket, group(7, version=4))
+    await buffer.put(ticket, group(7, version=4), "a")
     assert list(map(position, await take)) == [7]
     assert (list(map(position, dropped)), buffer.dropped_stale) == ([7], 1)
 
@@ -94,17 +115,17 @@ async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() 
     buffer = Buffer(2, 1, max_bytes=33, on_drop=print)
     slow, *quick = [await buffer.admit("a") for _ in range(4)]
     for number, ticket in enumerate(quick[:2], start=1):
-        await buffer.put(ticket, group(number))
+        await buffer.put(ticket, group(number), "a")
     assert list(map(position, await taking(buffer, 2, oldest_version=-1))) == [1, 2]  # it is overtaken
     buffer.release(2)
-    await buffer.put(quick[2], group(3))
+    await buffer.put(quick[2], group(3), "a")
     for number in (4, 5):
-        late = asyncio.create_task(buffer.put(await buffer.admit("a"), group(number, version=1)))
+        late = asyncio.create_task(buffer.put(await buffer.admit("a"), group(number, version=1), "a"))
     take = asyncio.create_task(taking(buffer, 2, oldest_version=0))
     await settle()
     assert not take.done()  # three others are there, but at the next step the slow one would be too old
     assert late.done()  # and the bytes bound does not stand between the consumer and what it waits for
-    await buffer.put(slow, group(0))
+    await buffer.put(slow, group(0), "a")
     assert sorted(map(position, await take)) == [0, 3]
     assert buffer.dropped_stale == 0
 
@@ -122,7 +143,7 @@ async def test_a_group_goes_as_too_old_only_if_no_token_of_it_is_young_enough() 
     buffer = Buffer(4, 0, 2**20, dropped.append)
     for number, newest in enumerate([(1, 1), (1, 2), (2, 0), (3, 3)]):
         rows = pa.table({"position": [number] * 2, "policy_version_max": newest})
-        await buffer.put(await buffer.admit("a"), rows)
+        await buffer.put(await buffer.admit("a"), rows, "a")
     assert list(map(position, await taking(buffer, 3, 2))) == [1, 2, 3]
     assert (list(map(position, dropped)), buffer.dropped_stale) == ([0], 1)
 
@@ -133,7 +154,7 @@ async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_en
     async def produce() -> None:
         number = 0
         while True:
-            await buffer.put(await buffer.admit("a"), group(number))
+            await buffer.put(await buffer.admit("a"), group(number), "a")
             number += 1
 
     producer = asyncio.create_task(produce())
@@ -156,7 +177,7 @@ async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_stalen
         await settle()
         assert not straggling.done()  # it may still be trained on
         for number, ticket in enumerate(quick[:2], start=2 * step):
-            await buffer.put(ticket, group(number, version=step))
+            await buffer.put(ticket, group(number, version=step), "a")
         assert list(map(position, await taking(buffer, 2, step - max_staleness))) == [2 * step, 2 * step + 1]
         if step < max_staleness:
             buffer.release(2)

@@ -57,7 +57,7 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
         produced, held, oldest = 0, 0, 0
 
         async def produce(number: int, version: int) -> None:
-            await buffer.put(await buffer.admit("a"), group(number, version))
+            await buffer.put(await buffer.admit("a"), group(number, version), "a")
 
         async def consume(count: int) -> None:
             nonlocal held
@@ -116,7 +116,7 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
         async def produce() -> None:
             number = 0
             while True:
-                await buffer.put(await buffer.admit("a"), group(number, released))
+                await buffer.put(await buffer.admit("a"), group(number, released), "a")
                 number += 1
 
         producer = asyncio.create_task(produce())
@@ -137,6 +137,45 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
         assert not dropped
         assert max(ages) == max_staleness  # reached (12 steps are enough), never passed
         assert min(ages) >= 0
+
+    asyncio.run(scenario())
+
+
+@given(
+    max_staleness=st.sampled_from([0, 1, 3]),
+    per_step=st.integers(1, 3),
+    oversample=st.integers(0, 2),
+    picks=st.lists(st.integers(0, 99), min_size=1, max_size=40),
+)
+@settings(max_examples=60)
+def test_nothing_grows_too_old_in_whatever_order_groups_are_done(
+    max_staleness: int, per_step: int, oversample: int, picks: list[int]
+) -> None:
+    """Each group that the learner waits for is any of those under way. Over-sampled ones that it leaves are stopped."""
+
+    async def scenario() -> None:
+        dropped: list[pa.Table] = []
+        buffer = Buffer(per_step, max_staleness, 2**20, dropped.append, oversample)
+        under_way: dict[Ticket, pa.Table] = {}
+        numbers, choice = itertools.count(), itertools.cycle(picks)
+
+        async def admit(version: int) -> None:
+            while buffer.in_use < buffer.slots:
+                under_way[await buffer.admit("a")] = group(next(numbers), version)
+
+        for step in range(8):
+            await admit(step)
+            take = asyncio.create_task(taking(buffer, per_step, step - max_staleness))
+            await settle()
+            while not take.done():
+                ticket = list(under_way)[next(choice) % len(under_way)]
+                assert await buffer.put(ticket, under_way.pop(ticket), "a")
+                await settle()
+            buffer.release(per_step)
+            for ticket in [ticket for ticket in under_way if not ticket.wanted]:
+                assert buffer.give_up(ticket, "a")
+                del under_way[ticket]
+        assert not dropped
 
     asyncio.run(scenario())
 
@@ -170,7 +209,7 @@ def test_a_group_with_two_producers_enters_once(
                     if fate == "hangs" and name == "0" and producers > 1:
                         await asyncio.Event().wait()
                     made = fate != "lost" or name != "0" or producers == 1
-                if made and await buffer.put(ticket, group(ticket.work[0])):
+                if made and await buffer.put(ticket, group(ticket.work[0]), name):
                     entered.append(ticket.work[0])
                 elif buffer.give_up(ticket, name):
                     again.append(ticket.work)
@@ -180,7 +219,7 @@ def test_a_group_with_two_producers_enters_once(
             for rank in range(producers)
             for _ in range(-(-buffer.slots // producers))
         ]
-        await buffer.put(first, group(-1))
+        await buffer.put(first, group(-1), "last")
         taken: list[int] = []
         for _ in range(6):
             taken += map(position, await asyncio.wait_for(taking(buffer, 2, 0), 10))

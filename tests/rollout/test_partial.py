@@ -224,7 +224,7 @@ async def test_without_an_answer_of_its_worker_a_straggler_begins_anew(tmp_path:
 
 async def test_who_loses_to_a_second_producer_leaves_nothing(tmp_path: Path) -> None:
     buffer = Buffer(1, 0, 2**20, print, backup_after=0.0)
-    await buffer.put(await buffer.admit("somebody"), make_group(99))  # so that it knows what a group usually takes
+    await buffer.put(await buffer.admit("somebody"), make_group(99), "somebody")  # what a group usually takes
     async with team(tmp_path, buffer) as members:
         assert [group_position(await members.learn()) for _ in range(3)] == [(99, 0), (0, 0), (1, 0)]
         assert members.slow.asked == [()] * 2
