@@ -28,7 +28,7 @@ from benchmarks.common import ENGINE_PACKAGES, PACKAGES, as_table
 from benchmarks.workloads import ROOT, Tree
 from rollout import ledger
 
-TIMES = ("generate", "train", "overlap", "push", "generator_idle", "learner_idle")
+TIMES = ("generate", "train", "overlap", "push", "push_export", "generator_idle", "learner_idle")
 BOTH = tuple(dict.fromkeys([*PACKAGES, *ENGINE_PACKAGES]))  # packages that a whole system is made of
 FOREIGN = ("RAY_", "VLLM_", "TORCH_COMPILE")  # settings of a shell that a system should not inherit
 

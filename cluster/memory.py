@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cluster.pushed import GENERATOR_COPIES, LEARNER_COPIES, merging_bytes, pushed_bytes
 from cluster.shapes import LINEAR, Shape
 
 GB = 10**9
@@ -62,6 +63,7 @@ class Learning:
     """How a learner trains, as far as it matters for memory."""
 
     mode: Literal["lora", "full"] = "lora"
+    push: Literal["adapter", "merged"] = "adapter"
     rank: int = 16
     targets: tuple[str, ...] = tuple(LINEAR)
     dtype: str = "bfloat16"
@@ -75,11 +77,11 @@ class Learning:
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     """What the learner holds at its highest, by part; their sum is what the device must have for it."""
-    static = learner_static(shape, learning)
-    step = step_bytes(shape, learning, micro)
+    static, step = learner_static(shape, learning), step_bytes(shape, learning, micro)
     lost = round((FRAGMENTATION if learning.cuda else MALLOC) * sum(step.values()))
-    workspace = {} if learning.cuda else {"workspace": LEARNER_WORKSPACE}
-    return static | step | {"fragmentation": lost} | workspace | {"context": learner_context(cuda=learning.cuda)}
+    sent = pushed_bytes(shape, learning.mode, learning.push, learning.targets, DTYPE_BYTES[learning.dtype])
+    host = {} if learning.cuda else {"push": LEARNER_COPIES * sent, "workspace": LEARNER_WORKSPACE}
+    return static | step | {"fragmentation": lost, **host, "context": learner_context(cuda=learning.cuda)}
 
 
 def learner_context(*, cuda: bool) -> int:
@@ -135,7 +137,7 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     The peak lies in the last layers, where the backward pass begins; with checkpointing=k possibly in layer k, too.
     `update`: what comes beyond that when the activations are gone. With float32 masters of a 16-bit model, all of this
     micro-batch's gradients, b n, at the end of the backward pass; fused AdamW takes nothing. Without masters, 12 bytes
-    per weight of the largest matrix, which is updated in float32.
+    per weight of the largest matrix, which is updated in float32. Where a push is merged, that matrix in float32.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
@@ -163,7 +165,7 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
 
 def _update_bytes(shape: Shape, learning: Learning) -> int:
     if learning.mode == "lora":
-        return 0
+        return merging_bytes(shape) if learning.push == "merged" else 0
     if learning.optimizer == "adamw":
         return 0 if learning.dtype == "float32" else DTYPE_BYTES[learning.dtype] * shape.params
     return 12 * shape.vocab * shape.hidden
@@ -250,7 +252,8 @@ class Serving:
     dtype: str = "bfloat16"
     base: Literal["none", "nf4"] = "none"
     rank: int = 16
-    adapters: int = 2  # policy versions resident at once
+    adapters: int = 2  # policy versions resident at once; 0 where weights are replaced
+    pushed: int = 0  # bytes of the weights that a push replaces
     sequences: int = 128  # decoded at once
     kv_bytes: int = 0
     targets: tuple[str, ...] = tuple(LINEAR)
@@ -264,17 +267,18 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each adapter
       version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
       tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
-    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. context: one process.
+    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
+      that arrive (cluster.pushed); on CUDA they do one layer at a time, while no step is run. context: one process.
     """
     b = DTYPE_BYTES[serving.dtype]
-    graphs = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {}
+    extra = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
     tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
     return {
         "weights": base_bytes(shape, serving.base, b),
         "kv_cache": serving.kv_bytes,
         "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
         "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,
-        **graphs,
+        **extra,
         "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
     }
 

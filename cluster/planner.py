@@ -17,7 +17,8 @@ from typing import Literal
 
 from cluster import memory
 from cluster.kv import cache_bytes, cached_sequences
-from cluster.memory import Checkpointing, Learning, Micro, Parts, Serving
+from cluster.memory import DTYPE_BYTES, Checkpointing, Learning, Micro, Parts, Serving
+from cluster.pushed import pushed_bytes
 from cluster.shapes import LINEAR, SHAPES, Shape
 
 USABLE = 0.97  # of a device's bytes: the driver, a display and other processes have the rest
@@ -67,6 +68,7 @@ class Wish:
     """What is fixed; None is the planner's choice."""
 
     mode: Literal["lora", "full"] = "lora"
+    push: Literal["adapter", "merged"] = "adapter"
     rank: int = 16
     targets: tuple[str, ...] = tuple(LINEAR)
     dtype: str = "bfloat16"
@@ -179,7 +181,7 @@ def _fits(found: Plan, wish: Wish) -> bool:
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
     """Every choice, the best first."""
     for base in ("none", "nf4") if wish.base is None else (wish.base,):
-        if base == "nf4" and wish.mode == "full":
+        if base == "nf4" and (wish.mode == "full" or wish.push == "merged"):
             continue
         for layout in wish.layouts:
             for kv_bytes in _kv_choices(shape, work, wish):
@@ -199,14 +201,15 @@ def _plan(
     kv_bytes: int,
 ) -> Plan:
     learning = Learning(
-        wish.mode, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters,
+        wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters,
         wish.offload, wish.cuda,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
-    adapters = work.adapters if wish.mode == "lora" else 0
+    sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
     serving = Serving(
-        wish.dtype, base, wish.rank, adapters, work.sequences, kv_bytes, wish.targets, wish.cuda, work.whole
-    )
+        wish.dtype, base, wish.rank, 0 if sent else work.adapters, sent, work.sequences, kv_bytes, wish.targets,
+        wish.cuda, work.whole,
+    )  # fmt: skip
     held = cached_sequences(shape, wish.dtype, work.whole, kv_bytes, cuda=wish.cuda)
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),

@@ -74,6 +74,7 @@ class LearnerConfig(Frozen):
     """
 
     mode: Literal["lora", "full"] = "lora"  # full: every weight of the model, no adapter
+    push: Literal["adapter", "merged"] = "adapter"  # merged: the generators get base + adapter as one, and run no LoRA
     lora: LoraConfig = LoraConfig()
     groups_per_step: Annotated[int, Field(ge=1)] = 8
     updates_per_batch: Annotated[int, Field(ge=1)] = 1
@@ -84,6 +85,11 @@ class LearnerConfig(Frozen):
     checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"  # k: of the layers
     offload_boundaries: bool = False  # what checkpointing: full keeps goes to host memory; for very long sequences
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+
+    @property
+    def pushes_adapters(self) -> bool:
+        """Whether the generators hold adapters; else whole weights are replaced."""
+        return self.mode == "lora" and self.push == "adapter"
 
     @model_validator(mode="after")
     def _updates(self) -> "LearnerConfig":
@@ -167,11 +173,8 @@ class RunConfig(Frozen):
     def _possible(self) -> "RunConfig":
         """Settings that contradict each other; none may be taken and then ignored."""
         learner, gpus = self.learner, self.cluster.gpus
-        if self.model.base == "nf4" and gpus.generator == 0:
-            raise ValueError(
-                "model.base: nf4 needs a generator that serves the same 4-bit base, and vLLM has bitsandbytes on CUDA "
-                "only; set cluster.gpus.generator=1, or base: none (got cluster.gpus.generator=0)"
-            )
+        if self.model.base == "nf4":
+            self._nf4()
         if learner.optimizer.kind == "paged_adamw_8bit" and gpus.learner == 0:
             raise ValueError(
                 "learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory; set adamw_8bit, or "
@@ -182,11 +185,10 @@ class RunConfig(Frozen):
                 "learner.offload_boundaries: needs learner.checkpointing=full on a GPU, else there is nothing to move; "
                 f"got checkpointing={learner.checkpointing}, cluster.gpus.learner={gpus.learner:g}"
             )
-        if self.rollout.in_flight == "continue" and (learner.mode == "full" or self.max_staleness == 0):
+        if self.rollout.in_flight == "continue" and self.max_staleness == 0:
             raise ValueError(
-                "rollout.in_flight: continue needs completions that run when an adapter arrives; whole weights arrive "
-                "between requests, and so does everything at max_staleness 0; set learner.mode=lora and "
-                f"max_staleness=1, or in_flight=finish (got mode={learner.mode}, max_staleness={self.max_staleness})"
+                "rollout.in_flight: continue needs completions that run when a policy arrives, and at max_staleness 0 "
+                "none do; set max_staleness=1, or in_flight=finish (got max_staleness=0)"
             )
         if learner.loss.ratio == "gspo" and learner.loss.epsilon is None and self.model.dtype != "float32":
             raise ValueError(
@@ -199,10 +201,24 @@ class RunConfig(Frozen):
             raise ValueError("model.reference: without learner.loss.beta > 0 nothing is held close to it; got beta=0")
         return self
 
+    def _nf4(self) -> None:
+        """What a 4-bit base needs."""
+        if self.cluster.gpus.generator == 0:
+            raise ValueError(
+                "model.base: nf4 needs a generator that serves the same 4-bit base, and vLLM has bitsandbytes on CUDA "
+                "only; set cluster.gpus.generator=1, or base: none (got cluster.gpus.generator=0)"
+            )
+        if self.learner.push == "merged":
+            raise ValueError(
+                "learner.push: merged weights need a base in 16 or 32 bits; into one of 4 bits the adapter cannot be "
+                "merged without changing the policy; set push=adapter, or model.base=none (got base=nf4)"
+            )
+
     def _full(self) -> None:
         """What goes with learner.mode full: no adapter to set, no second copy of the model, no type that overflows."""
         wrong = {
             "learner.lora": self.learner.lora != LoraConfig(),
+            "learner.push=merged": self.learner.push == "merged",
             "model.adapter": self.model.adapter is not None,
             "model.base=nf4": self.model.base != "none",
             "model.dtype=float16": self.model.dtype == "float16",

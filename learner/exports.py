@@ -3,26 +3,31 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from learner.adapters import WEIGHTS_FILE
 from learner.model import Policy
 from rollout.engine import Adapter, Weights
+from rollout.payload import Source, pack
 
 CONFIG_FILE, MODEL_FILE = "adapter_config.json", "model.safetensors"
 
 
-def update_of(policy: Policy, version: int) -> Adapter | Weights:
-    """The present weights in the model's own type: exactly those that the learner computes with.
+def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter | Weights:
+    """The present weights in the model's own type: an adapter or the whole model exactly as the learner computes with
+    it, or the base's weights merged with the adapter.
 
-    An adapter, or the whole model (2 bytes per weight in 16-bit types, held once in this process's memory).
+    Held once in this process's memory. 16-bit weights that are merged are rounded once more: what moves one by less
+    than half of the distance to the next 16-bit number is lost.
     """
     dtype = policy.head.dtype
-    payload = save({name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()})
+    if merged:
+        return Weights.build(version, pack(policy.merged(), dtype))
+    payload = pack({name: Source.of(master) for name, master in policy.masters.items()}, dtype)
     if policy.peft_config is None:
         return Weights.build(version, payload)
-    return Adapter.build(version, payload, policy.peft_config)
+    return Adapter.build(version, bytes(payload), policy.peft_config)
 
 
 def export(policy: Policy, folder: Path, path: str) -> None:

@@ -121,7 +121,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
             kv_cache_bytes=budgets.kv_cache,
             max_num_seqs=rollout.max_num_seqs,
-            max_lora_rank=config.learner.lora.rank if config.learner.mode == "lora" else 0,
+            max_lora_rank=config.learner.lora.rank if config.learner.pushes_adapters else 0,
             adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
             seed=config.seed * 1000 + rank,
             base=config.model.base,

@@ -208,6 +208,7 @@ def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
     known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
     return Wish(
         mode=learner.mode,
+        push=learner.push,
         rank=learner.lora.rank,
         targets=known or tuple(LINEAR),
         dtype=model.dtype,

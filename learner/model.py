@@ -28,6 +28,8 @@ from learner.checkpointing import Policy as Checkpointing
 from learner.checkpointing import apply as apply_checkpointing
 from learner.checkpointing import offloaded
 from learner.config import LoraConfig, ModelConfig
+from learner.merging import merged
+from rollout.payload import Source
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # share of the largest logit
 
@@ -152,6 +154,10 @@ class Policy:
             for name, master in self.masters.items():
                 master.copy_(tensors[name])
         self.sync()
+
+    def merged(self) -> dict[str, Source]:
+        """The base's weights that the adapter changes, as they are with it (learner.merging); the base's stay."""
+        return merged(self._lm)
 
     def save_config(self, folder: Path) -> None:
         """Writes the base model's config.json and generation_config.json."""

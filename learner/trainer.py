@@ -137,10 +137,10 @@ class Trainer:
     async def policy(self) -> tuple[Adapter | Weights, float]:
         """The present policy, for the generators, and the seconds that it took to build.
 
-        The adapter, or all weights with learner.mode full, in the model's own type: exactly those the learner computes
-        with, and what vLLM would cast them to anyway.
+        The adapter, or weights with learner.push merged or learner.mode full (learner.exports.update_of).
         """
-        return await self._run(partial(_timed, lambda: update_of(self._policy, self._version)))
+        merged = self._config.push == "merged"
+        return await self._run(partial(_timed, lambda: update_of(self._policy, self._version, merged=merged)))
 
     async def probe(self, token_ids: list[int]) -> tuple[npt.NDArray[np.float32], float]:
         """What the present policy says of the tokens, and the seconds that it took.

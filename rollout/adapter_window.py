@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from rollout.engine import Adapter, AdapterRefused, Weights, digest_of
+from rollout.payload import header_of
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
@@ -31,7 +32,7 @@ class Resident:
 
 
 class AdapterWindow:
-    """Keeps at most `capacity` versions and drops neither the newest nor one that is in use (but see replace_adapter).
+    """Keeps at most `capacity` versions and drops neither the newest nor one that is in use (but see replace).
 
     A version has a lora_id of its own, never used twice. With capacity 1 all have the same: a newer adapter then takes
     the place of the one in use, under the requests that run.
@@ -102,6 +103,12 @@ class AdapterWindow:
         self._residents[staged.version] = staged
         self._keys = staged.keys
 
+    def replace(self, staged: Resident) -> None:
+        """The staged version is the only one from here on, whoever still uses another."""
+        for resident in self.residents:
+            self.drop(resident)
+        self.add(staged)
+
     def drop(self, resident: Resident) -> None:
         """Forgets the version and deletes its files (a mapped file stays readable until vLLM lets go of it)."""
         self._residents.pop(resident.version, None)
@@ -118,13 +125,10 @@ class AdapterWindow:
 
 
 def _keys_of(adapter: Adapter | Weights) -> frozenset[str]:
-    """Tensor names in a safetensors header: 8 bytes of length, little endian, then a JSON object."""
     try:
-        (length,) = struct.unpack_from("<Q", adapter.payload)
-        header: dict[str, object] = json.loads(adapter.payload[8 : 8 + length])
-        return frozenset(header.keys()) - {"__metadata__"}
+        return frozenset(header_of(adapter.payload)[0])
     except (struct.error, ValueError, AttributeError) as error:
         raise AdapterRefused(
             f"adapter v{adapter.version}: its payload must be safetensors, got {len(adapter.payload)} bytes starting "
-            f"with {adapter.payload[:8]!r}; build it with safetensors.torch.save"
+            f"with {bytes(adapter.payload[:8])!r}; build it with safetensors.torch.save"
         ) from error

@@ -56,8 +56,8 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Push:
-    """An adapter (with learner.mode full: all weights) on its way. `expected`: what the learner says of the N tokens
-    probe_ids, which it works out while the policy travels."""
+    """An adapter (weights with learner.push merged or learner.mode full) on its way. `expected`: what the learner says
+    of the N tokens probe_ids, which it works out while the policy travels."""
 
     adapter: Adapter | Weights
     probe_ids: tuple[int, ...]

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pickle import PickleBuffer
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,27 +141,33 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of a model on their way from the learner to the generators (learner.mode: full).
+    """Weights of a model on their way from the learner to the generators: all of them (learner.mode: full), or those
+    that the adapter changes, merged with it (learner.push: merged). version, digest: as of an Adapter.
 
-    Attributes:
-        version, digest: as of an Adapter.
-        payload: safetensors bytes with the names of the checkpoint; a weight that is tied to another is left out.
+    payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Of what
+    engines fuse (q, k and v; gate and up), all or nothing.
     """
 
     version: int
     digest: str
-    payload: bytes
+    payload: bytes | memoryview
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with the payload beside it (PEP 574): Ray puts it into shared memory, and readers find it there."""
+        return _arrived, (self.version, self.digest, PickleBuffer(self.payload))
 
     @classmethod
-    def build(cls, version: int, payload: bytes) -> Weights:
-        """Computes the digest. Raises ValueError for a negative version."""
-        if version < 0:
-            raise ValueError(f"weights version must be at least 0, got {version}")
+    def build(cls, version: int, payload: bytes | memoryview) -> Weights:
+        """Computes the digest."""
         return cls(version=version, digest=digest_of(payload), payload=payload)
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
         _verify("weights", self)
+
+
+def _arrived(version: int, digest: str, payload: Any) -> Weights:
+    return Weights(version, digest, memoryview(payload))
 
 
 def _verify(what: str, update: Adapter | Weights) -> None:
@@ -172,7 +179,7 @@ def _verify(what: str, update: Adapter | Weights) -> None:
         )
 
 
-def digest_of(payload: bytes) -> str:
+def digest_of(payload: bytes | memoryview) -> str:
     """sha256 of the payload, hex."""
     return hashlib.sha256(payload).hexdigest()
 
@@ -188,14 +195,14 @@ class EngineSettings:
         kv_cache_bytes: bytes of KV cache per device.
         max_num_seqs: sequences decoded at once.
         max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
-            adapters, the whole model is replaced by load_weights.
+            adapters, weights are replaced by load_weights.
         adapter_window: adapter versions resident at once. With in_flight "finish" at least 2: load_adapter waits while
             all others are in use, and max_staleness + 2 is enough. With "continue" 1.
         seed: must contain the worker's rank: two engines with one seed sample the same tokens.
         base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; CUDA only.
-        in_flight: what becomes of running completions when a newer adapter is loaded. "finish": they finish on the
-            version they began with. "continue": from the next step on the newer one samples them, with the keys and
-            values that are there (PipelineRL, Piché et al. 2025).
+        in_flight: what becomes of running completions when a newer policy is loaded. "finish": they finish on the
+            version they began with; whole weights wait for that. "continue": from the next step on the newer one
+            samples them, with the keys and values that are there (PipelineRL, Piché et al. 2025).
         sleeps: sleep() will be called; CUDA only.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
@@ -226,10 +233,10 @@ class EngineSettings:
             raise ValueError(f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}")
         if self.max_lora_rank < 0:
             raise ValueError(f"max_lora_rank must be at least 0, got {self.max_lora_rank}")
-        if self.in_flight == "continue" and (self.adapter_window != 1 or self.max_lora_rank == 0):
+        if self.in_flight == "continue" and self.adapter_window != 1:
             raise ValueError(
-                "in_flight=continue replaces the one adapter in place: adapter_window must be 1 and max_lora_rank "
-                f"above 0, got {self.adapter_window} and {self.max_lora_rank}"
+                "in_flight=continue replaces the one policy in place: adapter_window must be 1, got "
+                f"{self.adapter_window}"
             )
         if self.in_flight == "finish" and self.adapter_window < 2:
             raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
@@ -261,11 +268,11 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, weights: Weights) -> str:
-        """Replaces all weights of the model; returns the sha256 hex of the bytes that were loaded.
+        """Replaces the weights that are named; returns the sha256 hex of the bytes that were loaded.
 
-        Waits until the calls that began before are done, and lets later ones wait, since one engine holds one version.
-        Loading the newest version again is a no-op. Raises AdapterCorrupt, AdapterRefused (also if the engine was
-        started for adapters), EngineAsleep, EngineDied, EngineClosed.
+        One engine holds one version: with in_flight "finish" it waits until the calls that began before are done, and
+        lets later ones wait. Loading the newest version again is a no-op. Raises AdapterCorrupt, AdapterRefused (also
+        if the engine was started for adapters), EngineAsleep, EngineDied, EngineClosed.
         """
         ...
 

@@ -50,8 +50,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if settings.max_lora_rank > 0:
-        arguments |= _adapter_arguments(settings)
+    arguments |= _policy_arguments(settings)
     if settings.sleeps:
         if not cuda:
             raise ValueError(
@@ -77,18 +76,20 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     }
 
 
-def _adapter_arguments(settings: EngineSettings) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "enable_lora": True,
-        "max_loras": settings.adapter_window,
-        "max_cpu_loras": settings.adapter_window,
-        "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
-    }
-    if settings.in_flight == "finish":
-        return arguments
-    # Else vLLM on CUDA computes one step ahead, and that step's tokens, sampled before an adapter was replaced, come
-    # out after it with the new version's label.
-    return arguments | {"async_scheduling": False}
+def _policy_arguments(settings: EngineSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if settings.max_lora_rank > 0:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": settings.adapter_window,
+            "max_cpu_loras": settings.adapter_window,
+            "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
+        }
+    if settings.in_flight == "continue":
+        # Else vLLM on CUDA computes one step ahead, and that step's tokens, sampled before the policy was replaced,
+        # come out after it with the new version's label.
+        arguments["async_scheduling"] = False
+    return arguments
 
 
 def check_can_continue() -> None:

@@ -1,4 +1,4 @@
-"""A new policy into a running LLMEngine: one adapter more, the adapter replaced in place, or all weights.
+"""A new policy into a running LLMEngine: one adapter more, the adapter replaced in place, or whole weights.
 
 Only the engine's own thread calls these, between two steps.
 """
@@ -9,7 +9,10 @@ from typing import Any
 
 from rollout.adapter_window import AdapterWindow, Resident
 from rollout.engine import AdapterRefused, EngineError
+from rollout.payload import unpack
 from rollout.vllm_calls import lora_request
+
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
@@ -35,10 +38,7 @@ def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> Non
     """
     window.check(staged)
     _put(engine, staged, in_place=True)
-    engine.set_weight_version(str(staged.version))  # labels every token from the next step on
-    if window.newest is not None:
-        window.drop(window.newest)
-    window.add(staged)
+    window.replace(staged)
 
 
 def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
@@ -62,34 +62,30 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
     return True
 
 
-def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes) -> None:
-    """Replaces all weights by the staged ones (safetensors); nothing may be running.
+def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes | memoryview) -> None:
+    """Puts the staged weights (safetensors) in the place of those of the same names; the others stay.
+
+    Requests that run go on under them as replace_adapter says. Cached keys and values are the old weights', and only
+    requests that began under those find them: each prompt carries its version (EngineThread).
 
     Raises AdapterRefused if their version or names are wrong. Anything else that goes wrong leaves a model of two
     versions, hence is a RuntimeError that ends the engine.
     """
-    from safetensors.torch import load
-
     window.check(staged)
     try:
-        # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a function and tensors may be passed as they are.
-        engine.collective_rpc(_replace, args=(load(payload),))
+        # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a function may be passed as it is.
+        engine.collective_rpc(_replace, args=(payload, staged.keys))
     except Exception as error:
         raise RuntimeError(f"weights v{staged.version} were loaded in part: {type(error).__name__}: {error}") from error
-    # Cached keys and values are the old model's, and nothing in their key says so.
-    if not engine.reset_prefix_cache():
-        raise RuntimeError(f"weights v{staged.version}: vLLM kept the prefix cache of the weights before them")
-    if window.is_full() and (victim := window.victim()) is not None:
-        window.drop(victim)
-    window.add(staged)
+    window.replace(staged)
 
 
-def _replace(worker: Any, tensors: dict[str, Any]) -> None:
+def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:
     """Runs in vLLM's worker."""
-    worker.model_runner.reload_weights(weights_iterator=iter(tensors.items()), is_checkpoint_format=True)
+    worker.model_runner.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
     model = worker.model_runner.get_model()
     head: Any = getattr(model, "lm_head", None)
-    if not hasattr(head, "cpu_linear"):
+    if not hasattr(head, "cpu_linear") or not any(name.endswith(_EMBEDDINGS) for name in names):
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

@@ -1,7 +1,7 @@
 """The thread that owns a vLLM LLMEngine: take commands; engine.step(); answer finished requests; and again.
 
-It sleeps on its inbox when nothing is running. Nothing else touches the LLMEngine, so an adapter is loaded between two
-steps and generation never pauses for one (whole weights wait until nothing is running).
+It sleeps on its inbox when nothing is running. Nothing else touches the LLMEngine, so a policy is loaded between two
+steps and generation never pauses for one (but whole weights with in_flight "finish" wait until nothing is running).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Load:
     """A new policy."""
 
     staged: Resident
-    payload: bytes | None = None  # of whole weights; an adapter lies in its folder
+    payload: bytes | memoryview | None = None  # of whole weights; an adapter lies in its folder
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -198,7 +198,8 @@ class EngineThread:
             raise NoAdapter("no adapter is loaded; await load_adapter first")
         self._engine.add_request(
             request.id,
-            {"prompt_token_ids": request.prompt_ids},
+            # The salt keeps versions apart in the prefix cache; with adapters their names do that as well.
+            {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{adapter.version}"},
             request.params,
             lora_request=lora_request(adapter) if self._settings.max_lora_rank else None,
         )
@@ -222,20 +223,23 @@ class EngineThread:
         _settle(command.answer, staged.digest)
         return True
 
-    def _load_new(self, staged: Resident, payload: bytes | None) -> bool:
+    def _load_new(self, staged: Resident, payload: bytes | memoryview | None) -> bool:
         if (payload is None) == (self._settings.max_lora_rank == 0):
             raise AdapterRefused(
                 f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} "
                 f"takes {'whole weights' if payload is None else 'adapters'} only; start it for the other kind"
             )
-        if payload is None and self._settings.in_flight == "finish":
+        continues = self._settings.in_flight == "continue"
+        if payload is None and not continues:
             return load_adapter(self._engine, self.window, staged)
         if payload is None:
             replace_adapter(self._engine, self.window, staged)
-        elif self._running:
+        elif self._running and not continues:
             return False
         else:
             load_weights(self._engine, self.window, staged, payload)
+        if continues:
+            self._engine.set_weight_version(str(staged.version))  # labels every token from the next step on
         return True
 
     def _rest(self, command: Rest) -> None:

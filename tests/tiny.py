@@ -83,17 +83,19 @@ def make_tiny_model(
     return path
 
 
-def make_adapter(path: Path, *, seed: int, rank: int = 8, scale: float = 0.1) -> tuple[bytes, dict[str, Any]]:
+def make_adapter(
+    path: Path, *, seed: int, rank: int = 8, scale: float = 0.1, targets: Any = "all-linear"
+) -> tuple[bytes, dict[str, Any]]:
     """A random, non-zero LoRA adapter for the model under path: (safetensors bytes, adapter_config.json content).
 
-    All linear layers, alpha = 2 * rank; scale is the standard deviation of every A and B entry.
+    alpha = 2 * rank; scale is the standard deviation of every A and B entry.
     """
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from safetensors.torch import save
     from transformers import AutoModelForCausalLM
 
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), config)
     generator = torch.Generator().manual_seed(seed)
     state = {

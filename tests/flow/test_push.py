@@ -21,7 +21,7 @@ from learner.memory_plan import settle
 from rollout.chat import Chat
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, DeliveryError, Push
-from rollout.engine import Adapter, Engine, EngineSettings
+from rollout.engine import Adapter, Engine, EngineSettings, Weights
 from rollout.engine_env import required_env
 from rollout.problems import load
 from rollout.producer import Pipes, Producer
@@ -41,6 +41,9 @@ class Forgetful:
     async def load_adapter(self, adapter: Adapter) -> str:
         return adapter.digest if adapter.version == 2 else await self._engine.load_adapter(adapter)
 
+    async def load_weights(self, weights: Weights) -> str:
+        return weights.digest if weights.version == 2 else await self._engine.load_weights(weights)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
@@ -49,8 +52,8 @@ def forgetful(settings: EngineSettings) -> Engine:
     return Forgetful(settings)
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+@pytest.fixture(params=["adapter", "merged"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("push")
     (folder / "rewards.py").write_text(REWARD)
     (folder / "data.jsonl").write_text("".join(f'{{"question": "say {i}"}}\n' for i in range(8)))
@@ -60,7 +63,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             "data": {"path": str(folder / "data.jsonl"), "eval": {"every": 0}},
             "rewards": [{"use": f"{folder}/rewards.py:spread"}],
             "rollout": {"num_generations": 4, "max_completion_length": 16, "kv_cache": "32MiB"},
-            "learner": {"learning_rate": 4e-6, "groups_per_step": 2},
+            "learner": {"learning_rate": 4e-6, "groups_per_step": 2, "push": request.param},
         }
     )
 
@@ -116,9 +119,10 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
         assert metrics["policy/mismatch_max"] < 1e-3
         pushes.append(await push_of(learner, ids, pushes[-1]))
         if version == 1:
-            corrupt = dataclasses.replace(pushes[1].adapter, payload=pushes[1].adapter.payload[:-4] + b"\1\1\1\1")
+            payload = bytes(pushes[1].adapter.payload)
+            corrupt = dataclasses.replace(pushes[1].adapter, payload=payload[:-4] + b"\1\1\1\1")
             with pytest.raises(
-                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: sha256"
+                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: (adapter|weights) v1: sha256"
             ):
                 await producer.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
             await deliver(producer, pushes[1])

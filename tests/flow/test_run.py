@@ -60,9 +60,10 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("overrides", [(), ("learner.push=merged", "rollout.in_flight=continue")])
+def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overrides: tuple[str, ...]) -> None:
     run = Run(tmp_path, model, steps=100_000, max_staleness=1)
-    process = run.start()
+    process = run.start(*overrides)
     wait_until(lambda: len(run.metrics()) > 9, "nine steps", process=process)
     assert run.metrics()[-1]["rollout/restarts"] == 0  # pushes and their probes amid generation hurt nobody
     generator = _holder(run, "generator-0")
@@ -84,7 +85,7 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path) -> Non
     assert consumed == sorted([*range(state["low"]), *state["done"]])  # nothing lost, nothing twice
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
-    process = run.start()
+    process = run.start(*overrides)
     wait_until(lambda: run.metrics()[-1]["step"] > lines[-1]["step"], "a step after the resumption", process=process)
     process.kill()
     process.wait()

@@ -60,7 +60,7 @@ async def test_masters_are_float32_and_what_is_sent_is_what_computes(tiny_path: 
     sent.verify()
     assert sent.version == 2
     computing = dict(trainer._policy._lm.named_parameters())
-    arrived = load_safetensors(sent.payload)
+    arrived = load_safetensors(bytes(sent.payload))
     assert arrived.keys() == computing.keys() == after.keys()
     assert all(torch.equal(arrived[name], computing[name]) for name in arrived)
 
@@ -141,6 +141,7 @@ async def test_export_is_a_model_and_a_checkpoint_goes_on(tiny_path: str, tmp_pa
     ("model", "learner", "named"),
     [
         ({}, {"lora": {"rank": 8}}, "learner.lora"),
+        ({}, {"push": "merged"}, "learner.push=merged"),
         ({"adapter": "x"}, {}, "model.adapter"),
         ({"dtype": "float16"}, {}, "model.dtype=float16"),
         ({}, {"loss": {"beta": 0.1}}, "learner.loss.beta > 0"),

@@ -121,6 +121,23 @@ def test_on_a_cpu_a_role_is_a_process() -> None:
     assert "graphs" not in found.generator
 
 
+def test_merged_weights_are_counted_where_they_lie() -> None:
+    tiny = Shape("tiny", "llama", 8, 16, 2, 2, 1, 4, 100, tied=True).to_config()  # widths: q 8, k and v 4
+    merged = {"push": "merged", "lora": {"targets": ["q_proj", "v_proj"]}}
+    attention, ffn, norms = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 2 * 8
+    for learner, sent in ((merged, 2 * attention), ({"mode": "full"}, 2 * (attention + ffn + norms) + 8 + 100 * 8)):
+        config, _ = run(cluster={}, model={"path": "x", "dtype": "float32"}, learner=learner)
+        found = settle(config, tiny).plan
+        assert found is not None
+        assert (found.learner["push"], found.generator["push"]) == (3 * 4 * sent, 2 * 4 * sent)
+    config, model = run(memory={"device": "24GiB"}, learner=merged)
+    budgets = settle(config, model)
+    assert budgets.plan is not None
+    assert budgets.plan.generator["lora_slots"] == 0
+    assert "push" not in budgets.plan.generator | budgets.plan.learner  # of the host's memory
+    assert worker_spec(config, 0, budgets).engine.max_lora_rank == 0
+
+
 def test_what_is_given_stays() -> None:
     learner = {"checkpointing": "full", "token_budget": 2048}
     sizes = {"device": "24GiB", "learner": "9GiB"}

@@ -102,8 +102,11 @@ def test_rules_between_keys() -> None:
     assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
     (said,) = refusal("rollout.in_flight=continue")
     assert said.startswith("config: rollout.in_flight: continue needs completions that run")
-    assert refusal("rollout.in_flight=continue", "max_staleness=1", "learner.mode=full") != []
-    assert load(None, [*NEEDED, "rollout.in_flight=continue", "max_staleness=1"]).rollout.in_flight == "continue"
+    for learner in ("learner.mode=lora", "learner.mode=full", "learner.push=merged"):
+        given = [*NEEDED, "rollout.in_flight=continue", "max_staleness=1", learner]
+        assert load(None, given).rollout.in_flight == "continue"
+    (said,) = refusal("learner.push=merged", "model.base=nf4", "cluster.gpus.generator=1")
+    assert said.startswith("config: learner.push: merged weights need a base in 16 or 32 bits")
     (said,) = refusal("rollout.top_p=0.9")
     assert said.startswith("rollout.top_p: must be 1.0 (got 0.9): the learner scores the full distribution")
 

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollout.engine import Adapter, Completion, EngineSettings, Sampling
+from learner.merging import merged
+from rollout.engine import Adapter, Completion, EngineSettings, Sampling, Weights
+from rollout.payload import pack
 from rollout.vllm_engine import VllmEngine
 from tests.tiny import make_adapter
 
@@ -48,8 +50,9 @@ def settings(model: Path, **changes: Any) -> EngineSettings:
 class House:
     """One engine, the adapters it was given, and the same policies in Hugging Face + PEFT."""
 
-    def __init__(self, model: Path, **changes: Any) -> None:
-        self.model = model
+    def __init__(self, model: Path, *, targets: Any = "all-linear", **changes: Any) -> None:
+        self.model, self._targets = model, targets
+        self._takes_adapters = changes.get("max_lora_rank") != 0
         self.engine = VllmEngine(settings(model, **changes))
         self.adapters: list[Adapter] = []
 
@@ -59,8 +62,22 @@ class House:
 
     def next_adapter(self) -> Adapter:
         version = len(self.adapters)
-        self.adapters.append(Adapter.build(version, *make_adapter(self.model, seed=version)))
+        self.adapters.append(Adapter.build(version, *make_adapter(self.model, seed=version, targets=self._targets)))
         return self.adapters[-1]
+
+    async def push(self) -> None:
+        """The next policy into the engine: the adapter, or into an engine without LoRA the weights merged with it."""
+        adapter = self.next_adapter()
+        if self._takes_adapters:
+            assert await self.engine.load_adapter(adapter) == adapter.digest
+        else:
+            weights = self.weights(adapter.version)
+            assert await self.engine.load_weights(weights) == weights.digest
+
+    def weights(self, version: int) -> Weights:
+        """What a learner with learner.push merged sends."""
+        policy = self._policy(version).get_base_model()
+        return Weights.build(version, pack(merged(policy), policy.dtype))
 
     def logprobs(self, version: int, ids: list[int], temperature: float = 1.0) -> np.ndarray:
         """[len - 1] of token i+1 given tokens <= i."""

@@ -50,7 +50,6 @@ def test_sampling_refuses_what_vllm_would_change_or_refuse_late(fields: dict[str
         {"max_num_seqs": 0},
         {"in_flight": "abort"},
         {"in_flight": "continue"},  # with a window of 2
-        {"in_flight": "continue", "adapter_window": 1, "max_lora_rank": 0},
     ],
 )
 def test_settings_name_the_field_that_is_wrong(fields: dict[str, Any]) -> None:

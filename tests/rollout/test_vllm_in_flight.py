@@ -1,4 +1,4 @@
-"""in_flight: continue, where running completions go on under a newer adapter, against Hugging Face + PEFT.
+"""in_flight: continue, where running completions go on under a newer policy, against Hugging Face + PEFT.
 
 What finish does is in test_vllm_engine.py.
 """
@@ -29,8 +29,7 @@ LONG = [i % 250 for i in range(300)]  # two full KV blocks of 128, so the prefix
 
 
 async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Completion], np.ndarray]:
-    """Completions begun under the newest adapter, some begun after the next one was loaded amid them, and a probe."""
-    adapter = house.next_adapter()
+    """Completions begun under the newest policy, some begun after the next one was loaded amid them, and a probe."""
     loop, sampled_some = asyncio.get_running_loop(), asyncio.Event()
     vllm = house.engine._thread._engine
     step, steps = vllm.step, iter(range(10_000))
@@ -44,7 +43,7 @@ async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Com
     vllm.step = counted_step
     before = asyncio.create_task(house.engine.generate(LONG, Sampling(n=16, max_tokens=140, seed=0)))
     await sampled_some.wait()
-    assert await house.engine.load_adapter(adapter) == adapter.digest
+    await house.push()
     answer, after = await asyncio.gather(
         house.engine.probe(LONG), house.engine.generate(LONG, Sampling(n=2, max_tokens=12, seed=99))
     )
@@ -53,11 +52,13 @@ async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Com
     return await before, after, answer
 
 
+@pytest.mark.parametrize("rank", [8, 0], ids=["adapter", "merged"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_running_completions_go_on_under_the_newer_adapter(tmp_path: Path, family: str) -> None:
-    house = House(make_tiny_model(tmp_path, family=family), in_flight="continue", adapter_window=1)
+def test_running_completions_go_on_under_the_newer_policy(tmp_path: Path, family: str, rank: int) -> None:
+    path = make_tiny_model(tmp_path, family=family)
+    house = House(path, max_lora_rank=rank, in_flight="continue", adapter_window=1)
     try:
-        run(house.engine.load_adapter(house.next_adapter()))
+        run(house.push())
         before, after, answer = run(generate_with_a_swap(house))
         switched = [c for c in before if c.versions[-1] == 1]
         assert len(switched) >= 4
@@ -78,7 +79,8 @@ def test_running_completions_go_on_under_the_newer_adapter(tmp_path: Path, famil
         for completion in after:
             house.check(completion, LONG, 1)
         assert np.abs(answer - house.logprobs(1, LONG)).max() < TOLERANCE
-        check_one_adapter_stays(house)
+        if rank:
+            check_one_adapter_stays(house)
     finally:
         run(house.engine.close())
 

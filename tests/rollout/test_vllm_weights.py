@@ -1,17 +1,19 @@
-"""Whole weights into a running vLLM: equal to the model loaded afresh, tied or not, and never mixed with the old."""
+"""Whole weights into a running vLLM: equal to the model loaded afresh, tied or not, and never mixed with the old; and
+weights merged with an adapter: equal to the adapter."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout.engine import AdapterCorrupt, AdapterRefused, Completion, NoAdapter, Sampling, Weights
 from rollout.vllm_engine import VllmEngine
-from tests.rollout.house import TOLERANCE, run, settings
+from tests.rollout.house import TOLERANCE, House, run, settings
 from tests.tiny import make_adapter, make_tiny_model
 
 LONG = [i % 250 for i in range(300)]  # vLLM caches prefixes in blocks of 128 tokens on a CPU
@@ -78,3 +80,23 @@ def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bo
         assert np.abs(run(engine.probe(IDS)) - logprobs(models[2], IDS)).max() < TOLERANCE
     finally:
         run(engine.close())
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("Llama", "all-linear"), ("Qwen2", ["q_proj", "v_proj", "up_proj"]), ("Qwen2", ["o_proj"])]
+)
+def test_merged_weights_are_the_adapter(tmp_path: Path, family: str, targets: Any) -> None:
+    """Twice, as the second is merged into the base and not into the first; layers that vLLM fuses are there in part."""
+    path = make_tiny_model(tmp_path, family=family, tied=family == "Qwen2")
+    answers: dict[int, list[np.ndarray]] = {8: [], 0: []}
+    for rank, found in answers.items():
+        house = House(path, targets=targets, max_lora_rank=rank)
+        try:
+            for version in (0, 1):
+                run(house.push())
+                found.append(run(house.engine.probe(IDS)))
+                assert np.abs(found[-1] - house.logprobs(version, IDS)).max() < TOLERANCE
+        finally:
+            run(house.engine.close())
+    assert np.abs(answers[8][1] - answers[8][0]).max() > 0.1
+    assert np.abs(np.array(answers[0]) - np.array(answers[8])).max() < 1e-5
