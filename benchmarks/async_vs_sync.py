@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import system_plots
 from benchmarks.common import RESULTS, as_table, conditions, save
-from benchmarks.system_run import BOTH, Mode, Record, spread, wall_text
+from benchmarks.system_run import BOTH, Mode, Record, parts_of, spread, wall_text
 from benchmarks.system_vs_trl import by_system, take_turns
 from benchmarks.workloads import add_ragged_options, demo, ragged
 
@@ -30,9 +30,7 @@ def speed_table(records: Sequence[Record], skip: int) -> str:
         ratios = [r.rate(skip) / first[dtype, r.seed].rate(skip) for r in own]
         idle = [spread([100 * r.mean(skip, f"{role}_idle") / r.mean(skip, "seconds") for r in own], ".0f")
                 for role in ("generator", "learner")]  # fmt: skip
-        parts = [
-            spread([r.mean(skip, what) for r in own]) for what in ("seconds", "generate", "train", "overlap", "push")
-        ]
+        parts = parts_of(own, skip, ("seconds", "generate", "train", "overlap", "push"))
         rows.append([system, dtype, spread([r.rate(skip) for r in own]), f"{spread(ratios)} x", *idle, *parts])
     header = ["system", "type", "samples/s", "against the first", "generator idle %", "learner idle %", "s per step",
               "generate", "train", "both", "push"]  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import as_table, conditions, save
-from benchmarks.system_run import BOTH, Mode, Record, run_gleaner, spread, wall_text
+from benchmarks.system_run import BOTH, Mode, Record, parts_of, run_gleaner, spread, wall_text
 from benchmarks.workloads import Tree, add_ragged_options, demo, ragged
 
 WAYS = {"sync": (0, "finish"), "async, finish": (1, "finish"), "async, continue": (1, "continue")}
@@ -50,10 +50,7 @@ def table(records: Sequence[Record], options: argparse.Namespace) -> str:
             pairs = zip(runs["adapter"], runs["merged"], strict=True)
             ratio = spread([merged.rate(skip) / adapter.rate(skip) for adapter, merged in pairs])
             for push, own in runs.items():
-                parts = [
-                    spread([r.mean(skip, what) for r in own], ".3f")
-                    for what in ("seconds", "generate", "train", "push_export", "push")
-                ]
+                parts = parts_of(own, skip, ("seconds", "generate", "train", "push_export", "push"), ".3f")
                 rows.append([way, push, dtype, spread([r.rate(skip) for r in own]),
                              f"{ratio} x" if push == "merged" else "", *parts])  # fmt: skip
     header = ["", "push", "type", "samples/s", "to adapter", "s per step", "generate", "train", "export", "push"]

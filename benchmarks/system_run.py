@@ -223,6 +223,11 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
     return f"{median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
+def parts_of(records: Sequence[Record], skip: int, names: Sequence[str], form: str = ".2f") -> list[str]:
+    """Of each named part of a step, the spread over the runs."""
+    return [spread([record.mean(skip, name) for record in records], form) for name in names]
+
+
 def lengths_table(records: Sequence[Record]) -> str:
     """What was sampled, by system: they sample from one model, so these must agree within noise."""
     shares = (0.1, 0.25, 0.5, 0.75, 0.9)

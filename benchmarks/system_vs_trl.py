@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import system_plots
 from benchmarks.common import RESULTS, as_table, conditions, installed, save
-from benchmarks.system_run import BOTH, Mode, Record, lengths_table, run_gleaner, run_trl, spread, wall_text
+from benchmarks.system_run import BOTH, Mode, Record, lengths_table, parts_of, run_gleaner, run_trl, spread, wall_text
 from benchmarks.workloads import ROOT, Tree, add_ragged_options, demo, ragged
 
 KEPT = ROOT / "build" / "system_runs.jsonl"  # every run of every call, one a line
@@ -64,7 +64,7 @@ def ragged_report(records: Sequence[Record], told: dict[str, Any], options: argp
     for (system, dtype), own in found.items():
         rivals = found.get(("TRL", dtype), [])
         ratios = [a.rate(skip) / b.rate(skip) for a, b in zip(own, rivals, strict=bool(rivals))]
-        parts = [spread([r.mean(skip, what) for r in own]) for what in ("seconds", "generate", "train", "overlap")]
+        parts = parts_of(own, skip, ("seconds", "generate", "train", "overlap"))
         rows.append([system, dtype, spread([r.rate(skip) for r in own]), spread([r.rate(skip, "tokens") for r in own],
                      ".0f"), "-" if not ratios or system == "TRL" else f"{spread(ratios)} x", *parts,
                      spread([r.other(skip) for r in own]), spread([r.start_s for r in own], ".1f")])  # fmt: skip

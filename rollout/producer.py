@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from math import ceil
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -44,6 +45,8 @@ from rollout.problems import Problems
 from rollout.schema import Problem
 
 log = logging.getLogger("rollout")
+
+T = TypeVar("T")
 
 MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
 MAX_LOSSES = 5  # of one problem; what was in flight beside a fatal one is lost with it, so one loss is no proof
@@ -158,14 +161,20 @@ class Producer:
         """Asks the worker what the policy it generates with says of the probe tokens; DeliveryError if not the same as
         the learner's."""
         with self.pipes.timeline.span("prove", self.actor.name, concurrent=True, version=push.adapter.version):
-            answer = await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
-            if answer is None:
-                raise ActorDied(f"{self.actor.name}: its process died while it was idle")
+            answer: Answer = self._present(
+                await self.actor.call("probe", push.probe_ids, deadline_s=self.deadlines.push)
+            )
             await push.verify(self.actor.name, answer.logprobs)
         self.answer = answer
         async with self._proof:
             self._proven = push.adapter.version
             self._proof.notify_all()
+
+    def _present(self, answer: T | None) -> T:
+        """The answer, unless it is that of a fresh process, which has no policy yet."""
+        if answer is None:
+            raise ActorDied(f"{self.actor.name}: its process died while it was idle")
+        return answer
 
     async def _proof_of(self, version: int) -> None:
         async with self._proof:
@@ -184,9 +193,7 @@ class Producer:
         try:
             with self.pipes.timeline.span("generate", self.actor.name, concurrent=True, position=problem.position):
                 async with ticket.while_wanted() if ticket else nullcontext():
-                    group = await self._ask(problem, sampling, attempt, ticket, begun)
-                    if group is None:
-                        raise ActorDied(f"{self.actor.name}: its process died while it was idle")
+                    group = self._present(await self._ask(problem, sampling, attempt, ticket, begun))
                     self._revivals = 0
         except (ActorDied, DeadlineExceeded) as error:
             await self._revive(life, error)
