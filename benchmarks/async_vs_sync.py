@@ -69,7 +69,7 @@ def report(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_ragged_options(parser)
-    parser.add_argument("--modes", type=Mode.parse, nargs="+", help="STALENESS:GENERATOR/LEARNER cores")
+    parser.add_argument("--modes", type=Mode.parse, nargs="+", help="STALENESS:GENERATOR/LEARNER cores[:continue]")
     parser.add_argument("--repeats", type=int, default=3, help="ragged: runs of each mode")
     parser.add_argument("--seeds", type=int, default=3, help="demo: runs of each mode; 0 leaves the demo out")
     parser.add_argument("--demo-steps", type=int, default=60)

@@ -19,7 +19,7 @@ from benchmarks.common import as_table, conditions, save
 from benchmarks.system_run import BOTH, Mode, Record, parts_of, run_gleaner, spread, wall_text
 from benchmarks.workloads import Tree, add_ragged_options, demo, ragged
 
-WAYS = {"sync": (0, "finish"), "async, finish": (1, "finish"), "async, continue": (1, "continue")}
+WAYS = {"sync": Mode(0, 1, 1), "async, finish": Mode(1, 1, 1), "async, continue": Mode(1, 1, 1, "continue")}
 PUSHES = ("adapter", "merged")
 
 
@@ -27,14 +27,9 @@ def turns(tree: Tree, options: argparse.Namespace) -> Iterator[Record]:
     """Per seed and way a run of each push, named for both."""
     for seed in range(options.repeats):
         for way in options.ways:
-            staleness, in_flight = WAYS[way]
             for push in PUSHES:
-                own = tree | {
-                    "seed": seed,
-                    "rollout": tree["rollout"] | {"in_flight": in_flight},
-                    "learner": tree["learner"] | {"push": push},
-                }
-                record = replace(run_gleaner(own, Mode(staleness, 1, 1), options.limit), system=f"{way}: {push}")
+                own = tree | {"seed": seed, "learner": tree["learner"] | {"push": push}}
+                record = replace(run_gleaner(own, WAYS[way], options.limit), system=f"{way}: {push}")
                 rate = f"{record.rate(options.skip):.2f} samples/s, load before {record.load:.1f}"
                 print(f"{record.system}, {record.dtype}, seed {seed}: {record.wall_s:.0f} s, {rate}", flush=True)
                 yield record

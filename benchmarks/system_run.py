@@ -84,25 +84,32 @@ class Record:
 
 @dataclass(frozen=True)
 class Mode:
-    """How gleaner runs: policy versions that generation may run ahead, and cores of each role."""
+    """How gleaner runs: policy versions that generation may run ahead, cores of each role, and what completions under
+    way do when a newer policy comes (rollout.in_flight)."""
 
     staleness: int
     generator: int
     learner: int
+    in_flight: str = "finish"
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """`STALENESS:GENERATOR/LEARNER`, for example 1:1/1. Raises ArgumentTypeError."""
+        """`STALENESS:GENERATOR/LEARNER[:IN_FLIGHT]`, for example 1:1/1:continue. Raises ArgumentTypeError."""
         try:
-            staleness, cores = text.split(":")
+            staleness, cores, *rest = text.split(":")
             generator, learner = cores.split("/")
-            return cls(int(staleness), int(generator), int(learner))
+            if rest not in ([], ["finish"], ["continue"]):
+                raise ValueError(rest)
+            return cls(int(staleness), int(generator), int(learner), *rest)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be STALENESS:CORES/CORES, for example 1:1/1, got {text}") from None
+            raise argparse.ArgumentTypeError(
+                f"must be STALENESS:CORES/CORES[:finish|:continue], for example 1:1/1, got {text}"
+            ) from None
 
     @property
     def name(self) -> str:
         way = f"async, {self.staleness} ahead" if self.staleness else "sync"
+        way += f", in flight {self.in_flight}" * (self.in_flight != "finish")
         return f"gleaner {way}, {self.generator}/{self.learner} cores"
 
 
@@ -111,6 +118,7 @@ def run_gleaner(tree: Tree, mode: Mode, limit_s: float) -> Record:
     cores = {"generator": mode.generator, "learner": mode.learner}
     with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
         more: Tree = {"name": "run", "output_dir": folder, "max_staleness": mode.staleness, "cluster": {"cpus": cores}}
+        more["rollout"] = tree["rollout"] | {"in_flight": mode.in_flight}
         load, started = os.getloadavg()[0], time.time()
         _command(tree | more, ["-m", "learner.main", "--config"], [], limit_s)
         wall = time.time() - started

@@ -119,7 +119,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", choices=["ragged", "demo"], default="ragged")
     add_ragged_options(parser)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system, with seeds 0, 1, ...")
-    parser.add_argument("--modes", type=Mode.parse, nargs="+", help="of gleaner: STALENESS:GENERATOR/LEARNER cores")
+    parser.add_argument(
+        "--modes", type=Mode.parse, nargs="+", help="of gleaner: STALENESS:GENERATOR/LEARNER cores[:continue]"
+    )
     parser.add_argument("--micro-batch", type=int, help="of TRL; completions; default 16, demo 64")
     parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed")
     parser.add_argument("--demo-steps", type=int, default=60)
