@@ -5,6 +5,7 @@ from math import ceil
 from cluster.memory import DTYPE_BYTES
 from cluster.shapes import Shape
 
+ELEMENT_BYTES = DTYPE_BYTES | {"fp8": 1}
 BLOCK, BLOCK_CPU = 16, 32  # tokens: vLLM's own on CUDA, what rollout.vllm_calls asks for on a CPU
 
 
@@ -28,4 +29,4 @@ def _blocks(shape: Shape, dtype: str, tokens: int, cuda: bool) -> tuple[int, int
 
 def kv_token_bytes(shape: Shape, dtype: str) -> int:
     """Keys and values of one token, of all layers; less where vLLM gives sliding-window layers a smaller share."""
-    return 2 * shape.layers * shape.widths["kv"] * DTYPE_BYTES[dtype]
+    return 2 * shape.layers * shape.widths["kv"] * ELEMENT_BYTES[dtype]

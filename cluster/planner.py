@@ -79,6 +79,7 @@ class Wish:
     checkpointing: Checkpointing | None = None
     token_budget: int | None = None
     kv_bytes: int | None = None
+    kv_dtype: str = "bfloat16"  # or fp8
     layouts: tuple[Layout, ...] = ("slices", "alternating")
     cuda: bool = True
     learner_cap: int | None = None  # bytes that a role may have at most
@@ -210,7 +211,7 @@ def _plan(
         wish.dtype, base, wish.rank, 0 if sent else work.adapters, sent, work.sequences, kv_bytes, wish.targets,
         wish.cuda, work.whole,
     )  # fmt: skip
-    held = cached_sequences(shape, wish.dtype, work.whole, kv_bytes, cuda=wish.cuda)
+    held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
         memory.learner_bytes(shape, learning, micro), memory.generator_bytes(shape, serving), work.generators,
@@ -222,7 +223,7 @@ def _kv_choices(shape: Shape, work: Workload, wish: Wish) -> list[int]:
     if wish.kv_bytes is not None:
         return [wish.kv_bytes]
     counts = {min(n, work.sequences) for n in (COMFORT, 32, 16, 8, 4, 2, 1)}
-    return [cache_bytes(shape, wish.dtype, work.whole, n, cuda=wish.cuda) for n in sorted(counts, reverse=True)]
+    return [cache_bytes(shape, wish.kv_dtype, work.whole, n, cuda=wish.cuda) for n in sorted(counts, reverse=True)]
 
 
 def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple[Checkpointing, int]]:
@@ -247,7 +248,7 @@ def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
         return found
     count = work.sequences
     while count > found.sequences:
-        size = cache_bytes(found.shape, wish.dtype, work.whole, count, cuda=wish.cuda)
+        size = cache_bytes(found.shape, wish.kv_dtype, work.whole, count, cuda=wish.cuda)
         more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": size})
         if _fits(more, wish):
             return more

@@ -125,6 +125,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
             seed=config.seed * 1000 + rank,
             base=config.model.base,
+            kv_cache_dtype=rollout.kv_cache_dtype,
             in_flight=rollout.in_flight,
             sleeps=budgets.alternating,
         ),

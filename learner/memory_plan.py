@@ -130,6 +130,12 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
             f"rollout.kv_cache: must hold one sequence of {tokens} tokens, {gib(found.kv_bytes)} does not; raise it, "
             "set it to auto with memory.device, or lower rollout.max_prompt_length or max_completion_length"
         )
+    heads = found.shape.head_dim
+    if config.rollout.kv_cache_dtype == "fp8" and config.cluster.gpus.generator == 0 and heads % 32:
+        raise MemoryPlanError(
+            f"rollout.kv_cache_dtype: fp8 on a CPU needs heads of a multiple of 32 elements (vLLM), got {heads}; set it "
+            "to auto"
+        )
 
 
 def _layouts(config: RunConfig) -> tuple[Layout, ...]:
@@ -219,6 +225,7 @@ def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,
         kv_bytes=None if kv == "auto" else kv,
+        kv_dtype=model.dtype if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
         layouts=layouts,
         cuda=cuda,
         learner_cap=None if sizes.learner == "auto" else sizes.learner + memory.learner_context(cuda=cuda),

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     work = Workload(args.generations, args.prompt, args.completion, args.sequences, args.staleness + 2)
-    found = [_plans(shape, device, work, args.rank, args.cards, args.staleness) for shape in shapes]
+    found = [_plans(shape, device, work, args) for shape in shapes]
     if args.json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
     else:
@@ -79,6 +79,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256, help="tokens (default 256)")
     parser.add_argument("--completion", type=int, default=786, help="tokens (default 786)")
     parser.add_argument("--sequences", type=int, default=64, help="most that are decoded at once (default 64)")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default auto: 16 bits")
     parser.add_argument("--staleness", type=int, default=0, help="max_staleness (default 0)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter (default 16)")
     parser.add_argument("--json", action="store_true", help="every number, by role and part, in bytes")
@@ -90,12 +91,14 @@ def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
     return list(SHAPES.values()) if all_of_them else [SHAPES[name] for name in FIVE]
 
 
-def _plans(shape: Shape, device: int, work: Workload, rank: int, cards: int, staleness: int) -> Found:
+def _plans(shape: Shape, device: int, work: Workload, args: argparse.Namespace) -> Found:
     """What each method needs at least, and what the planner chooses for LoRA."""
 
     def asked(wish: Wish) -> Wish:
-        layouts = ("slices",) if staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
-        return replace(wish, rank=rank, layouts=("separate",) if cards == 2 else layouts)
+        layouts = ("slices",) if args.staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
+        layouts = ("separate",) if args.cards == 2 else layouts
+        kv_dtype = wish.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+        return replace(wish, rank=args.rank, layouts=layouts, kv_dtype=kv_dtype)
 
     needs = {name: least(shape, device, work, asked(wish)) for name, wish in METHODS.items()}
     return Found(shape, needs, plan(shape, device, work, asked(Wish())))

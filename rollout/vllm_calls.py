@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cluster.kv import BLOCK_CPU
@@ -40,6 +41,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
         "logprobs_mode": "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
@@ -62,6 +64,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
             raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
         # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+    if settings.kv_cache_dtype == "fp8" and not cuda and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise ValueError("kv_cache_dtype: fp8 on a CPU needs one with AVX-512 (vLLM); set rollout.kv_cache_dtype=auto")
     if cuda:
         return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}
     return arguments | {

@@ -67,6 +67,15 @@ def test_what_is_fixed_stays_and_advice_names_keys() -> None:
     assert isinstance(tight, Misfit)
 
 
+def test_an_fp8_cache_holds_the_same_sequences_in_half_the_bytes() -> None:
+    shape, wish = SHAPES["Llama-3.2-3B"], Wish(base="none", checkpointing="full", token_budget=3396)
+    wide, narrow = (plan(shape, 80 * GIB, PUBLISHED, replace(wish, kv_dtype=kind)) for kind in ("bfloat16", "fp8"))
+    assert isinstance(wide, Plan)
+    assert isinstance(narrow, Plan)
+    assert wide.sequences == narrow.sequences
+    assert wide.kv_bytes == 2 * narrow.kv_bytes
+
+
 def test_alternating_holds_less_than_two_slices_and_separate_less_still() -> None:
     shape = SHAPES["Qwen2.5-3B"]
     peaks = []

@@ -88,16 +88,26 @@ def test_generators_on_a_card_are_counted_as_they_are_placed() -> None:
         assert found.generators == most
 
 
-def test_a_cache_that_holds_no_sequence_is_refused() -> None:
-    """1042 tokens are 66 blocks of 16, and vLLM keeps one: 67 x 16 tokens x 112 KiB."""
-    needed = 67 * 16 * 112 * 2**10
+@pytest.mark.parametrize(("dtype", "width"), [("auto", 112), ("fp8", 56)])
+def test_a_cache_that_holds_no_sequence_is_refused(dtype: str, width: int) -> None:
+    """1042 tokens are 66 blocks of 16, and vLLM keeps one: 67 x 16 tokens x 112 KiB in bfloat16."""
+    needed = 67 * 16 * width * 2**10
     for size, fits in ((needed, True), (needed - 1, False)):
-        config, model = run(rollout={"kv_cache": size, "max_completion_length": 786})
+        rollout = {"kv_cache": size, "kv_cache_dtype": dtype, "max_completion_length": 786}
+        config, model = run(rollout=rollout)
         if fits:
             assert settle(config, model).plan.sequences == 1  # type: ignore[union-attr]
         else:
             with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache: must hold one sequence of 1042 tokens"):
                 settle(config, model)
+
+
+def test_an_fp8_cache_on_a_cpu_wants_heads_that_its_kernel_takes() -> None:
+    config, _ = run(cluster={}, rollout={"kv_cache": "1GiB", "kv_cache_dtype": "fp8"})
+    narrow, wide = (Shape("x", "llama", 160, 288, 3, 2, 2, width, 310, tied=True).to_config() for width in (80, 96))
+    with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache_dtype: fp8 on a CPU .* got 80"):
+        settle(config, narrow)
+    settle(config, wide)
 
 
 def test_roles_on_a_card_and_on_a_cpu_have_no_common_budget() -> None:

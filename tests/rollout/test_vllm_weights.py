@@ -16,7 +16,7 @@ from rollout.vllm_engine import VllmEngine
 from tests.rollout.house import TOLERANCE, House, run, settings
 from tests.tiny import make_adapter, make_tiny_model
 
-LONG = [i % 250 for i in range(300)]  # vLLM caches prefixes in blocks of 128 tokens on a CPU
+LONG = [i % 250 for i in range(300)]  # several of the cache's blocks
 IDS = list(range(40, 80))
 
 
