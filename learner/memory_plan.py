@@ -133,8 +133,8 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
     heads = found.shape.head_dim
     if config.rollout.kv_cache_dtype == "fp8" and config.cluster.gpus.generator == 0 and heads % 32:
         raise MemoryPlanError(
-            f"rollout.kv_cache_dtype: fp8 on a CPU needs heads of a multiple of 32 elements (vLLM), got {heads}; set it "
-            "to auto"
+            f"rollout.kv_cache_dtype: fp8 on a CPU needs heads of a multiple of 32 elements (vLLM), got {heads}; "
+            "set it to auto"
         )
 
 
