@@ -29,7 +29,7 @@ _FINISH_REASONS = ("stop", "length", "abort")
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     """Keywords of vllm.EngineArgs.
 
-    Raises ValueError for a LoRA rank above vLLM's highest, and for nf4 or sleeps on a CPU.
+    Raises ValueError for a LoRA rank above vLLM's highest, and for nf4, sleeps or fp8 where a CPU does not do them.
     """
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
@@ -53,19 +53,13 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     arguments |= _policy_arguments(settings)
+    if not cuda:
+        _check_cpu(settings)
     if settings.sleeps:
-        if not cuda:
-            raise ValueError(
-                "sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)"
-            )
         arguments["enable_sleep_mode"] = True
     if settings.base == "nf4":
-        if not cuda:
-            raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
         # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
-    if settings.kv_cache_dtype == "fp8" and not cuda and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        raise ValueError("kv_cache_dtype: fp8 on a CPU needs one with AVX-512 (vLLM); set rollout.kv_cache_dtype=auto")
     if cuda:
         return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}
     return arguments | {
@@ -78,6 +72,16 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         # completion computes the rest of it again: 16 tokens on average, not 64.
         "block_size": BLOCK_CPU,
     }
+
+
+def _check_cpu(settings: EngineSettings) -> None:
+    """Raises ValueError for what vLLM does not do on this CPU."""
+    if settings.sleeps:
+        raise ValueError("sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)")
+    if settings.base == "nf4":
+        raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
+    if settings.kv_cache_dtype == "fp8" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise ValueError("kv_cache_dtype: fp8 on a CPU needs one with AVX-512 (vLLM); set rollout.kv_cache_dtype=auto")
 
 
 def _policy_arguments(settings: EngineSettings) -> dict[str, Any]:
