@@ -30,8 +30,8 @@ class VllmEngine:
 
     Raises:
         EngineEnvError: the process was not started with rollout.engine_env.required_env.
-        ValueError: the adapter rank is above every rank vLLM supports; nf4 or sleeps on a CPU; in_flight "continue" on
-            a vLLM that does not tell which version sampled a token (found in 0.32, missing in 0.26).
+        ValueError: the adapter rank is above every rank vLLM supports; nf4, sleeps, or fp8 without AVX-512 on a CPU;
+            in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.26 not).
     """
 
     def __init__(self, settings: EngineSettings) -> None:
