@@ -229,6 +229,12 @@ class RunConfig(Frozen):
             raise ValueError(f"learner.mode: full does not go with {', '.join(named)} (got both); set mode=lora")
 
     @property
+    def kv_dtype(self) -> str:
+        """Of the generators' keys and values: the coarsest type that a logprob goes through."""
+        cached = self.rollout.kv_cache_dtype
+        return self.model.dtype if cached == "auto" else cached
+
+    @property
     def run_dir(self) -> Path:
         """Absolute folder of the run (a submitted job's working directory is thrown away)."""
         return (Path(self.output_dir).expanduser() / self.name.format(seed=self.seed)).absolute()

@@ -196,8 +196,7 @@ class Loop:
         update, exported_s = await self.trainer.call("policy", deadline_s=self.config.cluster.deadlines.push)
         before, expected = self._answer, tasks.create_task(self._expect(update.version))
         spent = {"time/push_export": exported_s, "time/push_learner_probe": before.seconds if before else 0.0}
-        cached = self.config.rollout.kv_cache_dtype
-        return Push(update, self._probe_ids, expected, self.config.model.dtype if cached == "auto" else cached), spent
+        return Push(update, self._probe_ids, expected, self.config.kv_dtype), spent
 
     async def _expect(self, version: int) -> Expected:
         previous, deadline = self._answer, self.config.cluster.deadlines.push

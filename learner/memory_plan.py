@@ -225,7 +225,7 @@ def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,
         kv_bytes=None if kv == "auto" else kv,
-        kv_dtype=model.dtype if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
+        kv_dtype=config.kv_dtype,
         layouts=layouts,
         cuda=cuda,
         learner_cap=None if sizes.learner == "auto" else sizes.learner + memory.learner_context(cuda=cuda),

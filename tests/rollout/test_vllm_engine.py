@@ -95,7 +95,7 @@ def test_forty_seeded_prompts_at_once(house: House) -> None:
 
 
 def test_a_new_adapter_governs_the_next_call_despite_the_prefix_cache(house: House) -> None:
-    prompt = [i % 256 for i in range(300)]  # two full KV blocks of 128, so the cache really has something to leak
+    prompt = [i % 256 for i in range(300)]  # several full KV blocks, so the cache really has something to leak
     (old,) = run(house.engine.generate(prompt, Sampling(n=1, max_tokens=24, seed=5)))
     house.check(old, prompt, house.newest)
     run(house.engine.load_adapter(house.next_adapter()))

@@ -25,7 +25,7 @@ from tests.rollout.house import (
 )
 from tests.tiny import make_adapter, make_tiny_model
 
-LONG = [i % 250 for i in range(300)]  # two full KV blocks of 128, so the prefix cache has something to leak
+LONG = [i % 250 for i in range(300)]  # several full KV blocks, so the prefix cache has something to leak
 
 
 async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Completion], np.ndarray]:

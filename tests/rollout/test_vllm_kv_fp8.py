@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ def test_the_cache_holds_more_and_what_is_said_is_what_was_sampled_from(tmp_path
         own = House(model, kv_cache_dtype=kind, kv_cache_bytes=4 << 20)
         blocks[kind] = own.engine._thread._engine.vllm_config.cache_config.num_gpu_blocks
         if kind == "fp8":
-            asyncio.run(_check(own))
+            run(_check(own))
         run(own.engine.close())
     assert blocks["fp8"] == pytest.approx(4 * blocks["auto"], abs=4)  # float32 otherwise
 
