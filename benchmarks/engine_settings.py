@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
-from cluster.start import uncollected
+from cluster.ray_actor import uncollected
 from rollout.adapter_window import Resident
-from rollout.engine import EngineSettings, Sampling
+from rollout.engine import EngineSettings
 from rollout.engine_env import required_env
+from rollout.types import Sampling
 
 GROUPS, GENERATIONS, RANK = 8, 8, 16
 DEMO = Path(__file__).parents[1] / "examples" / "tiny-arithmetic"

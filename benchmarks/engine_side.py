@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.adapter_window import Resident
-from rollout.engine import Adapter, EngineSettings, Sampling
+from rollout.engine import EngineSettings
+from rollout.types import Adapter, Sampling
 from rollout.vllm_calls import completion_params, engine_arguments, lora_request
 
 Work = dict[str, Any]  # prompts: list of token ids, n, max_tokens, batch (rows of one HF batch), seed

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from cluster.actors import Local
+from cluster.actor import Local
 from cluster.buffer import Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
@@ -27,11 +27,11 @@ from learner.loop import Loop
 from learner.progress import Progress
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Receipt
-from rollout.engine import Adapter, Sampling
 from rollout.fake_engine import FakeEngine
 from rollout.partial import Begun
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position
+from rollout.types import Adapter, Sampling
 from tests.groups import make_group, make_problem
 
 VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200

@@ -15,7 +15,7 @@ from cluster import memory
 from cluster.memory import GB, Learning, Micro
 from cluster.planner import Plan, Wish, Workload, plan
 from cluster.shapes import SHAPES, Shape
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 
 GROUPS = 4  # per step, a micro-batch each, as in the published table
 METHODS: dict[str, Learning] = {

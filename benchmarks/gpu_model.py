@@ -27,7 +27,8 @@ from cluster.shapes import Shape
 from learner import model as policy_module
 from learner import packing
 from learner.base_model import nf4
-from learner.config import LearnerConfig, ModelConfig
+from learner.config import ModelConfig
+from learner.learner_config import LearnerConfig
 from learner.trainer import Trainer
 from rollout.schema import build_group
 

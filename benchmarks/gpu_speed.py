@@ -18,7 +18,7 @@ from benchmarks.head_op import Case, by_liger, by_logprobs, make_case, naive_log
 from cluster.planner import Workload
 from cluster.shapes import SHAPES, Shape
 from learner.attention import SEGMENTS, VARLEN, Layout, Segment, kernels
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 from learner.logprob import policy_logprobs
 
 RAGGED = (786, 700, 512, 400, 256, 128, 64, 16)  # completions of a group

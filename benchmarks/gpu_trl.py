@@ -20,7 +20,7 @@ from benchmarks.gpu_model import group, make_trainer, steps
 from benchmarks.gpu_rows import Found, Missing, Row
 from cluster.planner import Workload
 from cluster.shapes import LINEAR, SHAPES, Shape
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 
 
 def rows(tiny: Shape | None) -> list[Row]:

@@ -21,7 +21,7 @@ from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
 from cluster.memory import CONTEXT, FRAGMENTATION, GB, Learning, Micro, learner_bytes, total
 from cluster.planner import Workload
 from cluster.shapes import SHAPES, Shape
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 
 LENGTHS = Workload(generations=4, prompt=256, completion=786)
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")

@@ -4,7 +4,7 @@
 
 buffer  admit, put, take and release of groups of rollout.schema, a batch of eight at a time: the Buffer alone.
 actor   the same groups as answers of a Ray actor, eight calls under way at once, as rollout workers are called
-        (cluster.actors): what the driver gets is a pa.Table by value. CPU is the driver's own, all its threads.
+        (cluster.ray_actor): what the driver gets is a pa.Table by value. CPU is the driver's own, all its threads.
 push    the other way: an adapter as one argument that eight calls share, as producers send it to their generators.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import ENGINE_PACKAGES, MIB, as_table, conditions, save, under
-from cluster.actors import Actor, connect
+from cluster.actor import Actor, Shared
 from cluster.buffer import Buffer
 from cluster.placement import Role
-from cluster.shared import Shared
-from rollout.engine import Adapter, Completion
+from cluster.ray_cluster import connect
+from rollout.types import Adapter, Completion
 from tests.groups import make_group
 
 GENERATIONS, AT_ONCE, DEADLINE_S = 8, 8, 120.0

@@ -4,6 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Positive = Annotated[float, Field(gt=0)]
+
 
 class Frozen(BaseModel):
     """Base of every configuration class: immutable, and an unknown key is an error."""

@@ -8,7 +8,8 @@ import peft
 import torch
 from torch import nn
 
-from learner.config import LoraConfig, ModelConfig
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig
 
 POLICY, REFERENCE = "default", "reference"
 WEIGHTS_FILE = "adapter_model.safetensors"

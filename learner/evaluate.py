@@ -10,9 +10,9 @@ import pyarrow as pa
 from learner.config import RunConfig
 from learner.metrics import judge_means
 from rewards.config import RewardConfig, resolved_names
-from rollout.engine import Sampling
 from rollout.producer import Producer
 from rollout.schema import Problem, parts_of
+from rollout.types import Sampling
 
 NUM_SAMPLES = 3
 

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from learner.adapters import WEIGHTS_FILE
 from learner.model import Policy
-from rollout.engine import Adapter, Weights
 from rollout.payload import Source, pack
+from rollout.types import Adapter, Weights
 
 CONFIG_FILE, MODEL_FILE = "adapter_config.json", "model.safetensors"
 

@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_iter
 from cluster.shapes import Shape
 from learner import packing
 from learner.attention import SEGMENTS, VARLEN
-from learner.config import LearnerConfig, ModelConfig
+from learner.config import ModelConfig
+from learner.learner_config import LearnerConfig
 from learner.trainer import Trainer
 from rollout.schema import build_group
 

@@ -8,9 +8,10 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from cluster.actors import Actor, Session, connect
+from cluster.actor import Actor
 from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.latest import Latest
+from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
 from learner.config import RunConfig, roles
@@ -21,10 +22,11 @@ from learner.preflight import Prepared
 from learner.progress import Progress
 from learner.settings import to_yaml
 from rollout.cursor import Cursor
-from rollout.engine import EngineSettings, Sampling
+from rollout.engine import EngineSettings
 from rollout.engine_env import required_env
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import group_position
+from rollout.types import Sampling
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this one

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from cluster.actors import Actor
+from cluster.actor import Actor
 from cluster.buffer import MAX_REFILLS, Batch
 from learner import checkpoint
 from learner.advantage import has_signal

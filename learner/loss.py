@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import MicroBatch
-from learner.config import LossConfig
+from learner.learner_config import LossConfig
 
 RATIO_CAP = 2.0  # truncated importance sampling, Yao et al. 2025, C = 2
 RATIO_BAND = (0.5, 5.0)  # IcePop (Ring-1T 2510.18855): outside it sampler and learner disagree, so the token is dropped

@@ -17,7 +17,8 @@ from cluster import memory
 from cluster.placement import pack
 from cluster.planner import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
 from cluster.shapes import LINEAR, Shape
-from learner.config import AUTO_TOKEN_BUDGET, LearnerConfig, RunConfig, roles
+from learner.config import RunConfig, roles
+from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
 from rollout.config import DEFAULT_KV
 
 log = logging.getLogger("learner")

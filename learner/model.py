@@ -27,7 +27,8 @@ from learner.batch import MicroBatch
 from learner.checkpointing import Policy as Checkpointing
 from learner.checkpointing import apply as apply_checkpointing
 from learner.checkpointing import offloaded
-from learner.config import LoraConfig, ModelConfig
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig
 from learner.merging import merged
 from rollout.payload import Source
 

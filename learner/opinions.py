@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from learner.advantage import ADVANTAGES
 from learner.batch import Rows
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 from learner.loss import LOSSES
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import MicroBatch
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 from learner.logprob import policy_logprobs, token_logprobs
 from learner.loss import token_loss
 from learner.model import Policy

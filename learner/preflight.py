@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster.actors import in_job
 from cluster.placement import PlacementError, local_node, place
+from cluster.ray_cluster import in_job
 from learner import checkpoint
 from learner.config import RunConfig, roles
 from learner.evaluate import accuracy_judge

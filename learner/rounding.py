@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.config import LearnerConfig
+from learner.learner_config import LearnerConfig
 from learner.optimizer import Updater, build_optimizer
 
 STATE_BYTES = 2  # of 8-bit AdamW; scales of its blocks are another 1 %

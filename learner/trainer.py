@@ -22,9 +22,10 @@ from torch import Tensor
 from learner import checkpointing
 from learner.advantage import has_signal
 from learner.batch import MicroBatch, Rows, micro_batches, read
-from learner.config import AUTO_TOKEN_BUDGET, LearnerConfig, ModelConfig
+from learner.config import ModelConfig
 from learner.exports import export, load_masters, save_masters, update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
+from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.logprob import token_logprobs
 from learner.loss import metrics_of
 from learner.model import Policy
@@ -33,7 +34,7 @@ from learner.optimizer import rate_factor
 from learner.passes import Passes
 from learner.random_state import random_state, set_random_state
 from learner.rounding import updater_for, wants_masters
-from rollout.engine import Adapter, Weights
+from rollout.types import Adapter, Weights
 
 MAX_NONFINITE = 3  # skipped updates in a row
 STATE_FILE = "trainer.pt"

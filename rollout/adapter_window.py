@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-from rollout.engine import Adapter, AdapterRefused, Weights, digest_of
+from rollout.engine import AdapterRefused
 from rollout.payload import header_of
+from rollout.types import Adapter, Weights, digest_of
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"

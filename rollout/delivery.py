@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cluster.shared import Shared
-from rollout.engine import Adapter, Weights
+from cluster.actor import Shared
+from rollout.types import Adapter, Weights
 
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
 # bf16 to about 6e-2 on a 25M model, and grows with depth. Weights that are merged (learner.push) are rounded to 16 bits

@@ -9,17 +9,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine import (
-    Adapter,
-    Completion,
-    EngineAsleep,
-    EngineClosed,
-    EngineError,
-    NoAdapter,
-    Sampling,
-    Weights,
-    digest_of,
-)
+from rollout.engine import EngineAsleep, EngineClosed, NoAdapter
+from rollout.types import Adapter, Completion, EngineError, Sampling, Weights, digest_of
 
 
 def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollout.engine import Completion, Engine, Sampling
+from rollout.engine import Engine
+from rollout.types import Completion, Sampling
 
 Begun = Sequence[Completion]  # G completions, of which some have finish_reason "abort"; or none: from the prompt
 

@@ -31,7 +31,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from cluster.actors import Actor, ActorDied, DeadlineExceeded
+from cluster.actor import Actor, ActorDied, DeadlineExceeded
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.latest import Latest
@@ -39,10 +39,10 @@ from cluster.telemetry import Timeline
 from cluster.ticket import Ticket
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Push, Receipt
-from rollout.engine import Sampling
 from rollout.partial import Begun
 from rollout.problems import Problems
 from rollout.schema import Problem
+from rollout.types import Sampling
 
 log = logging.getLogger("rollout")
 

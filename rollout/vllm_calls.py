@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from cluster.kv import BLOCK_CPU
 from cluster.memory import PREFILL_TOKENS
 from rollout.adapter_window import Resident
-from rollout.engine import Completion, EngineError, EngineSettings, Sampling
+from rollout.engine import EngineSettings
+from rollout.types import Completion, EngineError, Sampling
 from rollout.vllm_start import shorten_start
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank

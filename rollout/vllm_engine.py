@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine import Adapter, Completion, EngineSettings, Sampling, Weights
+from rollout.engine import EngineSettings
 from rollout.engine_env import check_env
+from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.vllm_calls import (
     check_can_continue,
     checked_prompt,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.adapter_window import AdapterWindow, Resident
-from rollout.engine import AdapterRefused, EngineError
+from rollout.engine import AdapterRefused
 from rollout.payload import unpack
+from rollout.types import EngineError
 from rollout.vllm_calls import lora_request
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")

@@ -18,15 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.adapter_window import AdapterWindow, Resident
-from rollout.engine import (
-    AdapterRefused,
-    EngineAsleep,
-    EngineClosed,
-    EngineDied,
-    EngineError,
-    EngineSettings,
-    NoAdapter,
-)
+from rollout.engine import AdapterRefused, EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
+from rollout.types import EngineError
 from rollout.vllm_calls import abort, build_engine, lora_request
 from rollout.vllm_load import load_adapter, load_weights, replace_adapter
 from rollout.vllm_sleep import sleep, wake

@@ -16,9 +16,10 @@ from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.chat import Chat
 from rollout.delivery import Answer, Receipt
-from rollout.engine import Adapter, Completion, Engine, EngineDied, EngineSettings, NoAdapter, Sampling, Weights
+from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
+from rollout.types import Adapter, Completion, Sampling, Weights
 
 log = logging.getLogger("rollout")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollout.engine import Completion
 from rollout.schema import Problem, build_group
+from rollout.types import Completion
 
 
 def make_problem(position: int, prompt_ids: Sequence[int] = (3, 1, 2)) -> Problem:

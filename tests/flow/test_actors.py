@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from cluster.actors import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Session, connect
+from cluster.actor import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Shared
 from cluster.placement import PlacementError, Role
-from cluster.shared import Shared
+from cluster.ray_cluster import Session, connect
 
 
 class Letter:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster.actors import Actor, RemoteError, connect
+from cluster.actor import Actor, RemoteError
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.placement import Role
+from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.house import make_trainer, sampling_of, worker_spec
@@ -21,10 +22,11 @@ from learner.memory_plan import settle
 from rollout.chat import Chat
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, DeliveryError, Push
-from rollout.engine import Adapter, Engine, EngineSettings, Weights
+from rollout.engine import Engine, EngineSettings
 from rollout.engine_env import required_env
 from rollout.problems import load
 from rollout.producer import Pipes, Producer
+from rollout.types import Adapter, Weights
 from rollout.worker import RolloutWorker, vllm_engine
 from tests.pushes import expect
 from tests.tiny import make_tiny_model

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from cluster.actors import Local
+from cluster.actor import Local
 from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
@@ -22,11 +22,11 @@ from learner.progress import Progress
 from rollout import ledger
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Receipt
-from rollout.engine import Adapter, Completion, Sampling
 from rollout.fake_engine import FakeEngine
 from rollout.partial import Begun, Sampler
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position
+from rollout.types import Adapter, Completion, Sampling
 from tests.groups import make_group, make_problem
 
 VOCAB = 8

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from learner.config import LoraConfig, ModelConfig, RunConfig
+from learner.config import ModelConfig, RunConfig
+from learner.learner_config import LoraConfig
 from learner.model import Policy
 from learner.optimizer import build_optimizer
 from rollout.engine import EngineSettings
@@ -158,7 +159,7 @@ def test_what_cannot_be_is_refused_with_the_configuration(change: dict[str, Any]
 
 
 def test_paged_states_need_cuda() -> None:
-    from learner.config import OptimizerConfig
+    from learner.learner_config import OptimizerConfig
 
     weight = torch.zeros(4, requires_grad=True)
     with pytest.raises(ValueError, match="paged_adamw_8bit needs CUDA's unified memory, got device cpu"):

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
 from learner.checkpointing import resolve
-from learner.config import LoraConfig, ModelConfig
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig
 from learner.model import Policy
 from tests.learner.test_policy import SMALL, save_model
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.shapes import Shape
-from learner.config import LearnerConfig, ModelConfig
+from learner.config import ModelConfig
 from learner.fakerun import footprint
+from learner.learner_config import LearnerConfig
 from learner.trainer import Trainer
 from tests.learner.rollouts import make_group, uniform
 from tests.peak import peak_bytes

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.config import LearnerConfig, LossConfig, OptimizerConfig, RunConfig
+from learner.config import RunConfig
+from learner.learner_config import LearnerConfig, LossConfig, OptimizerConfig
 from learner.rounding import RoundedUpdater, rounded, updater_for
-from rollout.engine import Weights
+from rollout.types import Weights
 from tests.learner import naive
 from tests.learner.trainers import (
     adapter_of,

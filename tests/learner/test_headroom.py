@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from learner import headroom
-from learner.config import LossConfig
 from learner.headroom import MemoryLimit, OutOfMemory
+from learner.learner_config import LossConfig
 from learner.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import adapter_of, distance, gradient, make_trainer, masters

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actors import ActorDied, Local
+from cluster.actor import ActorDied, Local
 from learner import checkpoint
 from rollout import ledger
 from rollout.delivery import DeliveryError

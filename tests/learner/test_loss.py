@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import MicroBatch
-from learner.config import LossConfig
+from learner.learner_config import LossConfig
 from learner.loss import LOSSES, RATIOS, kl_to_reference, metrics_of, token_loss
 from tests.learner import naive
 

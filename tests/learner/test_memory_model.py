@@ -8,8 +8,8 @@ import pytest
 
 from cluster.memory import Checkpointing, Learning, Micro, learner_static, step_bytes, total
 from cluster.shapes import SHAPES
-from learner.config import LearnerConfig
 from learner.fakerun import footprint
+from learner.learner_config import LearnerConfig
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
     ("Qwen2.5-0.5B", "full", "none", 16, (256, 786, 4)),

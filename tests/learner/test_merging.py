@@ -13,11 +13,12 @@ from safetensors.torch import load
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from learner.config import LoraConfig, ModelConfig
+from learner.config import ModelConfig
 from learner.exports import update_of
+from learner.learner_config import LoraConfig
 from learner.merging import merged
 from learner.model import Policy
-from rollout.engine import Weights
+from rollout.types import Weights
 from tests.peak import peak_bytes
 from tests.tiny import make_tiny_model
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from learner.metrics import JudgesFailing, batch_metrics
-from rollout.engine import Completion
+from rollout.types import Completion
 from tests.groups import make_group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from learner.config import OptimizerConfig
+from learner.learner_config import OptimizerConfig
 from learner.optimizer import build_optimizer
 from tests.peak import peak_bytes
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, OPTConfig
 
-from learner.config import LoraConfig, ModelConfig, ScheduleConfig
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig, ScheduleConfig
 from learner.logprob import token_logprobs
 from learner.model import Policy
 from learner.optimizer import rate_factor

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.batch import read
-from learner.config import LossConfig
+from learner.learner_config import LossConfig
 from rollout.schema import SCHEMA, ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform

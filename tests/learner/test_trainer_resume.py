@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.config import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from learner.config import ModelConfig
+from learner.learner_config import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig
 from learner.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import adapter_of

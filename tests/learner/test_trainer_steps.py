@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
-from learner.config import OptimizerConfig
+from learner.learner_config import OptimizerConfig
 from learner.trainer import Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform

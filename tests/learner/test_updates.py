@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from learner.batch import read
-from learner.config import LearnerConfig, LossConfig
+from learner.learner_config import LearnerConfig, LossConfig
 from learner.opinions import opinions_of
 from rollout.schema import ragged
 from tests.learner import naive

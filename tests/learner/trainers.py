@@ -10,7 +10,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from learner.config import LearnerConfig, LoraConfig, LossConfig, ModelConfig, OptimizerConfig
+from learner.config import ModelConfig
+from learner.learner_config import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 from learner.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import NoAdapter, Sampling
+from rollout.engine import NoAdapter
+from rollout.types import Sampling
 from tests.tiny import make_tiny_model
 
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from learner.merging import merged
-from rollout.engine import Adapter, Completion, EngineSettings, Sampling, Weights
+from rollout.engine import EngineSettings
 from rollout.payload import pack
+from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.vllm_engine import VllmEngine
 from tests.tiny import make_adapter
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.delivery import DeliveryError, Push
-from rollout.engine import Adapter
+from rollout.types import Adapter
 from tests.pushes import expect, said
 
 ADAPTER = Adapter.build(17, b"weights", {})

@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save
 
 from rollout.adapter_window import AdapterWindow
-from rollout.engine import Adapter, AdapterCorrupt, AdapterRefused, EngineEnvError, EngineSettings, Sampling
+from rollout.engine import AdapterRefused, EngineEnvError, EngineSettings
 from rollout.engine_env import check_env, required_env
+from rollout.types import Adapter, AdapterCorrupt, Sampling
 
 
 def adapter(version: int, *names: str) -> Adapter:

@@ -7,18 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollout.engine import (
-    Adapter,
-    AdapterCorrupt,
-    Completion,
-    Engine,
-    EngineAsleep,
-    EngineClosed,
-    EngineError,
-    NoAdapter,
-    Sampling,
-)
+from rollout.engine import Engine, EngineAsleep, EngineClosed, NoAdapter
 from rollout.fake_engine import FakeEngine
+from rollout.types import Adapter, AdapterCorrupt, Completion, EngineError, Sampling
 
 PROMPT = [3, 1, 4]
 

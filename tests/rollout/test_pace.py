@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cluster.actors import Local
+from cluster.actor import Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Push, Receipt
-from rollout.engine import Adapter, Sampling
 from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
+from rollout.types import Adapter, Sampling
 from tests.groups import make_group, make_problem
 from tests.pushes import expect, said
 

@@ -9,17 +9,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cluster.actors import ActorDied, Local
+from cluster.actor import ActorDied, Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Push, Receipt
-from rollout.engine import Adapter, Sampling
 from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
+from rollout.types import Adapter, Sampling
 from tests.groups import make_group, make_problem
 from tests.pushes import expect, said
 

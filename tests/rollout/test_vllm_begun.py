@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 
-from rollout.engine import Completion, Sampling
 from rollout.partial import Sampler, go_on
+from rollout.types import Completion, Sampling
 from tests.rollout.house import (
     GROUP,
     PROMPT,

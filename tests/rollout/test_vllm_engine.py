@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollout.engine import Completion, Sampling
+from rollout.types import Completion, Sampling
 from tests.rollout.house import PROMPT, TOLERANCE, House, run
 from tests.tiny import EOS_IDS, VOCAB_SIZE
 

@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine import (
-    Adapter,
-    AdapterCorrupt,
-    AdapterRefused,
-    Completion,
-    EngineClosed,
-    EngineDied,
-    EngineEnvError,
-    Sampling,
-)
+from rollout.engine import AdapterRefused, EngineClosed, EngineDied, EngineEnvError
+from rollout.types import Adapter, AdapterCorrupt, Completion, Sampling
 from rollout.vllm_engine import VllmEngine
 from tests.rollout.house import PROMPT, House, run, settings
 from tests.tiny import VOCAB_SIZE, make_adapter

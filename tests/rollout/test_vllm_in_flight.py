@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.engine import Adapter, AdapterRefused, Completion, Sampling
+from rollout.engine import AdapterRefused
+from rollout.types import Adapter, Completion, Sampling
 from rollout.vllm_engine import VllmEngine
 from tests.rollout.house import (
     GROUP,

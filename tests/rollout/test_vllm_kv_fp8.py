@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.delivery import TOLERANCE
-from rollout.engine import Sampling
+from rollout.types import Sampling
 from tests.rollout import house
 from tests.rollout.house import PROMPT, House, run
 from tests.tiny import make_tiny_model

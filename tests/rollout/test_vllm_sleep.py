@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.engine import EngineAsleep, EngineError, Sampling
+from rollout.engine import EngineAsleep
+from rollout.types import EngineError, Sampling
 from tests.rollout.house import PROMPT, House, run, settings
 from tests.tiny import make_tiny_model
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine import AdapterCorrupt, AdapterRefused, Completion, NoAdapter, Sampling, Weights
+from rollout.engine import AdapterRefused, NoAdapter
+from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
 from rollout.vllm_engine import VllmEngine
 from tests.rollout.house import TOLERANCE, House, run, settings
 from tests.tiny import make_adapter, make_tiny_model
@@ -73,7 +74,7 @@ def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bo
             run(engine.load_weights(dataclasses.replace(good, payload=good.payload[:-1] + b"x")))
         with pytest.raises(AdapterRefused, match="its version must be above"):
             run(engine.load_weights(weights_of(models[0], 1)))
-        from rollout.engine import Adapter
+        from rollout.types import Adapter
 
         with pytest.raises(AdapterRefused, match="takes whole weights only"):
             run(engine.load_adapter(Adapter.build(4, *make_adapter(models[0], seed=1))))

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from cluster.actors import Host
+from cluster.ray_actor import Host
 
 
 def test_garbage_is_collected_again_after_the_object_is_built_and_after_it_failed() -> None:

@@ -1,0 +1,149 @@
+"""A connection to a Ray cluster: connect, place, spawn, shut down.
+
+Ray reads its authentication mode from the environment once, as it is imported; hence every import of it stands inside
+a function that runs after `connect` has set that environment.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.actor import DeadlineExceeded
+from cluster.placement import Placement, PlacementError, Role, place
+from cluster.ray_actor import Host, Remote
+from cluster.ray_temp_dir import new_folder
+
+OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
+
+
+# Of roles, whose lines reach the driver: no progress bars, and no notes from one library to the authors of another.
+QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
+
+
+class Session:
+    """A connection to a Ray cluster and what this run has put on it."""
+
+    def __init__(self, mode: str, temp_dir: Path | None) -> None:
+        self.mode = mode  # local | joined
+        self._temp_dir = temp_dir
+        # What roles leave in temporary folders goes with the private cluster, also when they are killed.
+        self._role_env = {"TMPDIR": str(temp_dir)} if temp_dir is not None else {}
+        self._actors: list[Remote] = []
+        self._group: Any = None
+        self._placement: Placement | None = None
+
+    def nodes(self) -> list[Mapping[str, float]]:
+        """Total resources of each living node."""
+        import ray
+
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    async def reserve(self, roles: Sequence[Role], deadline_s: float) -> None:
+        """Reserves room for every role, or raises PlacementError / TimeoutError instead of waiting for ever."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self._placement = place(roles, self.nodes())
+        self._group = placement_group(self._placement.bundles)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._group.ready()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"placement: {self._placement.bundles} not free after {deadline_s:g} s; free now: "
+                f"{ray.available_resources()}. Stop other jobs or ask for less"
+            ) from None
+
+    def spawn(
+        self, role: Role, factory: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], restarts: int
+    ) -> Remote:
+        """Starts a process for a reserved role; `env` is set before anything is imported there."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._placement is not None, "reserve() comes first"
+        threads = str(max(1, int(role.cpus)))
+        options: dict[str, Any] = {
+            "num_cpus": role.cpus,
+            "num_gpus": role.gpus,
+            "max_restarts": restarts,
+            "max_task_retries": 0,  # a call that may have run is never run again behind our back
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
+            ),
+            "runtime_env": {"env_vars": {**QUIET, **self._role_env, **env, "OMP_NUM_THREADS": threads}},
+        }
+        named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
+        remote = Remote(role.name, ray.remote(named).options(**options).remote(factory, list(args)))
+        self._actors.append(remote)
+        return remote
+
+    async def close(self) -> None:
+        """Kills what this run started, leaves the cluster, and removes a private cluster's folder."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            await actor.kill()
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def in_job() -> bool:
+    """True inside the entrypoint of `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def connect(address: str, min_cpus: float) -> Session:
+    """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`.
+
+    Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a role without a GPU must not see one
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
+    if in_job() or address != "local":
+        if not in_job():
+            _check_listening(address)
+        import ray
+
+        ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
+        return Session("joined", None)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    # Of this process alone, and nothing is written to the home folder. Ray keeps the first token it sees.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    temp_dir = new_folder()
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.WARNING,
+        log_to_driver=True,
+        _temp_dir=str(temp_dir),
+    )
+    return Session("local", temp_dir)
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself would try for a minute, without a word."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise PlacementError(
+                f"cluster.address: nothing answers at {address} ({error.strerror or error}); start it with: "
+                f"ray start --head --port={port}, or use cluster.address=local"
+            ) from None

@@ -1,0 +1,155 @@
+"""The values that cross the border between a rollout worker and its generator. Numpy only.
+
+Letters: P prompt tokens, T completion tokens, G completions per prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# vLLM raises any temperature in (0, 0.01) to 0.01 with no more than a log line; the recorded logprobs would then
+# belong to another temperature than the learner assumes.
+MIN_TEMPERATURE = 0.01
+
+
+class EngineError(RuntimeError):
+    """Base of everything an engine raises about itself; a bad argument is a ValueError."""
+
+
+class AdapterCorrupt(EngineError):
+    """The payload does not match the digest that came with it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One sampled continuation of a prompt. Compared by identity, since == of arrays is not one truth value.
+
+    Attributes:
+        token_ids: [T] int32, the end token included if it was sampled.
+        logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
+            greedy sampling (temperature 0) records the logprobs at temperature 1.
+        finish_reason: "stop" (an end token), "length" (max_tokens reached) or "abort" (stopped before either; T may
+            be 0).
+        versions: [T] int32, policy version that sampled each token. What one call of generate samples has one version,
+            or with in_flight "continue" versions that never fall. A completion that several calls went on with (see
+            rollout.partial) has theirs, one after the other.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: str
+    versions: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample the completions of one prompt.
+
+    Attributes:
+        n: completions per prompt (G).
+        max_tokens: tokens per completion, the end token included.
+        temperature: 0 is greedy (then n must be 1), otherwise at least 0.01.
+        top_p: nucleus mass in (0, 1].
+        seed: completion j is sampled with seed + j, so seeds of different prompts must differ by at least n,
+            or two prompts share random streams. None: drawn from the engine's own seed.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1:
+            raise ValueError(f"n and max_tokens must be at least 1, got n={self.n}, max_tokens={self.max_tokens}")
+        if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"greedy sampling gives {self.n} equal completions; set n=1 or temperature > 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be None or at least 0, got {self.seed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter on its way from the learner to the generators.
+
+    Attributes:
+        version: policy version, from 0, growing; each version is loaded once per engine.
+        digest: sha256 of payload, hex.
+        payload: safetensors bytes with PEFT's names (base_model.model.….lora_A.weight).
+        config: the content of adapter_config.json; must be JSON.
+    """
+
+    version: int
+    digest: str
+    payload: bytes
+    config: dict[str, Any]
+
+    @classmethod
+    def build(cls, version: int, payload: bytes, config: dict[str, Any]) -> Adapter:
+        """Computes the digest. Raises ValueError for a negative version."""
+        if version < 0:
+            raise ValueError(f"adapter version must be at least 0, got {version}")
+        return cls(version=version, digest=digest_of(payload), payload=payload, config=config)
+
+    def verify(self) -> None:
+        """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
+        _verify("adapter", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of a model on their way from the learner to the generators: all of them (learner.mode: full), or those
+    that the adapter changes, merged with it (learner.push: merged). version, digest: as of an Adapter.
+
+    payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Of what
+    engines fuse (q, k and v; gate and up), all or nothing.
+    """
+
+    version: int
+    digest: str
+    payload: bytes | memoryview
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with the payload beside it (PEP 574): Ray puts it into shared memory, and readers find it there."""
+        return _arrived, (self.version, self.digest, PickleBuffer(self.payload))
+
+    @classmethod
+    def build(cls, version: int, payload: bytes | memoryview) -> Weights:
+        """Computes the digest."""
+        return cls(version=version, digest=digest_of(payload), payload=payload)
+
+    def verify(self) -> None:
+        """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
+        _verify("weights", self)
+
+
+def _arrived(version: int, digest: str, payload: Any) -> Weights:
+    return Weights(version, digest, memoryview(payload))
+
+
+def _verify(what: str, update: Adapter | Weights) -> None:
+    found = digest_of(update.payload)
+    if found != update.digest:
+        raise AdapterCorrupt(
+            f"{what} v{update.version}: sha256 of its {len(update.payload)} payload bytes must be "
+            f"{update.digest[:12]}…, got {found[:12]}…; send it again from the learner"
+        )
+
+
+def digest_of(payload: bytes | memoryview) -> str:
+    """sha256 of the payload, hex."""
+    return hashlib.sha256(payload).hexdigest()
