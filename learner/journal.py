@@ -62,10 +62,10 @@ class Journal:
 
     def _receipts(self) -> list[Receipt]:
         """Of the newest policy that each generator took, so at worst of the step before; a late one may have none."""
-        return [producer.receipt for producer in self._producers if producer.receipt is not None]
+        return [producer.feed.receipt for producer in self._producers if producer.feed.receipt is not None]
 
     def _answers(self) -> list[Answer]:
-        return [producer.answer for producer in self._producers if producer.answer is not None]
+        return [producer.feed.answer for producer in self._producers if producer.feed.answer is not None]
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One step, to every sink; step 0 is the evaluation before training."""
@@ -74,7 +74,7 @@ class Journal:
             metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
             metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
             metrics["buffer/groups"] = float(len(buffer))
-            metrics["rollout/restarts"] = float(sum(p.restarts for p in self._producers))
+            metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
             if buffer.oversample:
                 metrics["rollout/early_stopped"] = float(sum(p.stragglers for p in self._producers))
                 metrics["rollout/resumed"] = float(sum(p.resumed for p in self._producers))

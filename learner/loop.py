@@ -210,7 +210,7 @@ class Loop:
         await self.pipes.latest.publish(version, push)
         deadlines = self.config.cluster.deadlines
         patience = deadlines.push + deadlines.start  # a generator may be restarting
-        await self.pipes.latest.acknowledged(version, [p.actor.name for p in self.producers], patience)
+        await self.pipes.latest.acknowledged(version, [p.name for p in self.producers], patience)
         push.shared.forget()  # in the object store; a generator that is restarted later gets a new copy
         self.pipes.buffer.release(release)
 

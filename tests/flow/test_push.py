@@ -97,8 +97,8 @@ async def push_of(learner: Actor, ids: Sequence[int], before: Push | None) -> Pu
 
 
 async def deliver(producer: Producer, push: Push) -> None:
-    await producer.deliver(push)
-    await producer.prove(push)
+    await producer.feed.deliver(push)
+    await producer.feed.prove(push)
 
 
 @pytest.mark.timeout(300)
@@ -126,7 +126,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
             with pytest.raises(
                 RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: (adapter|weights) v1: sha256"
             ):
-                await producer.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
+                await producer.feed.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
             await deliver(producer, pushes[1])
     new, previous = pushes[2].expected.result()
     assert previous is not None

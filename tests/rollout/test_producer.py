@@ -135,9 +135,9 @@ async def test_what_was_in_flight_is_issued_again_under_the_newest_policy(
     assert story.events[0] == "life 1: v3"
     start = story.events.index(recorded)
     assert story.events[start : start + 2] == [recorded, "life 2: v3"]
-    assert producer.restarts == 1
-    assert producer.receipt is not None
-    assert producer.receipt.peak_memory == 200.0  # of life 2
+    assert producer.worker.restarts == 1
+    assert producer.feed.receipt is not None
+    assert producer.feed.receipt.peak_memory == 200.0  # of life 2
 
 
 async def test_nobody_asks_a_fresh_process_before_it_has_its_policy(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ async def test_a_process_that_was_replaced_while_idle_gets_its_policy(tmp_path: 
     story = Story()
     async with producing(story, 1, tmp_path) as producer:
         assert await consume(producer, 1) == [(0, 0)]
-        await producer.actor.revive(False, 1)  # by Ray, behind the producer's back
+        await producer.worker.actor.revive(False, 1)  # by Ray, behind the producer's back
         groups = await consume(producer, 3)
     assert sorted(position for position, _ in groups) == [1, 2, 3]
-    assert producer.restarts == 1
+    assert producer.worker.restarts == 1
 
 
 async def test_no_group_is_handed_over_before_its_policy_is_proven(tmp_path: Path) -> None:
@@ -192,14 +192,14 @@ async def test_a_process_that_is_lost_between_load_and_proof_gets_both_again(tmp
     async with producing(story, 1, tmp_path) as producer:
         assert len(await consume(producer, 2)) == 2
     assert [event for event in story.events if isinstance(event, str)] == ["life 1: v3", "died", "life 2: v3"]
-    assert producer.restarts == 1
+    assert producer.worker.restarts == 1
 
 
 async def test_losses_with_groups_in_between_are_no_pattern(tmp_path: Path) -> None:
     story = Story(rollout=lambda position, attempt: "die" if attempt == 0 else None)
     async with producing(story, 1, tmp_path) as producer:
         assert await consume(producer, 6) == [(position, 1) for position in range(6)]
-    assert producer.restarts >= 6
+    assert producer.worker.restarts >= 6
 
 
 @pytest.mark.parametrize("where", ["rollout", "take_policy"])

@@ -1,0 +1,90 @@
+"""PolicyFeed: supplies one worker with policies, each delivered, then proven.
+
+    follow   waits for a newer policy in Latest -> delivers it, acknowledged by the digest of what was loaded -> proves
+             by a probe that the worker generates with it
+
+The probe is one request more among those of the lanes, so nobody waits for it; but no group enters the Buffer before
+the policy that it was sampled from is proven (proof_of), hence nothing is learned from another.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from cluster.actor import ActorDied
+from cluster.latest import Latest
+from cluster.telemetry import Timeline
+from rollout.delivery import Answer, Push, Receipt
+from rollout.supervised_worker import SupervisedWorker
+
+T = TypeVar("T")
+
+
+class PolicyFeed:
+    """The end of Latest at one worker."""
+
+    def __init__(self, worker: SupervisedWorker, latest: Latest[Push], timeline: Timeline) -> None:
+        self.worker, self.latest, self.timeline = worker, latest, timeline
+        self.receipt: Receipt | None = None  # of the newest policy that was delivered
+        self.answer: Answer | None = None  # to the newest probe
+        self._held = self._proven = -1  # versions of policies
+        self._proof = asyncio.Condition()
+        worker.rearm = self._bring_newest
+
+    async def follow(self, push: Push) -> None:
+        """Proves the policy that was delivered, then waits for the next, for ever."""
+        while True:
+            await self._bring(self.prove, push)
+            push = await self.latest.wait_newer(push.adapter.version)
+            await self._bring(self.deliver, push)
+
+    async def _bring(self, how: Callable[[Push], Awaitable[None]], push: Push) -> None:
+        async def ask() -> None:
+            if self._proven < push.adapter.version:  # else a fresh process got it, or a newer one
+                await how(push)
+
+        await self.worker.attempt(ask)
+
+    async def _bring_newest(self) -> None:
+        if self.latest.version >= 0:
+            newest = self.latest.get()
+            await self.deliver(newest)
+            await self.prove(newest)
+
+    async def deliver(self, push: Push) -> None:
+        """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
+        name, version = self.worker.name, push.adapter.version
+        with self.timeline.span("push", name, version=version):
+            receipt = await self.worker.actor.call("take_policy", push.shared, deadline_s=self.worker.deadlines.push)
+            push.check_digest(name, receipt.digest)
+        self.receipt, self._held = receipt, version
+        await self.latest.acknowledge(name, version)
+
+    async def prove(self, push: Push) -> None:
+        """Asks the worker what the policy it generates with says of the probe tokens; DeliveryError if not the same as
+        the learner's."""
+        name, version = self.worker.name, push.adapter.version
+        with self.timeline.span("prove", name, concurrent=True, version=version):
+            answer: Answer = self.present(
+                await self.worker.actor.call("probe", push.probe_ids, deadline_s=self.worker.deadlines.push)
+            )
+            await push.verify(name, answer.logprobs)
+        self.answer = answer
+        async with self._proof:
+            self._proven = version
+            self._proof.notify_all()
+
+    def present(self, answer: T | None) -> T:
+        """The answer, unless it is that of a fresh process, which has no policy yet."""
+        if answer is None:
+            raise ActorDied(f"{self.worker.name}: its process died while it was idle")
+        return answer
+
+    async def proof_of(self, version: int) -> None:
+        """Waits until that version or a newer one is proven."""
+        async with self._proof:
+            await self._proof.wait_for(lambda: self._proven >= version)
+
+    async def idle(self) -> None:
+        """Waits until no probe is running."""
+        await self.proof_of(self._held)
