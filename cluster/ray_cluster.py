@@ -7,17 +7,15 @@ a function that runs after `connect` has set that environment.
 import asyncio
 import logging
 import os
-import secrets
-import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cluster.actor import DeadlineExceeded
 from cluster.placement import Placement, PlacementError, Role, place
 from cluster.ray_actor import Host, Remote
-from cluster.ray_temp_dir import new_folder
+from cluster.ray_private import SYSTEM_CONFIG, check_doors, close_doors
+from cluster.ray_temp_dir import RuntimeFolder
 
 OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
 
@@ -29,11 +27,11 @@ QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::D
 class Session:
     """A connection to a Ray cluster and what this run has put on it."""
 
-    def __init__(self, mode: str, temp_dir: Path | None) -> None:
+    def __init__(self, mode: str, folder: RuntimeFolder | None) -> None:
         self.mode = mode  # local | joined
-        self._temp_dir = temp_dir
+        self._folder = folder
         # What roles leave in temporary folders goes with the private cluster, also when they are killed.
-        self._role_env = {"TMPDIR": str(temp_dir)} if temp_dir is not None else {}
+        self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
         self._actors: list[Remote] = []
         self._group: Any = None
         self._placement: Placement | None = None
@@ -94,8 +92,8 @@ class Session:
         if self._group is not None:
             remove_placement_group(self._group)
         ray.shutdown()
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
 
 def in_job() -> bool:
@@ -117,23 +115,26 @@ def connect(address: str, min_cpus: float) -> Session:
 
         ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
         return Session("joined", None)
-    os.environ["RAY_AUTH_MODE"] = "token"
-    # Of this process alone, and nothing is written to the home folder. Ray keeps the first token it sees.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    close_doors()
     import ray
 
-    temp_dir = new_folder()
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
-        object_store_memory=OBJECT_STORE_BYTES,
-        logging_level=logging.WARNING,
-        log_to_driver=True,
-        _temp_dir=str(temp_dir),
-    )
-    return Session("local", temp_dir)
+    folder = RuntimeFolder()
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
+            log_to_driver=True,
+            _temp_dir=str(folder.ray),
+            _system_config=SYSTEM_CONFIG,
+        )
+    except BaseException:
+        folder.remove()
+        raise
+    check_doors(ray)
+    return Session("local", folder)
 
 
 def _check_listening(address: str) -> None:

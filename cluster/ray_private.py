@@ -1,0 +1,41 @@
+"""What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics.
+
+Ray reads all of it from the environment, once, as it is imported here and in each process that it starts.
+"""
+
+import logging
+import os
+import secrets
+from typing import Any
+
+log = logging.getLogger("cluster")
+
+_ENV = {
+    "RAY_AUTH_MODE": "token",
+    # What Ray does on a desktop system, where nobody may be asked by a firewall: its node is 127.0.0.1, and every
+    # port of every process listens there only. (`_node_ip_address="127.0.0.1"` is turned back into the outer address.)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Prometheus pages of autoscaler and dashboard answer without a token and have no switch; at no port none starts.
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+SYSTEM_CONFIG = {"enable_metrics_collection": False}  # the third such page, of the node's agent
+
+
+def close_doors() -> None:
+    """Sets this process's environment for a private cluster; before anything imports ray."""
+    os.environ.update(_ENV)
+    # Of this process alone, and nothing is written to the home folder. Ray keeps the first token it sees.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def check_doors(ray: Any) -> None:
+    """Says so where it came too late: the caller had imported ray before, so its ports are open to the network."""
+    address = ray.util.get_node_ip_address()
+    if address != "127.0.0.1":
+        log.warning(
+            "the private Ray cluster listens on %s and not on 127.0.0.1 only (a token is asked for): ray had been "
+            "imported before this run; start it in a fresh process, or import gleaner first",
+            address,
+        )
