@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from learner.capped_attention import capped
+
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
 
 # Segments of one prefix are computed together while they hold no more tokens than it, or than this many: one call of
@@ -29,7 +31,7 @@ VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
 BLOCK = 128
 
 # What models hand to every attention function and what changes nothing here; any other argument that is set stands for
-# arithmetic (soft caps, sinks, position biases) that is not done here.
+# arithmetic (sinks, position biases) that is not done here.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"})
 
 
@@ -139,7 +141,15 @@ def _ragged(segments: list[Segment], device: torch.device) -> Ragged:
     return Ragged(places, query_ends, key_ends, int(queries.max()), int(widths.max()))
 
 
-def _by_segments(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+def _by_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
     # One split: the backward pass of as many slices would fill a whole row with zeros for each.
     queries, keys, values = (torch.split(tensor, layout.sizes, 2) for tensor in (query, key, value))
     outputs = []
@@ -147,11 +157,21 @@ def _by_segments(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scal
         k, v = keys[index], values[index]
         if block.prefix is not None:
             k, v = torch.cat([keys[block.prefix], k], 2), torch.cat([values[block.prefix], v], 2)
-        outputs.append(_attend(queries[index], k, v, layout.mask(index, window, query), scale))
+        outputs.append(_attend(queries[index], k, v, layout.mask(index, window, query), scale, cap))
     return torch.cat(outputs, 1)
 
 
-def _by_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+def _by_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
+    if cap is not None:  # which the kernel does not know
+        return _by_segments(query, key, value, layout, scale, window, cap)
     ragged = layout.ragged(query.device)
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
@@ -164,15 +184,19 @@ def _by_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale:
     return output[None]
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None = None
+) -> Tensor:
     """Rows [B, heads, L, D] that are causal and nothing else."""
     length = query.shape[2]
     mask = None if window is None or window >= length else _mask(Block(None, 0, [length]), window, query)
-    return _attend(query, key, value, mask, scale)
+    return _attend(query, key, value, mask, scale, cap)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
     """[B, L, heads, D] from [B, heads, L, D]; causal unless there is a mask."""
+    if cap is not None:
+        return capped(query, key, value, mask, scale, cap)
     grouped = query.shape[1] != key.shape[1]
     if grouped and mask is not None and query.is_cuda:  # there no kernel but the slow one takes both
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -196,6 +220,7 @@ def _interface(packed: Any) -> Any:
         dropout: float = 0.0,
         sliding_window: int | None = None,
         is_causal: bool | None = None,
+        softcap: float | None = None,
         packed_layout: Layout | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
@@ -205,8 +230,8 @@ def _interface(packed: Any) -> Any:
             raise NotImplementedError(f"only plain causal attention is done here, got {strange}, {dropout=}, {causal=}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if packed_layout is None:
-            return _plain(query, key, value, scale, sliding_window), None
-        return packed(query, key, value, packed_layout, scale, sliding_window), None
+            return _plain(query, key, value, scale, sliding_window, softcap), None
+        return packed(query, key, value, packed_layout, scale, sliding_window, softcap), None
 
     return attention
 

@@ -16,37 +16,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from learner.config import ModelConfig
 from learner.meta_base import without_weights
 
-# Settings of a transformers config by which some models transform their logits after the head, which learner.logprob
-# does not do; 1 and null are harmless.
-LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
 
 def load_base(model: ModelConfig, device: torch.device) -> Any:
     """The frozen causal language model of model.path in model.dtype, without dropout."""
     config = AutoConfig.from_pretrained(model.path)
     for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
+        if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
             setattr(config, name, 0.0)  # the sampler has none, so neither may the learner
-    for name in LOGIT_SETTINGS:
-        value = getattr(config.get_text_config(), name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"model.path: the config of {model.path} sets {name}={value}, which the learner's logprobs do not "
-                "apply (only plain head @ hidden); train a model without it"
-            )
     dtype: torch.dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {}
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"  # sdpa leaves the cap out without a word
     if model.base == "nf4":
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
                 f"model.base: {model.path} is quantised already; give the unquantised model, or base: none"
             )
         # Quantised weight by weight as the files are read: the whole model is never there in full.
-        options = {"quantization_config": nf4(dtype), "device_map": {"": device}}
+        options |= {"quantization_config": nf4(dtype), "device_map": {"": device}}
     if device.type == "meta":  # no weights: learner.fakerun asks what a step of this model would need
         return without_weights(config, dtype, options.get("quantization_config")).requires_grad_(False)
     lm: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, **options)
-    return (lm if options else lm.to(device)).requires_grad_(False)
+    return (lm if model.base == "nf4" else lm.to(device)).requires_grad_(False)
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -75,7 +75,7 @@ def footprint(
     """Of one optimizer step over `groups`, not the first: there the optimizer has no states yet.
 
     Args:
-        shape: of the model. Its head may not be soft-capped: the learner refuses such a model.
+        shape: of the model.
         learner: the configuration of the run; checkpointing and token_budget must not be auto, and the optimizer must
             be adamw (the 8-bit kernels take no tensors without content).
         cuda: as on a card, or as on a CPU (other attention kernels, float32 products in the head, exact bytes).

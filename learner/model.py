@@ -28,11 +28,11 @@ from learner.checkpointing import Policy as Checkpointing
 from learner.checkpointing import apply as apply_checkpointing
 from learner.checkpointing import offloaded
 from learner.config import ModelConfig
+from learner.head_check import check_head
 from learner.learner_config import LoraConfig
+from learner.logits import logits_of
 from learner.merging import merged
 from rollout.payload import Source
-
-HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # share of the largest logit
 
 
 class Policy:
@@ -40,6 +40,7 @@ class Policy:
 
     Attributes:
         head: [V, H] output embedding; frozen with an adapter.
+        logits: what the model does to head @ hidden.
         masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each
             of its weights -> float32 weight to optimize; the model's own weight if keep_masters is false.
         packed: whether micro-batches may be packed (learner.attention); otherwise they must be padded.
@@ -64,6 +65,7 @@ class Policy:
         self._lm = load_base(model, device)
         self._offload = offload
         self.head = head_of(self._lm, model.path)
+        self.logits = logits_of(self._lm.config.get_text_config())
         self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
         self.peft_config: dict[str, Any] | None = None
         self._roles: dict[str, str | None] = {}
@@ -83,8 +85,8 @@ class Policy:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)
         apply_checkpointing(self._lm, checkpointing, model.path)
-        self._check_head(model.path)
-        self.packed = packing.enable(self._lm, self.head, self.predicting)
+        check_head(self._lm, self.logits, self.hidden, model.path)
+        self.packed = packing.enable(self._lm, self.head, self.logits, self.predicting)
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
@@ -171,19 +173,6 @@ class Policy:
             raise ValueError(
                 f"token ids: must be below the vocabulary of model.path, {len(self.head)}, got {highest}; the rollouts "
                 "were made with another tokenizer or model"
-            )
-
-    @torch.no_grad()
-    def _check_head(self, path: str) -> None:
-        """The model's own logits must be head @ hidden: catches whatever LOGIT_SETTINGS does not name."""
-        ids = torch.arange(1, min(9, len(self.head)), device=self.head.device)[None]
-        own = self._lm(input_ids=ids, use_cache=False).logits[0].float()
-        ours = (self.hidden(ids) @ self.head.t()).float()
-        error = float((own - ours).abs().max() / own.abs().max().clamp(min=1e-6))
-        if not error <= HEAD_TOLERANCE[self.head.dtype]:
-            raise ValueError(
-                f"model.path: {path} does something to its logits after the output embedding (they differ from "
-                f"head @ hidden by {error:.1e} of the largest); its logprobs would be wrong. Train another architecture"
             )
 
 

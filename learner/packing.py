@@ -14,6 +14,7 @@ from torch import Tensor
 
 from learner.attention import kernels
 from learner.batch import MicroBatch, Rows, micro_batches
+from learner.logits import Logits
 from learner.logprob import policy_logprobs
 
 log = logging.getLogger(__name__)
@@ -26,26 +27,26 @@ TRIAL_IDS = 1000
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def enable(lm: Any, head: Tensor, predicting: Callable[[MicroBatch], Tensor]) -> bool:
+def enable(lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBatch], Tensor]) -> bool:
     """Sets the fastest attention that gives the same logprobs and gradients packed as row by row; True if one does.
 
     Otherwise the model keeps its own attention and a warning says why; micro-batches must then be padded.
 
     Args:
         lm: a causal language model of transformers, its layers as they will be trained.
-        head: [V, H] its output embedding.
+        head: [V, H] its output embedding; logits: what it does to head @ hidden.
         predicting: a micro-batch -> [N, H] final hidden states of `lm` that predict its completion tokens.
     """
     own, config = lm.config._attn_implementation, lm.config.get_text_config()
     batches = [micro_batches(*_trial(len(head)), token_budget=budget, packed=budget > 1) for budget in (1, 10_000)]
-    wanted = _measure(lm, head, predicting, batches[0])
+    wanted = _measure(lm, head, logits, predicting, batches[0])
     reasons = [_by_config(config)]
     for name in kernels(head.device, head.dtype) if reasons == [""] else []:
         try:
             lm.set_attn_implementation(name)
             if config._attn_implementation != name:
                 raise NotImplementedError("its attention cannot be exchanged")
-            reasons.append(_difference(wanted, _measure(lm, head, predicting, batches[1]), head.dtype))
+            reasons.append(_difference(wanted, _measure(lm, head, logits, predicting, batches[1]), head.dtype))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
@@ -82,7 +83,7 @@ def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:
 
 
 def _measure(
-    lm: Any, head: Tensor, predicting: Callable[[MicroBatch], Tensor], batches: list[MicroBatch]
+    lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBatch], Tensor], batches: list[MicroBatch]
 ) -> tuple[Tensor, Tensor]:
     """([N] logprobs in the order of the rows, [ids, E] gradient of their weighted sum to the input embeddings)."""
     embedded: list[Tensor] = []
@@ -96,7 +97,7 @@ def _measure(
     handle = embedding.register_forward_hook(keep)
     try:
         for batch in (batch.to(head.device) for batch in batches):
-            found, _ = policy_logprobs(predicting(batch), head, batch.targets, 1.0)
+            found, _ = policy_logprobs(predicting(batch), head, batch.targets, 1.0, logits=logits)
             slopes = 1 + batch.advantages
             (grad,) = torch.autograd.grad(found, embedded.pop(), slopes)
             gradient.index_add_(0, batch.ids.flatten(), grad.flatten(0, 1).float())

@@ -47,8 +47,9 @@ class Passes:
         for batch, reference in zip(batches, references, strict=True):
             moved = batch.to(self._device)
             logprobs, entropy = policy_logprobs(
-                self._policy.predicting(moved), self._policy.head, moved.targets, self._temperature
-            )
+                self._policy.predicting(moved), self._policy.head, moved.targets, self._temperature,
+                logits=self._policy.logits,
+            )  # fmt: skip
             near = logprobs if proximal is None else proximal[batch.places].to(self._device)
             slopes, part = token_loss(
                 logprobs, entropy, moved, self._loss, reference=reference, version=version,
@@ -73,4 +74,5 @@ class Passes:
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         moved = batch.to(self._device)
-        return token_logprobs(self._policy.predicting(moved), self._policy.head, moved.targets, self._temperature)
+        states, policy = self._policy.predicting(moved), self._policy
+        return token_logprobs(states, policy.head, moved.targets, self._temperature, logits=policy.logits)

@@ -265,7 +265,8 @@ class Trainer:
             raise ValueError(f"token_ids: at least two are needed for a logprob, got {len(token_ids)}")
         self._policy.check_ids(max(token_ids))
         ids = torch.tensor(token_ids, device=self._device)
-        logprobs = token_logprobs(self._policy.hidden(ids[None, :-1]), self._policy.head, ids[1:], 1.0)
+        states, policy = self._policy.hidden(ids[None, :-1]), self._policy
+        logprobs = token_logprobs(states, policy.head, ids[1:], 1.0, logits=policy.logits)
         return np.asarray(logprobs.cpu().numpy())
 
     def _save(self, folder: Path) -> None:

@@ -103,7 +103,7 @@ def make_adapter(
         for name, weight in sorted(get_peft_model_state_dict(model).items())
     }
     content = model.peft_config["default"].to_dict()
-    content["target_modules"] = sorted(content["target_modules"])
+    content = {name: sorted(value) if isinstance(value, set) else value for name, value in content.items()}
     content["task_type"] = str(getattr(content["task_type"], "value", content["task_type"]))
     content["peft_type"] = str(getattr(content["peft_type"], "value", content["peft_type"]))
     return save(state), content

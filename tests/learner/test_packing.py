@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from learner import attention
+from learner import attention, capped_attention
 from learner.attention import Layout, Segment, kernels
 from learner.batch import Rows, micro_batches
 from learner.logprob import policy_logprobs
@@ -39,7 +39,12 @@ CONFIGS: dict[str, Any] = {
     "qwen2-sliding": transformers.Qwen2Config(**SMALL, **SLIDING, use_sliding_window=True),
     "qwen3": transformers.Qwen3Config(**SMALL),
     "gemma": transformers.GemmaConfig(**SMALL),
+    "gemma2": transformers.Gemma2Config(
+        **SMALL, query_pre_attn_scalar=8, sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
     "gemma3": transformers.Gemma3TextConfig(**SMALL, **SLIDING),
+    "granite": transformers.GraniteConfig(**SMALL, logits_scaling=4.0, attention_multiplier=0.4),
+    "cohere": transformers.CohereConfig(**SMALL, logit_scale=0.3),
     "mistral-narrow": transformers.MistralConfig(**SMALL, sliding_window=5),  # shorter than the prompt
     "mistral-between": transformers.MistralConfig(**SMALL, sliding_window=12),
     "mistral-wide": transformers.MistralConfig(**SMALL, sliding_window=400),
@@ -62,7 +67,7 @@ def gradients(policy: Any, rows: Rows, budget: int, *, packed: bool) -> tuple[Te
     policy.clear_gradients()
     parts = []
     for batch in batches:
-        logprobs, _ = policy_logprobs(policy.predicting(batch), policy.head, batch.targets, 0.8)
+        logprobs, _ = policy_logprobs(policy.predicting(batch), policy.head, batch.targets, 0.8, logits=policy.logits)
         torch.autograd.backward(logprobs, torch.cos(3 * batch.advantages + 1))
         parts.append((batch.advantages, logprobs.detach()))
     order = torch.cat([numbers for numbers, _ in parts]).argsort(stable=True)
@@ -89,7 +94,7 @@ def test_packed_gradient_is_that_of_one_row_at_a_time(name: str, checkpointing: 
     rows = make_rows()
     found, found_grad = gradients(policy, rows, 10_000, packed=True)
     split, split_grad = gradients(policy, rows, 180, packed=True)
-    policy._lm.set_attn_implementation("sdpa")
+    policy._lm.set_attn_implementation("eager")
     wanted, wanted_grad = gradients(policy, rows, 1, packed=False)
     for logprobs, grad in ((found, found_grad), (split, split_grad)):
         assert (logprobs - wanted).abs().max() < 2e-4
@@ -110,8 +115,8 @@ def leaking() -> Iterator[None]:
     """A kernel that takes the whole row for one sequence."""
     original = attention.AttentionInterface._global_mapping[attention.SEGMENTS]
 
-    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, window: Any) -> Tensor:
-        return attention._plain(query, key, value, scale, window)
+    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, window: Any, cap: Any) -> Tensor:
+        return attention._plain(query, key, value, scale, window, cap)
 
     attention.AttentionInterface.register(attention.SEGMENTS, attention._interface(ignore))
     yield
@@ -139,10 +144,10 @@ def test_a_kernel_that_leaks_is_found_out(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (transformers.Gemma2Config(**SMALL, final_logit_softcapping=None), "got ['softcap']"),
+        (transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "got ['s_aux']"),
         (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4), "cannot be exchanged"),
     ],
-    ids=["soft cap", "no interface"],
+    ids=["sinks", "no interface"],
 )
 def test_a_model_that_cannot_is_padded(
     config: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -197,6 +202,23 @@ def test_both_kernels_are_the_plain_attention(
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
     for kernel in (attention._by_segments, attention._by_varlen):
         assert torch.allclose(kernel(q, k, v, layout, 0.3, window).transpose(1, 2), wanted, atol=1e-6)
+
+
+def test_capped_attention_is_the_plain_formula_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capped_attention, "QUERIES", 5)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 13, 8, requires_grad=True) for heads in (4, 2, 2))
+    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
+    for window in (None, 4):
+        found = attention._plain(q, k, v, 0.7, window, cap=0.5)
+        scores = 0.5 * (0.7 * torch.einsum("bhqd,bhkd->bhqk", q, keys) / 0.5).tanh()
+        distance = torch.arange(13)[:, None] - torch.arange(13)
+        unseen = (distance < 0) | (distance >= (window or 13))
+        wanted = (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+        assert torch.allclose(found, wanted, atol=1e-6)
+        weights = torch.randn_like(wanted)
+        for one, other in zip(*(torch.autograd.grad(t, (q, k, v), weights) for t in (found, wanted)), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_the_kernel_follows_device_and_type() -> None:
