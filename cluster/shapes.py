@@ -107,13 +107,15 @@ class Shape:
             ValueError: the architecture is not one of NORMS, or a width is missing.
         """
         text: Mapping[str, Any] = config.get("text_config") or config
+        if not isinstance(text, Mapping):
+            raise ValueError(f"{name}: text_config of config.json must be a mapping, got {type(text).__name__}")
         kind = str(text.get("model_type"))
         if kind not in NORMS:
             raise ValueError(f"{name}: memory of model_type {kind!r} is not known; known: {', '.join(NORMS)}")
         wanted = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        missing = [key for key in wanted if not isinstance(text.get(key), int)]
-        if missing:
-            raise ValueError(f"{name}: config.json must give {', '.join(missing)}")
+        wrong = [key for key in wanted if not isinstance(text.get(key), int) or text[key] < 1]
+        if wrong:
+            raise ValueError(f"{name}: config.json must give {', '.join(wrong)} as whole numbers of at least 1")
         heads = int(text["num_attention_heads"])
         gemma = kind.startswith("gemma")
         bias = bool(text.get("attention_bias", False))
@@ -161,7 +163,10 @@ def shape_of(model: str) -> Shape:
     """
     file = Path(model) / "config.json"
     if file.is_file():
-        return Shape.from_config(json.loads(file.read_text()), Path(model).name)
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"model: {file} must hold a mapping, got {type(config).__name__}")
+        return Shape.from_config(config, Path(model).name)
     plain = model.rpartition("/")[2].lower()
     for ending in ("-instruct", "-it", "-base", "-pt"):
         plain = plain.removesuffix(ending)

@@ -2,8 +2,16 @@
 `gleaner rewards try` scores saved rollouts."""
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
+
+from learner.arguments import positive
+
+USAGE = """\
+usage: gleaner run --config FILE [key=value ...]
+       gleaner plan --gpu SIZE [--model MODEL | --all] [--help]
+       gleaner rewards try REWARD --rollouts DIR [--help]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,12 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return plan(words[1:])
     if words[:2] == ["rewards", "try"]:
         return _rewards_try(words[2:])
-    print(
-        "usage: gleaner run --config FILE [key=value ...]\n"
-        "       gleaner plan --gpu SIZE [--model MODEL | --all] [--help]\n"
-        "       gleaner rewards try REWARD --rollouts DIR [--help]"
-    )
-    return 0 if words in (["--help"], ["-h"]) else 2
+    if words in (["--help"], ["-h"]):
+        print(USAGE)
+        return 0
+    given = " ".join(words)
+    wrong = f"error: gleaner: must be followed by run, plan or rewards try, got {given or 'nothing'}"
+    near = difflib.get_close_matches(given.partition(" ")[0], ("run", "plan", "rewards"), n=1)
+    print(f"{wrong}; did you mean {near[0]}?" if near else wrong, file=sys.stderr)
+    print(USAGE, file=sys.stderr)
+    return 2
 
 
 def _rewards_try(argv: Sequence[str]) -> int:
@@ -33,7 +44,7 @@ def _rewards_try(argv: Sequence[str]) -> int:
     )
     parser.add_argument("use", metavar="REWARD", help="built-in name, package.module:function or path/file.py:function")
     parser.add_argument("--rollouts", required=True, metavar="DIR", help="runs/<name>/rollouts")
-    parser.add_argument("--steps", type=int, default=5, help="how many of the newest steps to score (default 5)")
+    parser.add_argument("--steps", type=positive, default=5, help="how many of the newest steps to score (default 5)")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds for one group (default 10)")
     parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="argument of the reward")
     args = parser.parse_args(argv)

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.memory import GB
 from cluster.planner import USABLE, Misfit, Plan, Wish, Workload, gib, least, plan
 from cluster.shapes import SHAPES, Shape, shape_of
 from learner import plan_picture
-from rollout.config import parse_bytes
+from learner.arguments import natural, positive
+from rollout.config import parse_size
 
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
 METHODS = {
@@ -26,6 +26,7 @@ METHODS = {
     "LoRA + ckpt": Wish(base="none", checkpointing="full"),
     "QLoRA": Wish(base="nf4", checkpointing="full"),
 }
+GIB = 2**30
 SOFTCAP = "not trained: its logits are soft-capped"
 
 
@@ -46,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 1 if the one model that was asked for does not fit; 2 for wrong arguments."""
     args = _parse(argv)
     try:
-        device = int(str(parse_bytes(args.gpu)))
+        device = _device(args.gpu)
         shapes = [shape_of(args.model)] if args.model else list(_shapes(all_of_them=args.all))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     work = Workload(args.generations, args.prompt, args.completion, args.sequences, args.staleness + 2)
@@ -66,6 +67,13 @@ def main(argv: Sequence[str]) -> int:
     return int(args.model is not None and isinstance(found[0].chosen, Misfit))
 
 
+def _device(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--gpu: {error}") from None
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gleaner plan", description="Which models fit a card, generator and learner together, and how."
@@ -75,13 +83,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     which.add_argument("--model", help="name in the table or folder with a config.json; default: five usual sizes")
     which.add_argument("--all", action="store_true", help="every model of the built-in table")
     parser.add_argument("--cards", type=int, choices=(1, 2), default=1, help="2: one for each role (default 1)")
-    parser.add_argument("--generations", type=int, default=8, help="completions per problem (default 8)")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens (default 256)")
-    parser.add_argument("--completion", type=int, default=786, help="tokens (default 786)")
-    parser.add_argument("--sequences", type=int, default=64, help="most that are decoded at once (default 64)")
+    parser.add_argument("--generations", type=positive, default=8, help="completions per problem (default 8)")
+    parser.add_argument("--prompt", type=positive, default=256, help="tokens (default 256)")
+    parser.add_argument("--completion", type=positive, default=786, help="tokens (default 786)")
+    parser.add_argument("--sequences", type=positive, default=64, help="most that are decoded at once (default 64)")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default auto: 16 bits")
-    parser.add_argument("--staleness", type=int, default=0, help="max_staleness (default 0)")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapter (default 16)")
+    parser.add_argument("--staleness", type=natural, default=0, help="max_staleness (default 0)")
+    parser.add_argument("--rank", type=positive, default=16, help="of the adapter (default 16)")
     parser.add_argument("--json", action="store_true", help="every number, by role and part, in bytes")
     parser.add_argument("--png", metavar="FILE", help="stacked bars")
     return parser.parse_args(argv)
@@ -108,9 +116,9 @@ def _print(found: Sequence[Found], device: int, work: Workload, cards: int) -> N
     console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     on = f"{cards} card{'s' if cards > 1 else ''} of {gib(device)}"
     lengths = f"G={work.generations}, prompt {work.prompt}, completion {work.completion}"
-    console.print(f"GB per card that generator and learner need at least; green fits {on}  ({lengths})")
+    console.print(f"GiB per card that generator and learner need at least; green fits {on}  ({lengths})")
     console.print(_needs(found))
-    console.print(f"what is chosen on {on}, GB")
+    console.print(f"what is chosen on {on}, GiB")
     console.print(_choices(found))
     console.print(plan_picture.bars([one.chosen for one in found if one.trained], device))
     for one in found:
@@ -134,7 +142,7 @@ def _needs(found: Sequence[Found]) -> Table:
 
 def _cell(needed: Plan) -> str:
     fits = needed.device_peak <= USABLE * needed.device_bytes
-    return f"[{'green' if fits else 'red'}]{needed.device_peak / GB:.1f}{'' if fits else ' no'}[/]"
+    return f"[{'green' if fits else 'red'}]{needed.device_peak / GIB:.1f}{'' if fits else ' no'}[/]"
 
 
 def _choices(found: Sequence[Found]) -> Table:
@@ -147,8 +155,8 @@ def _choices(found: Sequence[Found]) -> Table:
             twice = f"{policy} of {one.shape.layers}" if isinstance(policy, int) else policy
             table.add_row(
                 one.shape.name, chosen.layout, chosen.base, twice, str(chosen.token_budget),
-                f"{chosen.kv_bytes / GB:.2f}", str(chosen.sequences),
-                f"{chosen.learner_bytes / GB:.1f}", f"{chosen.generator_bytes / GB:.1f}",
+                f"{chosen.kv_bytes / GIB:.2f}", str(chosen.sequences),
+                f"{chosen.learner_bytes / GIB:.1f}", f"{chosen.generator_bytes / GIB:.1f}",
             )  # fmt: skip
     return table
 

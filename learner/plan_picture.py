@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from cluster.memory import GB
 from cluster.planner import Misfit, Plan
 
+GIB = 2**30
 WIDTH = 72  # characters of a bar
 END = 1.35  # of the card: where the picture cuts the bars of a model that does not fit
 # What a reader tells apart: label, role, parts, colour (of rich and of matplotlib).
@@ -38,7 +38,7 @@ def bars(plans: Sequence[Plan | Misfit], device: int) -> Group:
     for found in plans:
         line = Text(f"{found.shape.name:>16} ")
         if isinstance(found, Misfit):
-            line.append(f"does not fit: needs {found.needs / GB:.1f} GB", "red")
+            line.append(f"does not fit: needs {found.needs / GIB:.1f} GiB", "red")
             lines.append(line)
             continue
         scale = WIDTH / (device * (1 if found.layout == "slices" else 2))
@@ -50,7 +50,7 @@ def bars(plans: Sequence[Plan | Misfit], device: int) -> Group:
             line.append("█" * cells, _rich(colour))
         line.append("░" * max(WIDTH - drawn, 0), "dim")
         note = "" if found.layout == "slices" else f" {found.layout}, bar of two cards"
-        lines.append(line.append(f" {found.device_peak / GB:.1f} GB{note}"))
+        lines.append(line.append(f" {found.device_peak / GIB:.1f} GiB{note}"))
     legend = Text(" " * 17)
     for label, _, _, colour in BANDS:
         legend.append("█ ", _rich(colour)).append(f"{label}  ")
@@ -67,23 +67,23 @@ def save_png(plans: Sequence[Plan | Misfit], device: int, file: Path) -> None:
         left = 0.0
         chosen = found.least if isinstance(found, Misfit) else found
         for label, colour, whole in bands(chosen):
-            size = min(whole, max(0, END * device - left * GB))  # what is beyond the picture is cut
+            size = min(whole, max(0, END * device - left * GIB))  # what is beyond the picture is cut
             faint = 0.25 if isinstance(found, Misfit) else 0.85
-            axes.barh(row, size / GB, left=left, color=_plain(colour), alpha=faint, label=label if row == 0 else None)
-            left += size / GB
-        axes.text(min(max(left, device / GB), END * device / GB), row, f"  {_words(found)}", va="center", fontsize=8)
-    axes.axvline(device / GB, color="black", linestyle="--", label=f"the card, {device / 2**30:.0f} GiB")
+            axes.barh(row, size / GIB, left=left, color=_plain(colour), alpha=faint, label=label if row == 0 else None)
+            left += size / GIB
+        axes.text(min(max(left, device / GIB), END * device / GIB), row, f"  {_words(found)}", va="center", fontsize=8)
+    axes.axvline(device / GIB, color="black", linestyle="--", label=f"the card, {device / GIB:.0f} GiB")
     axes.set_yticks(range(len(plans)), [found.shape.name for found in plans])
-    axes.set_xlim(0, 2.1 * device / GB)
+    axes.set_xlim(0, 2.1 * device / GIB)
     axes.invert_yaxis()
-    axes.set_xlabel("GB of generator and learner together")
+    axes.set_xlabel("GiB of generator and learner together")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.6 / len(plans)), ncols=4, fontsize=8)
     figure.savefig(file, dpi=140)
 
 
 def _words(found: Plan | Misfit) -> str:
     if isinstance(found, Misfit):
-        return f"needs {found.needs / GB:.0f} GB"
+        return f"needs {found.needs / GIB:.0f} GiB"
     twice = {"none": "no recomputation", "full": "all layers twice", "mlp": "MLPs twice"}
     policy = found.checkpointing
     how = f"{policy} of {found.shape.layers} layers twice" if isinstance(policy, int) else twice[policy]

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from learner.settings import parse_value
+from learner.settings import ConfigError, parse_value, sentences
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
@@ -32,15 +32,31 @@ def rescore(use: str, folder: str, num_steps: int, timeout_s: float, arguments: 
     files = ledger.steps(Path(folder))[-num_steps:]
     if not files:
         raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
-    groups = [group for file in files for group in _groups(ledger.read(file))]
+    groups = [group for file in files for group in _groups(_read(file))]
     try:
-        args = {key: parse_value(text) for key, _, text in (item.partition("=") for item in arguments)}
-        config = RewardConfig(use=use, timeout_s=timeout_s, args=args)
+        config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(_argument, arguments)))
         try_rewards([config], **_case(groups[0]))
         scores = asyncio.run(_score(config, groups))
-    except (RewardError, ValidationError) as error:
+    except ValidationError as error:
+        raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
+    except (RewardError, ConfigError) as error:
         raise RescoreError(str(error)) from None
     return _report(use, files, groups, scores)
+
+
+def _read(file: Path) -> pa.Table:
+    try:
+        return ledger.read(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RescoreError(f"--rollouts: {file} cannot be read: {reason}; take it away") from error
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise RescoreError(f"--arg: must be written KEY=VALUE, got {text!r}")
+    return key, parse_value(value)
 
 
 def _groups(rows: pa.Table) -> list[pa.Table]:

@@ -1,29 +1,22 @@
 """YAML + dotted overrides -> RunConfig; every error at once, each with field, rule, value and the nearest key."""
 
 import difflib
+import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from learner.config import RunConfig
+from learner.yaml_tree import ConfigError, parse_value, read_yaml
 
+__all__ = ["ConfigError", "describe", "load", "parse_value", "sentences", "to_yaml"]
 
-class ConfigError(ValueError):
-    """The configuration is wrong; the text has one line per mistake."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, which PyYAML lets pass: the second block would silently replace the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ConfigError(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
-        return super().construct_mapping(node, deep)
+SHOWN = 80  # characters of a wrong value that are worth showing
 
 
 def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
@@ -36,38 +29,15 @@ def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
         key, sign, text = override.removeprefix("--").partition("=")
         if not sign or not key:
             raise ConfigError(f"{override!r}: an override is written key=value, for example learner.learning_rate=1e-4")
-        _assign(tree, key.split("."), parse_value(text), key)
+        try:
+            value = parse_value(text)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        _assign(tree, key.split("."), value, key)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e) for e in error.errors())) from None
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """One YAML mapping; an empty file is an empty mapping."""
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}; the ready-made ones are in configs/") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path}: must be a mapping of keys, got {type(tree).__name__}")
-    return tree
-
-
-def parse_value(text: str) -> Any:
-    """The value of an override: numbers, true/false, null, [lists], {maps} and 'quoted text' as in YAML, and all else
-    as it stands (to YAML, `Solve: {question}` is a mapping, and what follows a # is nothing)."""
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return text
-    marked = text.lstrip().startswith(("[", "{", "'", '"'))
-    plain = value is None or isinstance(value, int | float)
-    return value if marked or (plain and "#" not in text) else text
+        raise ConfigError("\n".join(sentences(error))) from None
 
 
 def _assign(tree: Any, keys: Sequence[str], value: Any, whole: str) -> None:
@@ -87,29 +57,42 @@ def _assign(tree: Any, keys: Sequence[str], value: Any, whole: str) -> None:
 
 
 def _index(items: list[Any], key: str, whole: str) -> int:
-    if not key.isdigit() or int(key) >= len(items):
+    if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):
         raise ConfigError(f"{whole}: {key!r} must be an index below {len(items)} into a list")
     return int(key)
 
 
-def _sentence(error: Mapping[str, Any]) -> str:
+def sentences(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
+    """One line for each mistake: field, rule, value, next step."""
+    return [_sentence(e, root) for e in error.errors()]
+
+
+def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """One pydantic error as: field: rule (got value); next step."""
     where = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
-        known = _keys_at(error["loc"][:-1])
+        known = _keys_at(root, error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
         return f"{where}: unknown key; {hint}"
     if error["type"] == "missing":
         return f"{where}: required, but not given"
-    message = error["msg"].removeprefix("Value error, ")
-    shown = repr(error["input"])
-    return f"{where}: {message}" + ("" if "got" in message else f" (got {shown[:80]})")
+    message = " ".join(error["msg"].removeprefix("Value error, ").split())
+    if "got" in message or isinstance(error["input"], dict):  # a rule between keys names their values itself
+        return f"{where}: {message}"
+    return f"{where}: {message} (got {_shown(error['input'])})"
 
 
-def _keys_at(location: Sequence[Any]) -> list[str]:
-    """The keys that the model at this location knows."""
-    model: Any = RunConfig
+def _shown(value: Any) -> str:
+    """`value` in at most SHOWN characters and one line, however large it is."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = SHOWN
+    return brief.repr(value)[:SHOWN]
+
+
+def _keys_at(root: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """The keys that the model at this location below `root` knows."""
+    model: Any = root
     for part in location:
         if isinstance(part, int):
             continue
@@ -132,11 +115,33 @@ def describe() -> str:
             elif inner is not None:
                 walk(inner, f"{prefix}{name}.<i>.")
             else:
-                default = "required" if field.is_required() else field.get_default(call_default_factory=True)
-                lines.append(f"  {prefix}{name} = {default}")
+                required = field.is_required()
+                default = "required" if required else _as_written(field.get_default(call_default_factory=True))
+                choices = _choices(field.annotation)
+                lines.append(f"  {prefix}{name} = {default}" + (f"  ({choices})" if choices else ""))
 
     walk(RunConfig, "")
     return "\n".join(lines)
+
+
+PLURAL = {int: "a number", float: "a number", str: "text", list: "a list"}
+
+
+def _choices(annotation: Any) -> str:
+    """`a | b` where a key takes one of some words or numbers; `a | b | a number` where it takes other values too."""
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) not in (Union, UnionType):
+        return ""
+    plain = [get_args(member)[0] if get_origin(member) is Annotated else member for member in get_args(annotation)]
+    words = [_choices(member) for member in plain if get_origin(member) is Literal]
+    others = [PLURAL.get(get_origin(member) or member, "null") for member in plain if get_origin(member) is not Literal]
+    return " | ".join([*words, *others]) if words else ""
+
+
+def _as_written(default: Any) -> str:
+    """A default as a file or the command line has it."""
+    return default if isinstance(default, str) else json.dumps(default)
 
 
 def _is_model(annotation: Any) -> bool:

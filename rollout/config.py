@@ -1,6 +1,7 @@
 """What is generated: data, sampling, and the generator's own memory."""
 
 import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -10,29 +11,37 @@ from cluster.config import Frozen
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+SMALLEST = 2**20  # bytes of anything that this project is asked to fill
+
+
 def parse_bytes(value: object) -> object:
-    """`256MiB`, `1.5GB` or a plain number of bytes -> int."""
+    """`256MiB`, `1.5GB` or a plain number of bytes -> int; what is no text is given back as it is."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2].upper() not in UNITS:
-        raise ValueError(f"not a size: {value!r}; write for example 256MiB, 1.5GB or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+        raise ValueError(f"not a size: {value[:40]!r}; write for example 256MiB, 1.5GB or a number of bytes")
+    return int(Fraction(match[1]) * UNITS[match[2].upper()])
+
+
+def parse_size(value: object) -> int:
+    """A size of at least 1 MiB; a number without a unit is bytes, so `24` is refused with what was probably meant."""
+    size = parse_bytes(value)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ValueError(f"not a size: {str(value)[:40]!r}; write for example 256MiB, 1.5GB or a number of bytes")
+    if size < SMALLEST:
+        raise ValueError(f"must be a size of at least 1MiB, got {size} bytes; write the unit, for example 24GiB")
+    return size
 
 
 DEFAULT_KV = 256 * 2**20  # bytes of a generator's KV cache without a plan
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=2**20)]
+Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
 def _bytes_or_auto(value: object) -> object:
     # Checked here whole: of a union pydantic would tell one error per member.
-    if value == "auto":
-        return value
-    size = parse_bytes(value)
-    if not isinstance(size, int) or size < 2**20:
-        raise ValueError(f"must be auto or a size of at least 1MiB, got {value!r}")
-    return size
+    return value if value == "auto" else parse_size(value)
 
 
 BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_bytes_or_auto)]

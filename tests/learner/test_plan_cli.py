@@ -55,3 +55,22 @@ def test_an_architecture_that_is_not_known_is_one_sentence(capsys: pytest.Captur
     assert main(["plan", "--gpu", "16GiB", "--model", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "memory of model_type 'qwen3_moe' is not known; known: llama" in line
+
+
+def test_a_number_without_a_unit_and_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --gpu: must be a size of at least 1MiB, got 24 bytes; write the unit, for example 24GiB\n"
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--gpu", "24GiB", "--generations", "0"])
+    assert "must be a whole number from 1 to 999999999, got '0'" in capsys.readouterr().err
+    assert main(["rnu"]) == 2
+    assert "must be followed by run, plan or rewards try, got rnu; did you mean run?" in capsys.readouterr().err
+
+
+def test_one_unit_in_one_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24GB"]) == 0
+    out = capsys.readouterr().out
+    assert "22.4 GiB" in out
+    assert " GB" not in out

@@ -44,3 +44,9 @@ def test_what_is_wrong_is_said(rollouts: Path, capsys: pytest.CaptureFixture[str
     assert "nowhere holds no step-*.parquet" in capsys.readouterr().err
     assert main(["rewards", "try", "mine.py:absent", "--rollouts", str(rollouts)]) == 2
     assert "absent" in capsys.readouterr().err
+    assert main(["rewards", "try", "format", "--rollouts", str(rollouts), "--timeout", "0"]) == 2
+    assert capsys.readouterr().err == "error: timeout_s: Input should be greater than 0 (got 0.0)\n"
+    (rollouts / "step-000002.parquet").write_bytes(b"PAR1 cut short")
+    assert main(["rewards", "try", "format", "--rollouts", str(rollouts)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step-000002.parquet cannot be read" in line

@@ -85,7 +85,7 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
         ("rewards.2.weight=1", "rewards.2.weight: '2' must be an index below 2 into a list"),
         ("rewards.x.weight=1", "rewards.x.weight: 'x' must be an index below 2 into a list"),
         ("model.path.deep=1", "model.path.deep: model.path is a str, it has no keys"),
-        ("rollout={workers: 1, workers: 2}", "workers: given twice in one block (line 1)"),
+        ("rollout={workers: 1, workers: 2}", "rollout: workers: given twice in one block (line 1)"),
         ("name=../elsewhere", r"name: String should match pattern"),
         ("rollout.kv_cache=12 parsecs", "rollout.kv_cache: not a size: '12 parsecs'; write for example 256MiB"),
         ("learner.lora.rank=17", "learner.lora.rank: Input should be 8, 16, 32, 64, 128 or 256 (got 17)"),
@@ -153,6 +153,71 @@ def test_text_on_the_command_line_stays_as_it_stands(text: str, value: object) -
     assert parse_value(text) == value
 
 
+# What a file or a command line may hold, tuned to YAML's own signs: brackets, anchors, tags, dates, numbers.
+HOSTILE = st.lists(
+    st.sampled_from(
+        ["[", "]", "{", "}", ":", ",", "&a ", "*a", "!!int ", "!!python/name:os ", "- ", "#", "'", '"', "|\n"]
+    )
+    | st.sampled_from(
+        ["9" * 5000, "2024-99-99", "0x" + "f" * 40, "1e999", ".inf", "1:99:99", "~", "\0", "\ud800", "\n"]
+    )
+    | st.text(max_size=4),
+    max_size=12,
+).map("".join)
+KEYS = st.sampled_from(
+    ["model", "path", "data", "args", "rewards", "0", "use", "rollout", "kv_cache", "steps", "", "²"]
+)
+
+
+@given(overrides=st.lists(st.tuples(st.lists(KEYS, min_size=1, max_size=4), HOSTILE), max_size=3))
+def test_no_override_ends_in_anything_but_a_sentence(overrides: list[tuple[list[str], str]]) -> None:
+    with contextlib.suppress(ConfigError):
+        load(None, [*NEEDED, *(f"{'.'.join(keys)}={value}" for keys, value in overrides)])
+
+
+@given(text=HOSTILE)
+def test_no_file_ends_in_anything_but_a_sentence(tmp_path_factory: Any, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(ConfigError):
+        load(str(path), NEEDED)
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("name: \xe9t\xe9\n".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at 6; save it as UTF-8"),
+        (b"steps: " + b"9" * 10_000, "not YAML: Exceeds the limit"),
+        (b"data: " + b"[" * 5000 + b"]" * 5000, "lists and mappings must be nested at most 32 deep"),
+        (b"data: " + b"[" * 40 + b"]" * 40, "lists and mappings must be nested at most 32 deep"),
+        (b"data: {args: &all {again: *all}}", "lists and mappings must be nested at most 32 deep"),
+        (LAUGHS.encode(), "must hold at most 100000 values, aliases counted as often as they are used"),
+        (b"seed: 2024-99-99", "not YAML: month must be in 1..12"),
+        (b'name: "a\\0b"', "text must not hold a null character"),
+        (b"steps: 99999999999999999999", "a whole number must lie within 64 bits"),
+    ],
+)
+def test_a_hostile_file_is_one_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    (said,) = refusal(path=path)
+    assert said.startswith(f"--config {path}: {sentence}")
+
+
+def test_a_wrong_value_is_shown_in_part() -> None:
+    (said,) = refusal(f"steps=[{', '.join(['abc'] * 300)}]")
+    assert len(said) < 160
+    (said,) = refusal("steps=3", "epochs=1")
+    assert "{" not in said  # of a rule between keys, not the whole configuration
+    (said,) = refusal("memory.device=24")
+    assert said == "memory.device: must be a size of at least 1MiB, got 24 bytes; write the unit, for example 24GiB"
+
+
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kb": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -210,7 +275,7 @@ print(json.dumps([code, loaded]))
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["--help"], 0, "  learner.lora.rank = 16\n"),
+        (["--help"], 0, "  learner.lora.rank = 16  (8 | 16 | 32 | 64 | 128 | 256)\n"),
         (["model.path=x", "rollouts.workers=2"], 2, "config: rollouts: unknown key; did you mean rollout?\n"),
     ],
 )

@@ -1,0 +1,116 @@
+"""YAML -> plain values, bounded: what comes out can be validated, shown and stored without surprises."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_DEPTH = 32  # of nested lists and mappings
+MAX_VALUES = 100_000  # an alias counts as often as it is used: a few lines may stand for billions
+MAX_INT = 2**63
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the text has one line per mistake."""
+
+
+class NotYaml(ConfigError):
+    """A text that YAML does not take."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a repeated key, which PyYAML lets pass: the second block would silently replace the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1})
+        if twice:
+            raise ConfigError(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """One YAML mapping; an empty file is an empty mapping. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        raise ConfigError(f"--config {path}: {_unreadable(error)}") from None
+    try:
+        tree = _parse(text)
+        check_plain(tree)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {path}: must be a mapping of keys, got {type(tree).__name__}")
+    return tree
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override: numbers, true/false, null, [lists], {maps} and 'quoted text' as in YAML, and all else
+    as it stands (to YAML, `Solve: {question}` is a mapping, and what follows a # is nothing). Raises ConfigError."""
+    try:
+        value = _parse(text)
+    except NotYaml:
+        value = text
+    marked = text.lstrip().startswith(("[", "{", "'", '"'))
+    plain = value is None or isinstance(value, int | float)
+    value = value if marked or (plain and "#" not in text) else text
+    check_plain(value)
+    return value
+
+
+def _parse(text: str) -> Any:
+    """The values of a YAML text; NotYaml where it is none, ConfigError where it repeats a key or is nested too deep."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(_too_deep()) from None
+    except Exception as error:  # besides YAMLError whatever PyYAML meets in a value that its tag does not promise
+        raise NotYaml(f"not YAML: {' '.join(str(error).split())[:300]}") from None
+
+
+def check_plain(tree: Any) -> None:
+    """Raises ConfigError where a tree is too deep (or holds itself) or too large, or has a value that no file holds."""
+    left = MAX_VALUES
+    waiting = [(tree, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        left -= 1
+        if left < 0:
+            raise ConfigError(f"must hold at most {MAX_VALUES} values, aliases counted as often as they are used")
+        if depth > MAX_DEPTH:
+            raise ConfigError(_too_deep())
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list | tuple | set):
+            waiting += [(item, depth + 1) for item in value]
+        elif isinstance(value, int) and abs(value) > MAX_INT:
+            raise ConfigError("a whole number must lie within 64 bits; write it as text in quotes")
+        elif isinstance(value, str):
+            _check_text(value)
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ConfigError(f"text must not hold a null character, got {text[:40]!r}; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"text must be UTF-8, got {text[:40]!r}; write it in UTF-8") from None
+
+
+def _too_deep() -> str:
+    return f"lists and mappings must be nested at most {MAX_DEPTH} deep; take levels out"
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        byte = error.object[error.start]
+        return f"must be UTF-8 text, got the byte 0x{byte:02x} at {error.start}; save it as UTF-8"
+    if isinstance(error, OSError):
+        return f"{error.strerror}; the ready-made ones are in configs/"
+    return f"{error}; check the path"
