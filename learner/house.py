@@ -15,6 +15,7 @@ from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
 from learner.config import RunConfig, roles
+from learner.idle_advice import advice
 from learner.journal import Sinks
 from learner.loop import Loop
 from learner.memory_plan import Budgets, PlanFile
@@ -70,7 +71,7 @@ async def live(prepared: Prepared) -> int:
             # A generator that still can ends its judges and files itself; one that cannot is killed right after.
             await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
             await session.close()
-    progress.summary(loop.evaluations, config.run_dir)
+    progress.summary(loop.evaluations, config.run_dir, advice(loop.journal.idle, config))
     return 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
+from learner.idle_advice import IdleTimes
 from learner.memory_plan import PlanFile
 from learner.progress import Progress
 from rollout.delivery import Answer, Receipt
@@ -30,6 +31,7 @@ class Journal:
 
     def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes) -> None:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
+        self.idle = IdleTimes()
         self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
 
     def start(self) -> None:
@@ -70,6 +72,7 @@ class Journal:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One step, to every sink; step 0 is the evaluation before training."""
         if step > 0:
+            self.idle.add(metrics)
             buffer = self._pipes.buffer
             metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
             metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)

@@ -1,5 +1,6 @@
 """What a person sees of a run: a live table on a terminal, plain lines elsewhere, a summary at the end."""
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ class Progress:
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._status = "starting"
         self._live: Live | None = None
+        self._started, self._training_s = time.monotonic(), 0.0
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
@@ -48,6 +50,7 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step."""
+        self._training_s += metrics.get("time/step", 0.0)
         cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
         where = f"{step}/{self.total_steps}"
         if self._live is None:
@@ -71,8 +74,8 @@ class Progress:
             table.add_row(*row)
         return Group(table, Text(self._status))
 
-    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path) -> None:
-        """Before and after: scores, three completions, and where what was trained is."""
+    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, advice: str | None) -> None:
+        """Before and after: scores, three completions, the time, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             later = [f"step {last.step}", "change"] if last is not first else []
@@ -87,6 +90,11 @@ class Progress:
                 if last is not first:  # a run stopped before its second evaluation has no after
                     lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
                 self.console.print(lines, soft_wrap=True)
+        self.note(
+            f"time     {time.monotonic() - self._started:.0f} s in all, {self._training_s:.0f} s of them training"
+        )
+        if advice is not None:
+            self.note(f"advice   {advice}")
         for name in ("adapter", "model"):  # the second after full fine-tuning
             if (run_dir / name).is_dir():
                 self.console.print(f"{name:8} {run_dir / name}", highlight=False, soft_wrap=True)

@@ -1,0 +1,169 @@
+"""RolloutWorker without a model: the real tokenizer, the real reward processes, a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rewards.config import RewardConfig
+from rollout.engine import EngineAsleep, EngineClosed, EngineSettings
+from rollout.fake_engine import FakeEngine
+from rollout.schema import Problem, parts_of, ragged
+from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.worker import RolloutWorker, WorkerSpec
+from tests.tiny import VOCAB_SIZE, make_tiny_model
+
+ADAPTER = Adapter.build(3, b"three", {})
+SAMPLING = Sampling(n=4, max_tokens=12, seed=90)
+# Two reward functions, each a function of one completion alone; the second raises on a marked problem.
+REWARDS = """
+def tail(completions, gold, **columns):
+    return [float(sum(map(ord, text)) % 97) + g for text, g in zip(completions, gold)]
+
+def count(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def engine(settings: EngineSettings) -> FakeEngine:
+    return FakeEngine(VOCAB_SIZE, eos_id=258, delay_s=0.01)
+
+
+def problem(gold: Any = 0.25) -> Problem:
+    return Problem("train-7", "2 + 2 =", {"gold": gold}, (50, 32, 43), 7, 1)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkerSpec:
+    folder: Path = tmp_path_factory.mktemp("worker")
+    model = make_tiny_model(folder / "model")
+    (folder / "mine.py").write_text(REWARDS)
+    rewards = [RewardConfig(use=f"{folder}/mine.py:tail", weight=2.0), RewardConfig(use=f"{folder}/mine.py:count")]
+    settings = EngineSettings(
+        model=str(model), dtype="float32", max_model_len=64, kv_cache_bytes=1 << 20, max_num_seqs=8, max_lora_rank=8,
+        adapter_window=2, seed=0,
+    )  # fmt: skip
+    return WorkerSpec(5, "run-a", settings, tuple(rewards), 1, engine)
+
+
+@pytest.fixture
+async def worker(spec: WorkerSpec) -> AsyncIterator[RolloutWorker]:
+    made = RolloutWorker(spec)
+    yield made
+    await made.close()
+
+
+async def table_of(worker: RolloutWorker, asked: Problem, attempt: int = 2, begun: Sequence[Completion] = ()) -> Any:
+    await worker.take_policy(ADAPTER)
+    return await worker.rollout(asked, SAMPLING, attempt, begun)
+
+
+async def test_rewards_stay_with_their_completions(worker: RolloutWorker) -> None:
+    table = await table_of(worker, problem())
+    texts, ids = table.column("completion").to_pylist(), ragged(table, "completion_ids")
+    tails = [float(sum(map(ord, text)) % 97) + 0.25 for text in texts]
+    counts = [float(len(tokens)) for tokens in ids]
+    assert len(set(tails)) == SAMPLING.n  # else an exchange would not be seen
+    assert texts == [worker.chat.decode(tokens.tolist()) for tokens in ids]
+    assert table.column("reward").to_pylist() == [2 * a + b for a, b in zip(tails, counts, strict=True)]
+    assert [list(parts.values()) for parts in parts_of(table)] == [list(row) for row in zip(tails, counts, strict=True)]
+    assert [list(parts) for parts in parts_of(table)] == [["tail", "count"]] * SAMPLING.n
+    assert table.column("reward_status").to_pylist() == ["ok"] * SAMPLING.n
+
+
+async def test_every_fact_of_the_group_is_recorded(worker: RolloutWorker) -> None:
+    before = time.time()
+    table = await table_of(worker, problem())
+    expected = await worker.engine.generate(problem().prompt_ids, SAMPLING)
+    same = {
+        "run_id": "run-a", "group_id": "1-7-2", "problem_id": "train-7", "epoch": 1, "position": 7, "attempt": 2,
+        "worker": 5, "seed": 90, "prompt_ids": [50, 32, 43], "policy_version_min": 3, "policy_version_max": 3,
+    }  # fmt: skip
+    for name, value in same.items():
+        assert table.column(name).to_pylist() == [value] * SAMPLING.n, name
+    assert table.column("sample").to_pylist() == list(range(SAMPLING.n))
+    assert table.column("finish_reason").to_pylist() == [c.finish_reason for c in expected]
+    for name, arrays in [
+        ("completion_ids", [c.token_ids for c in expected]),
+        ("behavior_logprobs", [c.logprobs for c in expected]),
+        ("token_versions", [c.versions for c in expected]),
+    ]:
+        assert [row.tolist() for row in ragged(table, name)] == [array.tolist() for array in arrays], name
+    assert json.loads(table.column("problem")[0].as_py()) == {"messages": "2 + 2 =", "columns": {"gold": 0.25}}
+    assert 10 <= table.column("generate_ms")[0].as_py() < 10_000  # the fake engine takes 10 ms
+    assert 0 < table.column("reward_ms")[0].as_py() < 10_000
+    assert before <= table.column("created_at")[0].as_py() <= time.time()
+
+
+async def test_a_group_goes_on_from_what_was_begun(worker: RolloutWorker) -> None:
+    whole = await table_of(worker, problem())
+    ids = ragged(whole, "completion_ids")
+    begun = [
+        Completion(ids[j], ragged(whole, "behavior_logprobs")[j], "stop", ragged(whole, "token_versions")[j])
+        for j in range(SAMPLING.n)
+    ]
+    table = await table_of(worker, problem(), 3, begun)
+    assert [row.tolist() for row in ragged(table, "completion_ids")] == [row.tolist() for row in ids]
+
+
+async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
+    worker: RolloutWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        table = await table_of(worker, problem("no number"))
+        assert table.column("reward").to_pylist() == [None] * SAMPLING.n
+        assert table.column("reward_status").to_pylist() == ["error"] * SAMPLING.n
+        assert [parts["count"] for parts in parts_of(table)] == [float(len(i)) for i in ragged(table, "completion_ids")]
+    assert ["TypeError" in record.getMessage() for record in caplog.records if "tail" in record.getMessage()] == [True]
+
+
+async def test_without_a_policy_there_is_neither_group_nor_probe(worker: RolloutWorker) -> None:
+    assert await worker.rollout(problem(), SAMPLING, 0, []) is None
+    assert await worker.probe([1, 2, 3]) is None
+
+
+async def test_a_stopped_group_is_handed_to_who_stopped_it(worker: RolloutWorker) -> None:
+    await worker.take_policy(ADAPTER)
+    running = asyncio.create_task(worker.rollout(problem(), SAMPLING, 4, []))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    begun = await worker.stop(problem().group_id(4))
+    assert await running is None
+    assert [len(c.token_ids) <= SAMPLING.max_tokens // 2 for c in begun] == [True] * SAMPLING.n
+    assert await worker.stop("1-7-99") == []
+
+
+async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) -> None:
+    for policy in (ADAPTER, Weights.build(4, b"four")):
+        receipt = await worker.take_policy(policy)
+        assert receipt.digest == policy.digest
+        assert 0 <= receipt.load_s < 10
+        assert receipt.peak_memory > 2**20
+    answer = await worker.probe([1, 2, 3])
+    assert answer is not None
+    assert answer.logprobs.tolist() == (await worker.engine.probe([1, 2, 3])).tolist()
+    assert 0 < answer.seconds < 10
+    await worker.sleep()
+    with pytest.raises(EngineAsleep):
+        await worker.engine.probe([1, 2])
+    await worker.wake()
+    await worker.engine.probe([1, 2])
+
+
+async def test_close_ends_engine_and_reward_processes(spec: WorkerSpec) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    worker = RolloutWorker(spec)
+    await table_of(worker, problem())
+    own = set(psutil.Process().children(recursive=True)) - before
+    assert own
+    await worker.close()
+    assert [process for process in own if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+    with pytest.raises(EngineClosed):
+        await worker.engine.probe([1, 2])

@@ -1,0 +1,19 @@
+"""What the README says of the repository itself, counted."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_reading_order_is_as_long_as_it_says() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"About ([\d,]+) lines hold the whole idea, in this order: (.*?)\.\n\n", text, re.DOTALL)
+    assert found is not None
+    files, folder = [], ""
+    for name in re.findall(r"`([\w/]+\.py)`", found[2]):
+        folder = name.rpartition("/")[0] or folder  # `learner/advantage.py`, `batch.py`: the second is beside the first
+        files.append(ROOT / (name if "/" in name else f"{folder}/{name}"))
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert len(files) >= 9
+    assert round(lines, -2) == int(found[1].replace(",", "")), f"{lines} lines in {len(files)} files"
