@@ -232,7 +232,7 @@ def arguments(config: RunConfig, folder: str, micro_batch: int) -> GRPOConfig:
 
 def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
     """Trains; returns what benchmarks.system_run.Record needs."""
-    chat = Chat.load(config.model.path)
+    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
     stream, heldout = problems.load(config.data, chat, config.rollout.max_prompt_length, config.seed)
     needed = [stream.at(i) for i in range(config.num_steps * config.learner.groups_per_step)]
     rows = [{"prompt": list(problem.messages), **problem.columns} for problem in needed]

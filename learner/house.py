@@ -130,6 +130,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             base=config.model.base,
             kv_cache_dtype=rollout.kv_cache_dtype,
             in_flight=rollout.in_flight,
+            stop=rollout.stop,
             sleeps=budgets.alternating,
         ),
         rewards=tuple(config.rewards),

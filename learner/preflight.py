@@ -66,7 +66,8 @@ def prepare(config: RunConfig) -> Prepared:
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
     config = _absolute(config)
-    chat = Chat.load(config.model.path)
+    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
+    chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
     budgets = settle(config, chat.config)
     problems, heldout = load(config.data, chat, config.rollout.max_prompt_length, config.seed)

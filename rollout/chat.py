@@ -9,6 +9,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 
+from rollout.stopping import StopError, split
+from rollout.template import TemplateKwargsError, check_kwargs
+
 Messages = Sequence[Mapping[str, str]]
 Prompt = tuple[dict[str, str], ...] | str
 
@@ -30,7 +33,12 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int, config: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        vocabulary: int,
+        config: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         highest = max(tokenizer.get_vocab().values())
         if highest >= vocabulary:
@@ -44,14 +52,19 @@ class Chat:
                 "model.path: generation must be able to end, and neither the tokenizer nor generation_config.json "
                 "names an end token; set eos_token in the tokenizer"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
+        try:
+            check_kwargs(tokenizer, self._template_kwargs)
+        except TemplateKwargsError as error:
+            raise ChatError(str(error)) from error
         self.stop_ids = tuple(stop_ids)
         self.config: dict[str, Any] = dict(config or {})  # the model's config.json
         self.has_template = bool(tokenizer.chat_template)
 
     @classmethod
-    def load(cls, path: str) -> "Chat":
-        """The chat of the model at `path`, a folder or a hub name. Raises ChatError."""
+    def load(cls, path: str, template_kwargs: Mapping[str, Any] | None = None) -> "Chat":
+        """The chat of the model at `path`, a folder or a hub name; `template_kwargs` are variables of its chat template
+        (data.chat_template_kwargs). Raises ChatError."""
         config = _read_json(path, "config.json")
         if not config:
             raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
@@ -59,9 +72,12 @@ class Chat:
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = _tokenizer(path)
-        ends = [tokenizer.eos_token_id, _read_json(path, "generation_config.json").get("eos_token_id")]
+        # As transformers' generate: config.json counts where there is no generation_config.json.
+        generation = _read_json(path, "generation_config.json") or _text_config(config)
+        ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
-        return cls(tokenizer, tuple(dict.fromkeys(flat)), int(vocabulary), config)
+        known = [i for i in dict.fromkeys(flat) if i < int(vocabulary)]  # another can never be sampled
+        return cls(tokenizer, known, int(vocabulary), config, template_kwargs)
 
     @property
     def context(self) -> int | None:
@@ -76,7 +92,9 @@ class Chat:
         prompt = tuple(dict(message) for message in messages)
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
-            ids = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+            ids = self._tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, return_dict=False, **self._template_kwargs
+            )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in prompt)
             raise ChatError(
@@ -84,6 +102,15 @@ class Chat:
                 "system role, set data.system: null and put the instruction into data.prompt"
             ) from error
         return prompt, tuple(ids)
+
+    def stops(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What ends a completion: the model's end tokens and those of rollout.stop that are special tokens, by id; and
+        the other strings. Raises ChatError for a string that could never end one."""
+        try:
+            ids, others = split(self._tokenizer, strings)
+        except StopError as error:
+            raise ChatError(str(error)) from error
+        return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
 
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids [T] -> text, without special tokens and otherwise exactly as it was generated."""

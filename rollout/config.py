@@ -64,6 +64,8 @@ class DataConfig(Frozen):
     split: str = "train"
     prompt: str = "question"  # a column (text or chat messages), or a template: "Solve: {question}"
     system: str | None = None
+    # Variables of the model's chat template, e.g. {enable_thinking: false}; one that it does not read is refused.
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     size: Annotated[int, Field(ge=1)] | None = None  # use the first n problems; for rg: how many to generate
     args: dict[str, Any] = Field(default_factory=dict)  # rg: the task's settings; hub: arguments of load_dataset
     overlong: Literal["fail", "drop"] = "fail"  # prompts above rollout.max_prompt_length; they are never cut
@@ -80,6 +82,9 @@ class RolloutConfig(Frozen):
     num_generations: Annotated[int, Field(ge=2)] = 8
     max_prompt_length: Annotated[int, Field(ge=1)] = 256
     max_completion_length: Annotated[int, Field(ge=1)] = 256
+    # A completion also ends with the token that completes one of these in its text; its tokens stay as sampled, that
+    # one included. Text is without special tokens; a string that is one ends completions by its id.
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: float = 1.0
     kv_cache: BytesOrAuto = DEFAULT_KV

@@ -62,6 +62,10 @@ class EngineSettings:
         in_flight: what becomes of running completions when a newer policy is loaded. "finish": they finish on the
             version they began with; whole weights wait for that. "continue": from the next step on the newer one
             samples them, with the keys and values that are there (PipelineRL, Piché et al. 2025).
+        stop_ids: tokens that end a completion (finish_reason "stop") and stay its last, beside those that the model's
+            generation_config.json or config.json names.
+        stop: strings that do so: the token with which one is complete in the completion's text is its last. The text
+            is that without special tokens.
         sleeps: sleep() will be called; CUDA only.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
@@ -81,6 +85,8 @@ class EngineSettings:
     base: str = "none"
     kv_cache_dtype: str = "auto"
     in_flight: str = "finish"
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     sleeps: bool = False
     gpu_memory_utilization: float = 0.05
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -25,7 +25,7 @@ class FakeEngine:
 
     Args:
         vocab_size: tokens 0 .. vocab_size - 1.
-        eos_id: the token that ends a completion.
+        stop_ids: the tokens that end a completion.
         drop_adapter_at: this version is acknowledged and reported by completions, but the policy before it stays in
             force: the silent non-delivery that the probe must catch.
         delay_s: seconds that generate waits before it answers. If it is stopped meanwhile, it has sampled half of
@@ -33,10 +33,15 @@ class FakeEngine:
     """
 
     def __init__(
-        self, vocab_size: int, *, eos_id: int = 0, drop_adapter_at: int | None = None, delay_s: float = 0.0
+        self,
+        vocab_size: int,
+        *,
+        stop_ids: Collection[int] = (0,),
+        drop_adapter_at: int | None = None,
+        delay_s: float = 0.0,
     ) -> None:
         self.vocab_size = vocab_size
-        self._eos_id = eos_id
+        self._stop_ids = stop_ids
         self._drop_adapter_at = drop_adapter_at
         self._delay_s = delay_s
         self._version: int | None = None
@@ -115,12 +120,12 @@ class FakeEngine:
         rng = np.random.default_rng((policy + 1, (sampling.seed or 0) + j, *prompt))
         tokens: list[int] = []
         logprobs: list[float] = []
-        while len(tokens) < sampling.max_tokens and tokens[-1:] != [self._eos_id]:
+        while len(tokens) < sampling.max_tokens and not (tokens and tokens[-1] in self._stop_ids):
             row = self._logprobs((tokens or prompt)[-1], policy, sampling.temperature, sampling.top_p)
             greedy = sampling.temperature == 0
             tokens.append(int(row.argmax() if greedy else rng.choice(self.vocab_size, p=np.exp(row))))
             logprobs.append(float(row[tokens[-1]]))
-        finish = "stop" if tokens[-1] == self._eos_id else "length"
+        finish = "stop" if tokens[-1] in self._stop_ids else "length"
         versions = np.full(len(tokens), version, np.int32)
         return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), finish, versions)
 

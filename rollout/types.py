@@ -34,8 +34,8 @@ class Completion:
         token_ids: [T] int32, the end token included if it was sampled.
         logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
             greedy sampling (temperature 0) records the logprobs at temperature 1.
-        finish_reason: "stop" (an end token), "length" (max_tokens reached) or "abort" (stopped before either; T may
-            be 0).
+        finish_reason: "stop" (an end token or a stop string), "length" (max_tokens reached) or "abort" (stopped before
+            either; T may be 0).
         versions: [T] int32, policy version that sampled each token. What one call of generate samples has one version,
             or with in_flight "continue" versions that never fall. A completion that several calls went on with (see
             rollout.partial) has theirs, one after the other.

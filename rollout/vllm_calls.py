@@ -47,8 +47,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
         "enable_prefix_caching": True,
-        # Tokens in, tokens out. End tokens still come from the model's generation config.
-        "skip_tokenizer_init": True,
+        # Tokens in, tokens out; only stop strings need the text.
+        "skip_tokenizer_init": not settings.stop,
         "generation_config": "auto",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -160,7 +160,7 @@ def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int
     return ids
 
 
-def completion_params(sampling: Sampling) -> Any:
+def completion_params(sampling: Sampling, settings: EngineSettings) -> Any:
     """vllm SamplingParams: all n completions at once when the last is done, with the sampled tokens' logprobs."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -171,9 +171,13 @@ def completion_params(sampling: Sampling) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         seed=sampling.seed,
+        # Without its tokenizer vLLM knows the end tokens of the model's configuration only.
+        stop_token_ids=list(settings.stop_ids),
+        stop=list(settings.stop),
+        include_stop_str_in_output=True,  # else it leaves the end token out of the text that it compares
         logprobs=0,  # of the sampled token and no other
         flat_logprobs=True,  # one list of floats, not a dictionary and an object for each token
-        detokenize=False,
+        detokenize=bool(settings.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from rollout.delivery import Answer, Receipt
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
+from rollout.stopping import cut
 from rollout.types import Adapter, Completion, Sampling, Weights
 
 log = logging.getLogger("rollout")
@@ -48,7 +49,8 @@ class RolloutWorker:
         self.spec = spec
         self.chat = Chat.load(spec.engine.model)
         self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)  # its judges load while the engine starts
-        self.engine = spec.make_engine(spec.engine)
+        stop_ids, self._stop = self.chat.stops(spec.engine.stop)
+        self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=self._stop))
         self.sampler = Sampler(self.engine)
         self._said: set[str] = set()
 
@@ -67,6 +69,8 @@ class RolloutWorker:
         if completions is None:
             return None  # it was stopped, and who did that has what there is
         generate_ms = (time.perf_counter() - start) * 1e3
+        if begun and self._stop:
+            completions = [cut(completion, self._stop, self.chat.decode) for completion in completions]
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))

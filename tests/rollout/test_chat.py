@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.chat import Chat, ChatError
-from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tokenizer
+from tests.tiny import CHAT_TEMPLATE, EOS_IDS, VOCAB_SIZE, make_tokenizer
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2=?"}]
 
@@ -105,3 +105,45 @@ def test_loading_a_plain_tokenizer_imports_no_torch(tmp_path: Path) -> None:
     code = f"import sys; from rollout.chat import Chat; Chat.load({str(tmp_path)!r}); print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["False"]
+
+
+SWITCH = CHAT_TEMPLATE + (
+    "{%- if not enable_thinking is defined %}{%- set enable_thinking = true %}{% endif %}"
+    "{%- set opening = '' %}{% for tool in tools or [] %}{% generation %}{{ tool }}{% endgeneration %}{% endfor %}"
+    "{{ '' if enable_thinking else '<think>\\n\\n</think>' }}"
+)
+
+
+def test_variables_of_the_chat_template_reach_it() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = SWITCH
+    plain = chat_of(tokenizer).render(CONVERSATION)[1]
+    off = Chat(tokenizer, EOS_IDS, VOCAB_SIZE, template_kwargs={"enable_thinking": False})
+    assert tokenizer.decode(off.render(CONVERSATION)[1]) == tokenizer.decode(plain) + "<think>\n\n</think>"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enable_thinkin", "enable_thinkin must be a variable .* else it is ignored; did you mean enable_thinking"),
+        ("opening", "opening must be a variable .*; it reads enable_thinking, tools$"),  # it sets this one itself
+        ("messages", "messages must not be set"),
+        ("add_generation_prompt", "add_generation_prompt must not be set"),
+    ],
+)
+def test_a_variable_that_the_template_would_ignore_is_refused(name: str, message: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = SWITCH
+    with pytest.raises(ChatError, match=f"^data.chat_template_kwargs: {message}"):
+        Chat(tokenizer, EOS_IDS, VOCAB_SIZE, template_kwargs={name: False})
+
+
+def test_a_variable_without_a_template_to_read_it_is_refused() -> None:
+    with pytest.raises(ChatError, match=r"^data\.chat_template_kwargs: needs a chat template, and this tokenizer has"):
+        Chat(without_template(), EOS_IDS, VOCAB_SIZE, template_kwargs={"enable_thinking": False})
+
+
+def test_end_tokens_of_config_count_where_generation_config_is_missing(tmp_path: Path) -> None:
+    beyond = VOCAB_SIZE  # which can never be sampled
+    save_model(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": [7, beyond]})
+    assert Chat.load(str(tmp_path)).stop_ids == (EOS_IDS[0], 7)

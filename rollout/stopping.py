@@ -1,0 +1,48 @@
+"""What ends a completion beside its length: end tokens and stop strings."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout.types import Completion
+
+
+class StopError(ValueError):
+    """A stop string that could never end a completion."""
+
+
+def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Stop strings -> the ids of those that are a special token of the tokenizer, and the other strings.
+
+    Strings are looked for in the text that reward functions are given, which has no special tokens, so such a string
+    ends completions by its id. Raises StopError for one that has a special token among other text.
+    """
+    special = {token.content: int(id_) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = tuple(special[text] for text in strings if text in special)
+    others = tuple(text for text in strings if text not in special)
+    for text in others:
+        inside = next((token for token in special if token in text), None)
+        if inside is not None:
+            raise StopError(
+                f"rollout.stop: {text!r} must not mix the special token {inside!r} with other text, since it is looked "
+                f"for in text without special tokens; give {inside!r} alone, or a string without it"
+            )
+    return ids, others
+
+
+def cut(completion: Completion, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Completion:
+    """The completion up to and including the token with which the first of the strings is complete in its text.
+
+    An engine looks at what it samples itself: a string that begins in one part of a completion that was sampled in
+    parts (rollout.partial) and ends in the next is found here.
+    """
+    ids = completion.token_ids.tolist()
+
+    def has_stopped(length: int) -> bool:
+        text = decode(ids[:length])
+        return any(string in text for string in strings)
+
+    if not has_stopped(len(ids)):
+        return completion
+    length = bisect_left(range(len(ids)), True, key=has_stopped)  # the text only grows
+    return Completion(completion.token_ids[:length], completion.logprobs[:length], "stop", completion.versions[:length])
