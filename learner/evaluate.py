@@ -1,6 +1,7 @@
 """Held-out score: greedy completions of the held-out problems, through the same workers and judges as training."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from learner.config import RunConfig
 from learner.metrics import judge_means
 from rewards.config import RewardConfig, resolved_names
 from rollout.producer import Producer
-from rollout.schema import Problem, parts_of
+from rollout.schema import Problem, failed, parts_of
 from rollout.types import Sampling
 
 NUM_SAMPLES = 3
@@ -43,7 +44,8 @@ def accuracy_judge(rewards: Sequence[RewardConfig], judge: str | None) -> str:
 async def evaluate(
     producers: Sequence[Producer], problems: Sequence[Problem], config: RunConfig, step: int
 ) -> Evaluation:
-    """One greedy completion per problem; a completion that could not be judged counts as wrong."""
+    """One greedy completion per problem. Where the reward function of accuracy fails, it counts as wrong; where it has
+    no opinion, it is left out of eval/accuracy and counted in eval/no_opinion."""
     # As many at once as run at once: the deadline of a group is for the group, not for the queue before it.
     places = [asyncio.Semaphore(config.rollout.max_num_seqs) for _ in producers]
     greedy = Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
@@ -57,10 +59,14 @@ async def evaluate(
 
     rows = pa.concat_tables(await asyncio.gather(*(answer(i, p) for i, p in enumerate(problems))))
     judge = accuracy_judge(config.rewards, config.data.eval.judge)
-    scores = [parts[judge] or 0.0 for parts in parts_of(rows)]
+    said = [parts[judge] for parts in parts_of(rows)]
+    scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in judge_means(rows).items()}
-    failed = sum(status != "ok" for status in rows.column("reward_status").to_pylist())
-    means |= {"eval/accuracy": sum(scores) / len(scores), "eval/failed": failed / len(scores)}
+    means["eval/failed"] = float(failed(rows).mean())
+    if scores:
+        means["eval/accuracy"] = sum(scores) / len(scores)
+    if len(scores) < len(said):
+        means["eval/no_opinion"] = float(len(said) - len(scores))
     samples = [
         {
             "prompt": problem.messages if isinstance(problem.messages, str) else problem.messages[-1]["content"],

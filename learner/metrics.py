@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout.schema import parts_of, rewards_of
+from rollout.schema import failed, parts_of, rewards_of
 
 
 class JudgesFailing(RuntimeError):
@@ -18,24 +18,23 @@ def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int)
     """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it, but not from
     tokens of versions below `oldest_version`.
 
-    Raises JudgesFailing if more than half of the completions have no reward.
+    reward/mean and reward/std are of the completions that have a reward, and missing where none has. Raises
+    JudgesFailing if reward functions failed on more than half of the completions.
     """
     rows = pa.concat_tables(groups)
     rewards = rewards_of(rows)
     status = Counter(rows.column("reward_status").to_pylist())
-    failed = np.isnan(rewards)
-    if failed.mean() > 0.5:
+    lost = failed(rows)
+    if lost.mean() > 0.5:
         raise JudgesFailing(
-            f"{int(failed.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
+            f"{int(lost.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
             "sentences are in the log above. Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
         )
     lengths = pc.list_value_length(rows.column("completion_ids")).to_numpy()
     staleness = version - rows.column("policy_version_min").to_numpy()
     finished = np.asarray(rows.column("finish_reason").to_pylist())
     metrics = {
-        "reward/mean": float(np.nanmean(rewards)),
-        "reward/std": float(np.nanstd(rewards)),
-        "reward/failed": float(failed.mean()),
+        "reward/failed": float(lost.mean()),
         "reward/ms": float(np.mean(rows.column("reward_ms").to_numpy())),
         "rollout/completion_length": float(lengths.mean()),
         "rollout/completion_length_max": float(lengths.max()),
@@ -44,6 +43,8 @@ def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int)
         "policy/staleness_mean": float(staleness.mean()),
         "policy/staleness_max": float(staleness.max()),
     }
+    if not np.isnan(rewards).all():
+        metrics |= {"reward/mean": float(np.nanmean(rewards)), "reward/std": float(np.nanstd(rewards))}
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
     return metrics | judge_means(rows) | staleness_shares(rows, version, oldest_version)
 
@@ -58,7 +59,7 @@ def staleness_shares(rows: pa.Table, version: int, oldest_version: int) -> dict[
 
 
 def judge_means(rows: pa.Table) -> dict[str, float]:
-    """`reward/<judge>`: mean of each judge's own number over the completions it could judge."""
+    """`reward/<judge>`: mean of each reward function's own number over the completions that it scored."""
     values: dict[str, list[float]] = {}
     for parts in parts_of(rows):
         for judge, value in parts.items():

@@ -12,8 +12,10 @@ written for TRL or open-r1 work unchanged:
 * Plain data: prompts and completions are strings. Conversational data: a prompt is a list of messages and a completion
   is `[{"role": "assistant", "content": "..."}]`. `text.text_of` reads both.
 * `args` of the configuration are passed on every call and win over a column of the same name.
-* It returns one number per completion. None, NaN, infinity or anything that is not a number means "no judgement":
-  the sample gets status `nan` and no reward. (TRL instead sums the other rewards over a None.)
+* It returns one number per completion, or None for one that it has no opinion on. As in TRL, the other functions' sum
+  then counts, so each task of a mixed data set can have a function of its own. A completion without any opinion is
+  left out of training (status `none`); TRL gives it 0. NaN, infinity or anything else that is not a number is a
+  failure: the sample gets status `nan` and no reward.
 
 Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a judge runs in its
 own process, far from the trainer. A function that demands one of them is refused before training starts.

@@ -28,7 +28,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one call: values (None where there is no judgement) and, unless ok, what was wrong, in words."""
+    """What came of one call: values (None where the function says that it has no opinion, nan where it failed) and,
+    unless ok, what was wrong, in words."""
 
     status: Status
     values: list[float | None]
@@ -44,7 +45,12 @@ def judge(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bo
             returned = asyncio.run(_wait(returned))
         return _read(returned, size)
     except BaseException as error:  # sys.exit() in a judge is its failure, not the worker's end
-        return Verdict("error", [None] * size, _described(error))
+        return failed("error", size, _described(error))
+
+
+def failed(status: Status, size: int, problem: str) -> Verdict:
+    """A call that gave no value for any of the `size` completions."""
+    return Verdict(status, [math.nan] * size, problem)
 
 
 async def _wait(returned: Awaitable[Any]) -> Any:
@@ -87,32 +93,35 @@ def _read(returned: Any, size: int) -> Verdict:
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy and torch
     if not isinstance(values, list | tuple):
         problem = f"returned {type(returned).__name__}, must return a list with one number per completion"
-        return Verdict("error", [None] * size, problem)
+        return failed("error", size, problem)
     if len(values) != size:
         problem = f"returned {len(values)} values for {size} completions, must return one for each"
-        return Verdict("error", [None] * size, problem)
-    numbers = [_number(value) for value in values]
-    bad = [i for i, number in enumerate(numbers) if number is None]
+        return failed("error", size, problem)
+    numbers = [None if value is None else _number(value) for value in values]
+    bad = [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]
     if not bad:
         return Verdict("ok", numbers)
     first = f"sample {bad[0]}: {values[bad[0]]!r}"[:_LONGEST]
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are not finite numbers, first {first}")
 
 
-def _number(value: Any) -> float | None:
-    """`value` as a finite float, or None. Text is never a number (it has no __float__), even if it reads like one."""
+def _number(value: Any) -> float:
+    """`value` as a finite float, or nan. Text is never a number (it has no __float__), even if it reads like one."""
     if not hasattr(value, "__float__"):
-        return None
+        return math.nan
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):  # a tensor of two elements; an int beyond float
-        return None
-    return number if math.isfinite(number) else None
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _described(error: BaseException) -> str:
     """`ValueError: boom (my_rewards.py, line 3)`: where it was raised, in one line."""
-    text = " ".join(str(error).split())[:_LONGEST]
+    try:
+        text = " ".join(str(error).split())[:_LONGEST]
+    except BaseException as second:  # whatever the __str__ of a function's own exception does
+        text = f"its text cannot be read, since its __str__ raises {type(second).__name__}"
     if isinstance(error, MemoryError) and not text:
         text = "the memory cap of its process is reached"
     if isinstance(error, RewardError):  # our own sentence, complete as it is

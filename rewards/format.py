@@ -12,7 +12,9 @@ def format_(
 ) -> list[float]:
     """1.0 if the whole text is `<tag>...</tag>` for each tag in order, with only white space around them, else 0.0.
 
-    Each tag must open and close exactly once; what stands inside is free.
+    Each tag must open and close exactly once; what stands inside is free. The strict pattern of the published recipe
+    asks for one line in each tag, line breaks around it and one at the end: that is the reward `regex` with
+    `pattern: '^<reasoning>\\n.*?\\n</reasoning>\\n<answer>\\n.*?\\n</answer>\\n$'`.
     Raises ValueError if `tags` is not a list of plain names.
     """
     if isinstance(tags, str) or not tags:

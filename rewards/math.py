@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 from rewards.text import check_tag, column_of, gold_text, tagged, text_of
@@ -18,8 +19,8 @@ def math(
     tag: str = "answer",
     seconds: int = 2,
     **columns: Sequence[Any],
-) -> list[float | None]:
-    """1.0 if the answer equals the gold answer, 0.0 if not, None where math-verify gives up (an error, or `seconds`).
+) -> list[float]:
+    """1.0 if the answer equals the gold answer, 0.0 if not, nan where math-verify gives up (an error, or `seconds`).
 
     The answer is what stands in the last `<tag>...</tag>`, or the whole text if there is no such tag (math-verify then
     looks for a boxed or last expression). `seconds` bounds each of the two steps, reading and comparing, per sample.
@@ -27,7 +28,7 @@ def math(
     Raises ValueError if the column is missing or a gold answer cannot be read.
     """
     check_tag(tag)
-    scores: list[float | None] = []
+    scores = []
     for completion, gold in zip(completions, column_of(columns, column), strict=True):
         right = _read(gold_text(gold), seconds, prose=False)
         if not right:
@@ -38,14 +39,14 @@ def math(
     return scores
 
 
-def _compare(right: list[Any], text: str, seconds: int, *, prose: bool) -> float | None:
+def _compare(right: list[Any], text: str, seconds: int, *, prose: bool) -> float:
     answer = _read(text, seconds, prose=prose)
     if not answer:
-        return None if answer is None else 0.0
+        return nan if answer is None else 0.0
     try:
         return float(_math_verify.verify(right, answer, timeout_seconds=seconds, raise_on_error=True))
     except (Exception, _errors.TimeoutException):  # sympy on what a model wrote: anything can come
-        return None
+        return nan
 
 
 def _read(text: str, seconds: int, *, prose: bool) -> list[Any] | None:

@@ -1,6 +1,7 @@
 """Groups are judged here: every judge in a worker process, under a deadline, every failure with its name."""
 
 import asyncio
+import math
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rewards.config import RewardConfig, resolved_names
 from rewards.slot import Slot
 
 _WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
+NO_OPINION = "none"  # status of a completion of which every function says None
 _ADVICE = {
     "nan": "Return a finite number for each completion",
     "timeout": "Make the judge faster or raise its timeout_s",
@@ -27,15 +29,15 @@ class Scores:
     """The judgement of one group; all lists have one entry per completion."""
 
     reward: list[float | None]
-    """Weighted sum; None if any judge gave no judgement."""
+    """Weighted sum over the functions that have an opinion; None if none has, or if any failed."""
     parts: dict[str, list[float | None]]
-    """Each judge's own numbers, unweighted, by its metrics name."""
+    """Each function's own numbers, unweighted, by its metrics name; None: it has no opinion, nan: it failed."""
     status: list[str]
-    """ok, nan, timeout or error: the worst of the judges."""
+    """ok, nan, timeout or error: the worst of the functions; or none, where none has an opinion."""
     ms: float
     """Milliseconds from asking to answer, waiting for a free worker included."""
     failures: tuple[str, ...]
-    """One sentence for each judge that was not ok."""
+    """One sentence for each function that failed."""
 
 
 class RewardPool:
@@ -118,17 +120,18 @@ class RewardPool:
             failures=tuple(self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"),
         )
 
-    def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, Status]:
-        """Reward and status of sample `i`."""
-        total = 0.0
-        status: Status = "ok"
-        for reward, verdict in zip(self._rewards, verdicts, strict=True):
-            value = verdict.values[i]
-            if value is None:
-                status = max(status, verdict.status, key=_WORSE.index)
-            else:
-                total += reward.weight * value
-        return (total if status == "ok" else None), status
+    def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, str]:
+        """Reward and status of sample `i`. As in TRL, the sum is over the functions that do not say None (its nansum);
+        unlike there, a completion without any is not given 0."""
+        said = [
+            (reward.weight * value, verdict.status)
+            for reward, verdict in zip(self._rewards, verdicts, strict=True)
+            if (value := verdict.values[i]) is not None
+        ]
+        failures = [status for value, status in said if math.isnan(value)]
+        if failures:
+            return None, max(failures, key=_WORSE.index)
+        return (sum(value for value, _ in said), "ok") if said else (None, NO_OPINION)
 
     def sentence(self, i: int, verdict: Verdict) -> str:
         """For people: which judge (the i-th), the outcome, the reason, and what to do."""

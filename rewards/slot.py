@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from rewards import worker
-from rewards.call import Verdict
+from rewards.call import Verdict, failed
 
 T = TypeVar("T")
 START_S = 60.0  # for a process to start, and again for a judge to load
@@ -52,20 +52,19 @@ class Slot:
 
     async def judge(self, use: str, args: Mapping[str, Any], group: bytes, size: int, timeout_s: float) -> Verdict:
         """Judges one pickled group of `size` samples within `timeout_s` seconds; loading is not charged."""
-        failed = [None] * size
         problem = await self._prepare(use)
         if problem:
-            return Verdict("error", [*failed], problem)
+            return failed("error", size, problem)
         try:
             return await self._run(worker.score, (use, args, group), timeout_s)
         except TimeoutError:
             self._sweep()
-            return Verdict("timeout", [*failed], f"no answer within {timeout_s:g} s, so its process was killed")
+            return failed("timeout", size, f"no answer within {timeout_s:g} s, so its process was killed")
         except (ProcessExpired, BrokenProcessPool) as error:
             self._sweep()
-            return Verdict("error", [*failed], f"its process died: {_death(error)}")
+            return failed("error", size, f"its process died: {_death(error)}")
         except _Closed:
-            return Verdict("error", [*failed], "the reward pool was closed before it answered")
+            return failed("error", size, "the reward pool was closed before it answered")
 
     async def _prepare(self, use: str) -> str:
         """Brings up a worker that has loaded `use`. Returns what went wrong, or ''."""

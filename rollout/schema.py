@@ -37,9 +37,11 @@ SCHEMA = pa.schema(
         pa.field("policy_version_min", pa.int64(), nullable=False),
         pa.field("policy_version_max", pa.int64(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),  # stop, length, abort
-        pa.field("reward", pa.float32()),  # weighted sum; null if a judge failed
-        pa.field("reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False),  # each judge's own number
-        pa.field("reward_status", pa.string(), nullable=False),  # ok, error, timeout, nan
+        pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none has an opinion
+        pa.field(
+            "reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False
+        ),  # each function's own number; see parts_of
+        pa.field("reward_status", pa.string(), nullable=False),  # ok, none, error, timeout, nan
         pa.field("reward_ms", pa.float32(), nullable=False),
         pa.field("generate_ms", pa.float32(), nullable=False),
         pa.field("worker", pa.int32(), nullable=False),
@@ -113,11 +115,16 @@ def group_position(table: pa.Table) -> tuple[int, int]:
 
 
 def rewards_of(table: pa.Table) -> npt.NDArray[np.float64]:
-    """[G] rewards; nan where a judge failed."""
+    """[G] rewards; nan where a reward function failed, or none has an opinion."""
     values = table.column("reward").to_numpy(zero_copy_only=False)
     return np.asarray(values, dtype=np.float64)
 
 
+def failed(table: pa.Table) -> npt.NDArray[np.bool_]:
+    """[G] where a reward function failed. That none has an opinion is no failure."""
+    return np.asarray([status not in ("ok", "none") for status in table.column("reward_status").to_pylist()], bool)
+
+
 def parts_of(table: pa.Table) -> list[dict[str, float | None]]:
-    """G dictionaries judge -> its own number."""
+    """G dictionaries: reward function -> its own number, nan where it failed, None where it has no opinion."""
     return [dict(row) for row in table.column("reward_parts").to_pylist()]

@@ -1,5 +1,7 @@
 """The numbers of a batch, by hand."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,22 @@ def test_a_judge_that_fails_for_most_stops_the_run_and_for_half_does_not() -> No
     assert batch_metrics([make_group(rewards=[None, 1.0])], 0, 0)["reward/failed"] == 0.5
     with pytest.raises(JudgesFailing, match=r"3 of 4 completions .*'error': 3"):
         batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0, 0)
+
+
+def test_having_no_opinion_is_no_failure() -> None:
+    """Of four completions one failed; two have no reward since no function has an opinion on them."""
+    two = [("math", None), ("code", None)]
+    parts = [[("math", 2.0), ("code", None)], [("math", math.nan), ("code", None)], two, two]
+    rows = {"rewards": [2.0, None, None, None], "reward_status": ["ok", "error", "none", "none"], "reward_parts": parts}
+    found = batch_metrics([make_group(**rows)], 0, 0)
+    expected = {"mean": 2.0, "std": 0.0, "failed": 0.25, "status_error": 1.0, "status_none": 2.0, "math": 2.0}
+    assert {f"reward/{name}": found.get(f"reward/{name}") for name in expected} == {
+        f"reward/{name}": value for name, value in expected.items()
+    }
+    assert "reward/code" not in found
+    nothing = batch_metrics([make_group(rewards=[None, None], reward_status=["none", "none"])], 0, 0)
+    assert "reward/mean" not in nothing
+    assert nothing["reward/failed"] == 0.0
 
 
 def test_a_completion_that_went_on_under_a_newer_policy_counts_token_by_token() -> None:

@@ -62,6 +62,18 @@ async def test_a_batch_that_is_wholly_too_old_changes_nothing(tiny_path: str, ad
     assert (metrics["loss/trained_tokens"], metrics["loss/grad_norm"]) == (0, 0)
 
 
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("advantage", ["batch", "group"])
+async def test_a_batch_without_any_reward_changes_nothing(
+    tiny_path: str, adapter_path: str, loss: str, advantage: str
+) -> None:
+    """Its completions are of a task that no reward function has an opinion on."""
+    config = LossConfig.model_validate({"kind": loss, "advantage": advantage})
+    trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config)
+    metrics = await trainer.step(make_groups([[None, None], [None, None]], uniform))
+    assert (metrics["loss/trained_tokens"], metrics["loss/grad_norm"]) == (0, 0)
+
+
 @settings(max_examples=60)
 @given(data=st.data(), oldest=st.integers(0, 4))
 def test_what_comes_up_to_the_last_too_old_token_is_prompt(data: st.DataObject, oldest: int) -> None:

@@ -1,7 +1,9 @@
 """Built-in judges against cases worked out by hand."""
 
 import json
+import re
 from decimal import Decimal
+from math import isnan
 
 import pytest
 from hypothesis import given
@@ -142,7 +144,35 @@ def test_math_compares_by_meaning():
 def test_math_gives_no_judgement_where_it_runs_out_of_time():
     from rewards.math import math
 
-    assert math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1) in ([None], [0.0])
+    (score,) = math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1)
+    assert isnan(score) or score == 0.0  # a failure with a name; None would say that it has no opinion
+
+
+# As the published GRPO recipe has it: re.match of this, without flags.
+STRICT = r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$"
+PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "\n", "4", " "]
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "free"),
+    [
+        ("<reasoning>\n2 + 2\n</reasoning>\n<answer>\n4\n</answer>\n", 1.0, 1.0),
+        ("<reasoning>\n2 + 2\n</reasoning>\n<answer>\n4\n</answer>", 0.0, 1.0),  # no line break at the end
+        ("<reasoning>\n2\n+ 2\n</reasoning>\n<answer>\n4\n</answer>\n", 0.0, 1.0),  # two lines in a tag
+        ("<reasoning>2 + 2</reasoning><answer>4</answer>", 0.0, 1.0),
+        ("so <reasoning>\n2\n</reasoning>\n<answer>\n4\n</answer>\n", 0.0, 0.0),
+    ],
+)
+def test_the_strict_pattern_of_the_published_recipe_and_ours(text, strict, free):
+    assert regex([text], pattern=STRICT) == [strict]
+    assert format_([text]) == [free]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=3), st.integers(0, 60), st.integers(0, 60))
+def test_the_strict_pattern_as_regex_is_what_the_recipe_computes(extra, start, stop):
+    whole = "<reasoning>\n4\n</reasoning>\n<answer>\n4\n</answer>\n"
+    text = whole[:start] + "".join(extra) + whole[max(start, stop) :]
+    assert regex([text], pattern=STRICT) == [1.0 if re.match(STRICT, text) else 0.0]
 
 
 def test_length_penalises_the_excess_only():

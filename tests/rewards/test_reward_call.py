@@ -8,6 +8,16 @@ from rewards.number import number
 GROUP = Group(
     ["p", "p"], ["a", "b"], [[1], [2, 3]], {"answer": ["x", "y"], "tag": ["t", "t"], "prompt": ["raw", "raw"]}
 )
+NAN = float("nan")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+def mute(completions):
+    raise Mute
 
 
 def call(reward, args=None, built_in=False):
@@ -37,17 +47,21 @@ def test_a_plain_function_gets_what_it_names():
     ("value", "values", "status"),
     [
         ([True, 2], [1.0, 2.0], "ok"),
-        ((None, 1.0), [None, 1.0], "nan"),
-        ([float("nan"), float("-inf")], [None, None], "nan"),
-        (["1.0", 10**400], [None, None], "nan"),
-        ([1.0], [None, None], "error"),
-        (1.0, [None, None], "error"),
-        ("ab", [None, None], "error"),
+        ((None, 1.0), [None, 1.0], "ok"),
+        ([None, None], [None, None], "ok"),
+        ([None, NAN], [None, NAN], "nan"),
+        ([NAN, float("-inf")], [NAN, NAN], "nan"),
+        (["1.0", 10**400], [NAN, NAN], "nan"),
+        ([1.0], [NAN, NAN], "error"),
+        (1.0, [NAN, NAN], "error"),
+        ("ab", [NAN, NAN], "error"),
+        (None, [NAN, NAN], "error"),
     ],
 )
 def test_return_values(value, values, status):
     verdict = call(returning(value))
-    assert (verdict.values, verdict.status) == (values, status)
+    assert verdict.values == pytest.approx(values, nan_ok=True)
+    assert verdict.status == status
     assert bool(verdict.problem) == (status != "ok")
 
 
@@ -75,12 +89,18 @@ def test_async_judges_are_awaited():
         (returning([1.0]), {}, False, "returned 1 values for 2 completions"),
         (lambda completions: 1 / 0, {}, False, "ZeroDivisionError: division by zero (test_reward_call.py, line "),
         (lambda completions: exit(), {}, False, "SystemExit"),
+        (
+            mute,
+            {},
+            False,
+            "Mute: its text cannot be read, since its __str__ raises KeyboardInterrupt (test_reward_call.py",
+        ),
     ],
 )
 def test_problems_are_told(reward, args, built_in, sentence):
     verdict = call(reward, args, built_in)
     assert verdict.status == "error"
-    assert verdict.values == [None, None]
+    assert verdict.values == pytest.approx([NAN, NAN], nan_ok=True)
     assert sentence in verdict.problem
 
 

@@ -1,6 +1,7 @@
 """The pool with real processes: whatever a judge does, its group gets a name for it and the next group is judged."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -27,6 +28,8 @@ async def later(completions):
     await asyncio.sleep(0.01)
     return [0.5] * len(completions)
 def none(completions): return [None, 1.0]
+def nan(completions): return [float("nan"), 1.0]
+def of_a_task(completions, task, own): return [float(len(c)) if t == own else None for c, t in zip(completions, task)]
 def short(completions): return [1.0]
 def boom(completions): raise ValueError("boom")
 def loop(completions):
@@ -83,9 +86,10 @@ def workers():
 def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
     expected = {
         "good": ("ok", ""),
-        "none": ("nan", "1 of 2 values are not finite numbers, first sample 0: None"),
+        "none": ("ok", ""),
+        "nan": ("nan", "1 of 2 values are not finite numbers, first sample 0: nan"),
         "short": ("error", "returned 1 values for 2 completions"),
-        "boom": ("error", "ValueError: boom (judges.py, line 13)"),
+        "boom": ("error", "ValueError: boom (judges.py, line 15)"),
         "odd": ("error", "Odd: cannot be unpickled"),
         "loop": ("timeout", "no answer within 1 s, so its process was killed"),
         "c_loop": ("timeout", "no answer within 1 s"),
@@ -106,7 +110,8 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
     assert scores.parts["good"] == [1.0, 2.0]
     assert scores.parts["later"] == [0.5, 0.5]
     assert scores.parts["none"] == [None, 1.0]
-    assert scores.parts["loop"] == [None, None]
+    assert scores.parts["nan"] == pytest.approx([math.nan, 1.0], nan_ok=True)
+    assert scores.parts["loop"] == pytest.approx([math.nan, math.nan], nan_ok=True)
     assert scores.reward == [None, None]
     assert scores.status == ["error", "error"]
 
@@ -125,8 +130,32 @@ def test_weights_status_and_conversations(judges):
 
     scores = asyncio.run(main())
     assert scores.parts == {"spoken": [1.0, 0.0], "later": [0.5, 0.5], "none": [None, 1.0]}
-    assert scores.reward == [None, 2.0 * 0.0 - 0.5 + 1.0]
-    assert scores.status == ["nan", "ok"]
+    assert scores.reward == [2.0 * 1.0 - 0.5, 2.0 * 0.0 - 0.5 + 1.0]
+    assert scores.status == ["ok", "ok"]
+
+
+def test_each_task_has_its_function_and_what_none_has_an_opinion_on_has_no_reward(judges):
+    """TRL's multi-task pattern: a function says None on the rows of other tasks."""
+    rewards = [
+        judges("of_a_task", name="math", args={"own": "math"}, on_error="fail"),
+        judges("of_a_task", name="code", args={"own": "code"}, weight=10.0),
+        judges("nan", name="broken"),
+    ]
+    tasks = ["math", "code", "chess", "chess"]
+
+    async def main(functions):
+        async with RewardPool(functions) as pool:
+            return await score(pool, completions=("a", "bb", "c", "d"), task=tasks)
+
+    scores = asyncio.run(main(rewards[:2]))
+    assert scores.parts == {"math": [1.0, None, None, None], "code": [None, 2.0, None, None]}
+    assert scores.reward == [1.0, 20.0, None, None]
+    assert scores.status == ["ok", "ok", "none", "none"]
+    assert scores.failures == ()
+    # Returns two values for four completions: a failure is never taken for having no opinion.
+    broken = asyncio.run(main(rewards))
+    assert broken.reward == [None] * 4
+    assert broken.status == ["error"] * 4
 
 
 def test_slow_loading_is_not_charged_and_fail_raises(judges, tmp_path):
