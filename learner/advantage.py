@@ -39,16 +39,17 @@ def group(rewards: Sequence[Float]) -> list[Float]:
 
 
 def batch(rewards: Sequence[Float]) -> list[Float]:
-    """(r - mean of its group) / (std of the centred rewards of the batch + eps).
+    """(r - mean of its group) / (std of all rewards of the batch + eps): Lite-PPO 2508.08221; scale_rewards="batch" in
+    TRL.
 
-    Lite-PPO 2508.08221, ScaleRL 2510.13786. Unlike `group` it does not blow up groups in which almost all samples
-    agree. The standard deviation is taken over every judged sample of the batch, those of groups without signal
-    (centred reward 0) included.
+    The standard deviation is that of the rewards as they are, differences between groups included, so that it stays
+    near the reward's own scale. That of the centred rewards would shrink with the share of groups that have signal, and
+    blow up the advantages of the last of them.
     """
-    centred = [_centred(one) for one in rewards]
-    judged = sum(int(np.isfinite(one).sum()) for one in rewards)
-    spread = np.sqrt(sum(float(one @ one) for one in centred) / max(judged - 1, 1))
-    return [one / (spread + EPSILON) for one in centred]
+    every = np.concatenate(rewards) if rewards else np.empty(0)
+    scored = every[np.isfinite(every)]
+    spread = float(scored.std(ddof=1)) if scored.size >= 2 else 0.0
+    return [_centred(one) / (spread + EPSILON) for one in rewards]
 
 
 def none(rewards: Sequence[Float]) -> list[Float]:

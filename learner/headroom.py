@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from cluster.telemetry import peak_resident
-from learner.batch import MicroBatch, Rows
+from learner.batch import MicroBatch
+from learner.rows import Rows
 
 log = logging.getLogger("learner")
 
@@ -83,6 +84,7 @@ def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows
         behavior=tokens.astype(np.float32),
         versions=tokens,
         lengths=np.full(count, completion_length, np.int64),
+        truncated=np.zeros(count, np.bool_),
     )
 
 

@@ -1,6 +1,6 @@
 """What the learner does with a batch: adapter, loss, optimizer, schedule, memory of a step."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict, cast
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,7 @@ class LoraConfig(Frozen):
 class ScheduleConfig(Frozen):
     """Learning-rate schedule; `warmup` is a fraction of the run's steps."""
 
-    kind: Literal["constant", "cosine"] = "constant"
+    kind: Literal["constant", "linear", "cosine"] = "constant"  # the others fall to 0 at the end of the run
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 
@@ -33,21 +33,67 @@ class OptimizerConfig(Frozen):
     max_grad_norm: Positive = 1.0
 
 
+class Bounds(TypedDict, total=False):
+    """What a ratio of learner.ratios is held to."""
+
+    epsilon: tuple[float, float]  # below and above 1
+    delta: float
+    cap: float
+    band: tuple[float, float]
+
+
+# The settings that each ratio has, with the values of the papers (named in learner.ratios). What MiniMax-M1 leaves open
+# for cispo is of ScaleRL's size (2510.13786); those of the sequence ratios are TRL's; clip's epsilon is DAPO's, its cap
+# bounds decoupled PPO's other ratio, with more than one update per batch; delta is INTELLECT-2's.
+BOUNDS: dict[str, Bounds] = {
+    "masked": {"cap": 2.0, "band": (0.5, 5.0)},
+    "truncated": {"cap": 2.0},
+    "icepop": {"band": (0.5, 5.0)},
+    "cispo": {"cap": 5.0},
+    "sequence_mask": {"band": (0.0, 3.0)},
+    "sequence_truncate": {"cap": 3.0},
+    "gspo": {"epsilon": (3e-4, 4e-4), "delta": 4.0},
+    "clip": {"epsilon": (0.2, 0.28), "delta": 4.0, "cap": 2.0},
+}
+
+
 class LossConfig(Frozen):
-    """GRPO variants; equations and papers in learner/loss.py and learner/advantage.py."""
+    """GRPO variants; equations and papers in learner/ratios.py, learner/loss.py and learner/advantage.py."""
 
     kind: Literal["dapo", "dr_grpo", "grpo"] = "dapo"
-    ratio: Literal["masked", "truncated", "icepop", "cispo", "gspo", "clip"] = "masked"
-    epsilon: tuple[Positive, Positive] | None = None  # clip range below and above 1; null: the papers', by ratio
+    ratio: Literal["masked", "truncated", "icepop", "cispo", "sequence_mask", "sequence_truncate", "gspo", "clip"] = (
+        "masked"
+    )
+    epsilon: tuple[Positive, Positive] | None = None  # clip range below and above 1; null here and below: BOUNDS
+    delta: Positive | None = None  # most that the ratio of a sample with A < 0 counts, above the clip range
+    cap: Annotated[float, Field(ge=1)] | None = None  # most that a ratio counts
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]] | None = None  # outside: dropped
     beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the k3 KL to the reference
-    advantage: Literal["group", "batch", "none"] = "batch"  # what the centred reward is divided by
+    advantage: Literal["group", "batch", "none"] = "batch"  # whose rewards' deviation the centred reward is divided by
+    mask_truncated: bool = False  # completions cut at max_completion_length count in the advantages, but do not train
+
+    @property
+    def bounds(self) -> Bounds:
+        """Those of the chosen ratio."""
+        given = {name: getattr(self, name) for name in BOUNDS[self.ratio] if getattr(self, name) is not None}
+        return cast(Bounds, BOUNDS[self.ratio] | given)
 
     @model_validator(mode="after")
-    def _epsilon_is_used(self) -> "LossConfig":
-        if self.epsilon is not None and self.ratio not in ("clip", "gspo"):
+    def _bounds_are_used(self) -> "LossConfig":
+        for name in Bounds.__annotations__:
+            value = getattr(self, name)
+            if value is not None and name not in BOUNDS[self.ratio]:
+                users = ", ".join(ratio for ratio, own in BOUNDS.items() if name in own)
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"{name}: belongs to ratio: {users}, and {self.ratio} has none; leave it out, or set one of them "
+                    f"(got {name}={shown})"
+                )
+        bounds = self.bounds
+        if "delta" in bounds and bounds["delta"] <= 1 + bounds["epsilon"][1]:
             raise ValueError(
-                f"epsilon is the clip range of ratio: clip or gspo, {self.ratio} has none; leave it out, or set one of "
-                f"them (got epsilon={list(self.epsilon)})"
+                f"delta: must be above 1 + epsilon's upper part, {1 + bounds['epsilon'][1]:g}, or it would cut what "
+                f"the clip lets through; raise it (got {bounds['delta']:g})"
             )
         return self
 
@@ -88,5 +134,10 @@ class LearnerConfig(Frozen):
                 "updates_per_batch: after the first update of a batch the policy is held near the one that the batch "
                 "began with by PPO's clip, which is worked out for loss.ratio=clip alone; set that, or 1 (got "
                 f"{self.updates_per_batch} with loss.ratio={self.loss.ratio})"
+            )
+        if self.updates_per_batch == 1 and self.loss.ratio == "clip" and self.loss.cap is not None:
+            raise ValueError(
+                "loss.cap: with ratio: clip it bounds how far the batch's first policy may be from the sampler, which "
+                f"only updates_per_batch above 1 looks at; leave it out (got cap={self.loss.cap:g})"
             )
         return self

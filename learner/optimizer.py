@@ -16,7 +16,8 @@ FIRST_LOSS_SCALE = 2.0**15
 def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
     """What learning_rate is multiplied by in step `step` (from 0) of `total_steps`; never 0.
 
-    Linear warm-up over the first `warmup` of the run, then 1, or half a cosine towards 0 (SGDR 1608.03983, equation 5).
+    Linear warm-up over the first `warmup` of the run, then 1, or a straight line, or half a cosine (SGDR 1608.03983,
+    equation 5), towards 0 after the last step: transformers' schedules, but for its first step, which is of rate 0.
     A function of the step alone, so that a resumed run needs no other state than its step.
     """
     warmup = math.ceil(schedule.warmup * total_steps)
@@ -25,7 +26,7 @@ def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
     if schedule.kind == "constant":
         return 1.0
     progress = min(step - warmup, total_steps - warmup - 1) / max(total_steps - warmup, 1)
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Updater:
@@ -76,7 +77,7 @@ class Updater:
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+        restore(self._optimizer, state["optimizer"])
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
 
@@ -85,15 +86,23 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
     """AdamW (1711.05101), or bitsandbytes' AdamW with 8-bit block-wise states (2110.02861); both run on CPU and CUDA.
 
     The paged kind keeps its states in CUDA's unified memory, which moves to the host when the device is full.
-    The learning rate is set before each step.
+    Matrices decay; norms and biases, which have one dimension, do not. The learning rate is set before each step.
 
     Raises:
         ValueError: the paged kind without CUDA.
     """
-    settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
+    settings: dict[str, Any] = {"betas": config.betas}
+    groups = [
+        {"params": own, "weight_decay": decay}
+        for own, decay in (
+            ([weight for weight in weights if weight.ndim > 1], config.weight_decay),
+            ([weight for weight in weights if weight.ndim < 2], 0.0),
+        )
+        if own
+    ]
     if config.kind == "adamw":
         # Fused: the same numbers to float32's rounding, without foreach's temporaries of 4 bytes per weight.
-        return torch.optim.AdamW(weights, fused=True, **settings)
+        return torch.optim.AdamW(groups, fused=True, **settings)
     if config.kind == "paged_adamw_8bit" and device.type != "cuda":
         raise ValueError(
             f"learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory, got device {device}; set adamw_8bit"
@@ -101,5 +110,13 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
     from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit  # here: slow to import, and few runs use it
 
     kind: Any = PagedAdamW8bit if config.kind == "paged_adamw_8bit" else AdamW8bit
-    optimizer: torch.optim.Optimizer = kind(weights, **settings)
+    optimizer: torch.optim.Optimizer = kind(groups, **settings)
     return optimizer
+
+
+def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The moments of `state`; betas and decay stay this optimizer's own, which a resumed run may have changed."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from learner.attention import kernels
-from learner.batch import MicroBatch, Rows, micro_batches
+from learner.batch import MicroBatch, micro_batches
 from learner.logits import Logits
 from learner.logprob import policy_logprobs
+from learner.rows import Rows
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:
     prompts, completions = ([pair[i] for pair in pairs] for i in (0, 1))
     lengths = np.array([len(completion) for completion in completions])
     tokens = np.concatenate(completions)
-    rows = Rows([], prompts, tokens, np.zeros(len(tokens), np.float32), np.zeros_like(tokens), lengths)
+    rows = Rows([], prompts, tokens, np.zeros(len(tokens), np.float32), np.zeros_like(tokens), lengths, lengths < 0)
     numbers = np.arange(len(pairs), dtype=np.float64)
     return rows, numbers, numbers, np.ones(len(pairs), dtype=bool)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.learner_config import LearnerConfig
-from learner.optimizer import Updater, build_optimizer
+from learner.optimizer import Updater, build_optimizer, restore
 
 STATE_BYTES = 2  # of 8-bit AdamW; scales of its blocks are another 1 %
 
@@ -73,7 +73,7 @@ class RoundedUpdater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, one in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(one)
+            restore(optimizer, one)
 
 
 def rounded(values: Tensor) -> Tensor:

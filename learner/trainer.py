@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner import checkpointing
 from learner.advantage import has_signal
-from learner.batch import MicroBatch, Rows, micro_batches, read
+from learner.batch import MicroBatch, micro_batches
 from learner.config import ModelConfig
 from learner.exports import export, load_masters, save_masters, update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
@@ -34,6 +34,7 @@ from learner.optimizer import rate_factor
 from learner.passes import Passes
 from learner.random_state import random_state, set_random_state
 from learner.rounding import updater_for, wants_masters
+from learner.rows import Rows, read
 from rollout.types import Adapter, Weights
 
 MAX_NONFINITE = 3  # skipped updates in a row
@@ -101,7 +102,7 @@ class Trainer:
     async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
         """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
 
-        Tokens of policy versions below `oldest_version` are not trained on (see learner.batch.read).
+        Tokens of policy versions below `oldest_version` are not trained on (see learner.rows.read).
 
         It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
         loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples whose judge failed are not

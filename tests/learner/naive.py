@@ -33,17 +33,36 @@ def loss(
     """[T] loss of each token of one completion, before the denominators; as the papers write it, for autograd."""
     ratio = (lp - behavior).exp()
     held = ratio.detach()
-    inside = (held >= 0.5) & (held <= 5)
-    weights = {"truncated": held.clamp(max=2), "cispo": held.clamp(max=5), "icepop": held * inside}
-    weights["masked"] = held.clamp(max=2) * inside
+    low, high = config.band or {"sequence_mask": (0.0, 3.0)}.get(config.ratio, (0.5, 5.0))
+    inside = (held >= low) & (held <= high)
+    cap = config.cap or {"cispo": 5.0, "sequence_truncate": 3.0}.get(config.ratio, 2.0)
+    weights = {"truncated": held.clamp(max=cap), "cispo": held.clamp(max=cap), "icepop": held * inside}
+    weights["masked"] = held.clamp(max=cap) * inside
     if config.ratio in weights:
         value = -weights[config.ratio] * advantage * lp
+    elif config.ratio.startswith("sequence"):
+        value = _trl(lp, behavior, advantage) * _trl_correction(lp, behavior, config.ratio, low, high, cap)
     else:
-        low, high = config.epsilon or {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4)}[config.ratio]
+        below, above = config.epsilon or {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4)}[config.ratio]
         if config.ratio == "gspo":
             ratio = (lp - behavior).mean().exp().expand(len(lp))
-        value = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        bounded = ratio.clamp(max=config.delta or 4.0)  # as TRL writes it: for both signs, before the minimum
+        value = -torch.min(bounded * advantage, ratio.clamp(1 - below, 1 + above) * advantage)
     if reference is not None:
         d = reference - lp
         value = value + config.beta * (lp - behavior).exp() * (d.exp() - d - 1)
     return value
+
+
+def _trl(lp: Tensor, behavior: Tensor, advantage: float | Tensor) -> Tensor:
+    """[T] TRL's loss of one update per batch (GRPOTrainer._compute_loss): the old policy is the present one."""
+    ratio = (lp - lp.detach()).exp()
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def _trl_correction(lp: Tensor, behavior: Tensor, mode: str, low: float, high: float, cap: float) -> Tensor:
+    """[1] what TRL multiplies it with (vllm_importance_sampling_mode): the whole completion's ratio to the sampler."""
+    whole = (lp.detach() - behavior).sum(-1, keepdim=True).exp()
+    if mode == "sequence_truncate":
+        return whole.clamp(max=cap)
+    return whole.masked_fill((whole < low) | (whole > high), 0.0)

@@ -20,8 +20,10 @@ def make_group(
     *,
     position: int = 0,
     version: int = 0,
+    cut: Sequence[int] = (),
 ) -> pa.Table:
-    """One group; `behavior` gives the sampler's logprobs of a completion after a prompt."""
+    """One group; `behavior` gives the sampler's logprobs of a completion after a prompt. `cut`: those that were stopped
+    at the greatest length."""
     n = len(completions)
     zeros, empty = [0.0] * n, [""] * n
     return build_group(
@@ -41,7 +43,7 @@ def make_group(
             "token_versions": [[version] * len(c) for c in completions],
             "policy_version_min": [version] * n,
             "policy_version_max": [version] * n,
-            "finish_reason": ["stop"] * n,
+            "finish_reason": ["length" if i in cut else "stop" for i in range(n)],
             "reward": rewards,
             "reward_parts": [{}] * n,
             "reward_status": ["error" if r is None else "ok" for r in rewards],

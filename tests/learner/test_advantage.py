@@ -22,13 +22,22 @@ def test_group_divides_by_the_sample_deviation_of_its_group() -> None:
     assert advantages("group", [[0, 2, 0, 2]])[0] == pytest.approx([-1 / std, 1 / std, -1 / std, 1 / std], rel=1e-12)
 
 
-def test_batch_divides_by_the_deviation_of_all_centred_rewards() -> None:
-    # centred: -1 +1 | -2 +2 | 0 0: squares 10 over n - 1 = 5
-    std = 2**0.5 + EPSILON
+def test_batch_divides_by_the_deviation_of_all_rewards() -> None:
+    """As they are, not centred (then the squares would be 10): TRL's scale_rewards="batch"."""
+    # mean 14 / 6, squares 4 + 1 + 25 + 9 + 9 = 48 less 14 * 14 / 6, over n - 1 = 5
+    std = ((48 - 14 * 14 / 6) / 5) ** 0.5 + EPSILON
     found = advantages("batch", [[0, 2], [1, 5], [3, 3]])
     assert found[0] == pytest.approx([-1 / std, 1 / std], rel=1e-12)
     assert found[1] == pytest.approx([-2 / std, 2 / std], rel=1e-12)
     assert found[2] == [0, 0]
+
+
+def test_one_group_with_signal_among_solved_and_unsolved_ones_is_not_blown_up() -> None:
+    solved, unsolved = [[1.0] * 8] * 4, [[0.0] * 8] * 3
+    found = advantages("batch", [[1.0] + [0.0] * 7, *solved, *unsolved])
+    # 33 of 64 rewards are 1: a deviation of 0.5038; that of the centred ones is 0.1178, and the advantage 7.4
+    assert found[0][0] == pytest.approx(0.875 / (((33 - 33**2 / 64) / 63) ** 0.5 + EPSILON), rel=1e-12)
+    assert found[0][0] < 1.75
 
 
 def test_none_only_centres() -> None:
@@ -57,5 +66,4 @@ def test_advantages_sum_to_zero_and_ignore_a_shift(kind: str, rewards: list[floa
     rounded = [round(r, 2) for r in rewards]
     plain, shifted = advantages(kind, [rounded, [round(r + round(shift, 2), 2) for r in rounded]])
     assert sum(plain) == pytest.approx(0, abs=1e-9)
-    if kind != "batch":  # whose divisor both groups share anyway
-        assert plain == pytest.approx(shifted, abs=1e-6)
+    assert plain == pytest.approx(shifted, abs=1e-6)  # "batch" has one divisor for both

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch import MicroBatch, Rows, micro_batches, read
+from learner.batch import MicroBatch, micro_batches
+from learner.rows import Rows, read
 from rollout.schema import ragged
 from tests.learner.rollouts import make_group, make_groups, uniform
 

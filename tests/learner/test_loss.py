@@ -3,99 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from learner.batch import MicroBatch
 from learner.learner_config import LossConfig
-from learner.loss import LOSSES, RATIOS, kl_to_reference, metrics_of, token_loss
+from learner.loss import LOSSES, kl_to_reference, metrics_of, token_loss
 from tests.learner import naive
-
-NO_LENGTHS = torch.empty(0, dtype=torch.int64)  # for ratios that look at one token at a time
-
-
-def batch_of(
-    behavior: Tensor,
-    advantages: Tensor,
-    coefficients: Tensor,
-    versions: list[int] | None = None,
-    lengths: list[int] | None = None,
-) -> MicroBatch:
-    n = len(behavior)
-    zeros = torch.zeros(n, dtype=torch.int64)
-    version = torch.tensor(versions or [0] * n, dtype=torch.int32)
-    sizes = torch.tensor(lengths or [n])
-    return MicroBatch(zeros[None], zeros, zeros, behavior, version, advantages, coefficients, sizes, zeros)
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "clipped"),
-    [
-        ("masked", [0, 0.5, 1, 1.9, 2, 2, 0], [0, 4, 5, 6]),
-        ("truncated", [0.4, 0.5, 1, 1.9, 2, 2, 2], [4, 5, 6]),
-        ("icepop", [0, 0.5, 1, 1.9, 2.5, 5, 0], [0, 6]),
-        ("cispo", [0.4, 0.5, 1, 1.9, 2.5, 5, 5], [6]),
-    ],
-)
-def test_weights_without_a_sign_by_hand(name: str, weights: list[float], clipped: list[int]) -> None:
-    ratio = torch.tensor([0.4, 0.5001, 1.0, 1.9, 2.5, 4.9999, 5.1])
-    found = RATIOS[name](ratio.log(), torch.full((7,), -3.0), NO_LENGTHS, None)
-    assert found.weight.tolist() == pytest.approx(weights, rel=3e-4)
-    assert found.objective.tolist() == pytest.approx([-3 * w for w in weights], rel=3e-4)
-    assert found.clipped.nonzero().flatten().tolist() == clipped
-
-
-@pytest.mark.parametrize("epsilon", [None, (0.2, 0.28)])
-def test_clip_by_hand(epsilon: tuple[float, float] | None) -> None:
-    ratio = torch.tensor([0.5, 1.2, 1.5, 0.5, 0.9, 1.5])
-    advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
-    found = RATIOS["clip"](ratio.log(), advantage, NO_LENGTHS, epsilon)
-    assert found.weight.tolist() == pytest.approx([0.5, 1.2, 0, 0, 0.9, 1.5])
-    assert found.objective.tolist() == pytest.approx([1.0, 2.4, 2.56, -1.6, -1.8, -3.0])
-    assert found.clipped.tolist() == [False, False, True, True, False, False]
-
-
-def test_gspo_by_hand() -> None:
-    """Completions of 2, 1 and 3 tokens: s = sqrt(1.21 * 1) = 1.1, 1.5, and 1 from ratios that cancel out."""
-    ratio = torch.tensor([1.21, 1.0, 1.5, 4.0, 0.5, 0.5])
-    advantage = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
-    lengths = torch.tensor([2, 1, 3])
-    found = RATIOS["gspo"](ratio.log(), advantage, lengths, (0.2, 0.28))
-    assert found.weight.tolist() == pytest.approx([1.1, 1.1, 0, 1, 1, 1])
-    assert found.objective.tolist() == pytest.approx([2.2, 2.2, 2.56, -1, -1, -1])
-    assert found.clipped.tolist() == [False, False, True, False, False, False]
-    narrow = RATIOS["gspo"](torch.tensor([3.9e-4, 4.1e-4, 2e-4]), torch.ones(3), torch.tensor([1, 1, 1]), None)
-    assert narrow.clipped.tolist() == [False, True, False]
-    narrow = RATIOS["gspo"](torch.tensor([-2.9e-4, -3.1e-4]), -torch.ones(2), torch.tensor([1, 1]), None)
-    assert narrow.clipped.tolist() == [False, True]
-
-
-LENGTHS = [100, 1, 249, 150]  # of completions: 500 tokens
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_slopes_are_the_gradient_that_autograd_gives(ratio: Any) -> None:
-    """Of the surrogates as they are written in the papers; many tokens are clipped. Denominators are a completion's."""
-    torch.manual_seed(0)
-    repeat = torch.tensor(LENGTHS)
-    advantages = torch.tensor([0.7, -1.2, -0.4, 1.5]).repeat_interleave(repeat)
-    coefficients, behavior = torch.rand(4).repeat_interleave(repeat), torch.randn(500) - 2
-    drift = torch.tensor([0.05, 0.3, 0.02, 0.4]).repeat_interleave(repeat)
-    logprobs = (behavior + 0.9 * torch.randn(500) + drift).requires_grad_()
-    config = LossConfig(ratio=ratio, epsilon=(0.2, 0.28) if ratio in ("clip", "gspo") else None)
-    split = [x.split(LENGTHS) for x in (logprobs, behavior, advantages, coefficients)]
-    losses = [(c * naive.loss(lp, mu, a, None, config)).sum() for lp, mu, a, c in zip(*split, strict=True)]
-    (wanted,) = torch.autograd.grad(torch.stack(losses).sum(), logprobs)
-    batch = batch_of(behavior, advantages, coefficients, lengths=LENGTHS)
-    slopes, parts = token_loss(logprobs, torch.zeros(500), batch, config, reference=None, version=0)
-    assert not slopes.requires_grad
-    assert 10 < int(parts["clipped"]) < 490
-    assert int(parts["masked"]) == int((wanted == 0).sum())
-    assert torch.allclose(slopes, wanted, rtol=1e-5, atol=1e-7)
+from tests.learner.tokens import batch_of
 
 
 def test_slopes_with_a_reference_are_autograds() -> None:
@@ -109,23 +26,6 @@ def test_slopes_with_a_reference_are_autograds() -> None:
     batch = batch_of(behavior, advantages, coefficients)
     slopes, _ = token_loss(logprobs, torch.zeros(500), batch, config, reference=reference, version=0)
     assert torch.allclose(slopes[kept], wanted[kept], rtol=1e-5, atol=1e-7)
-
-
-def test_decoupled_by_hand() -> None:
-    """pi / pi_prox is clipped, pi_prox / mu is capped at 2, and the mismatch is that of pi_prox."""
-    mu = torch.full((4,), -1.0)
-    stale, moved = torch.tensor([1.5, 1.5, 3.0, 0.1]), torch.tensor([1.1, 1.5, 1.1, 0.9])
-    proximal = mu + stale.log()
-    batch = batch_of(mu, torch.ones(4), torch.full((4,), 0.25))
-    slopes, parts = token_loss(
-        proximal + moved.log(), torch.zeros(4), batch, LossConfig(ratio="clip"), reference=None, version=0,
-        proximal=proximal,
-    )  # fmt: skip
-    assert slopes.tolist() == pytest.approx([-0.25 * w for w in (1.65, 0, 2.2, 0.09)])
-    assert parts["loss"].item() == pytest.approx(-0.25 * (1.65 + 1.5 * 1.28 + 2.2 + 0.09))
-    assert (int(parts["clipped"]), int(parts["masked"])) == (2, 1)
-    assert parts["k3"].item() == pytest.approx(sum(s - math.log(s) - 1 for s in stale.tolist()), rel=1e-5)
-    assert parts["gap_max"].item() == pytest.approx(math.log(10), rel=1e-5)
 
 
 def test_denominators_by_hand() -> None:
@@ -161,6 +61,14 @@ def test_kl_value_and_gradient() -> None:
     kl, found = kl_to_reference(logprobs.detach(), reference, ratio.detach())
     assert kl.tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2, 0], abs=1e-6)
     assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def test_the_kl_gradient_weighs_a_token_at_most_twice() -> None:
+    """rho * (lp - ref) with rho of 0.5, 2 and 5, the last capped; the value is not weighed."""
+    logprobs, reference = torch.full((3,), -1.0), torch.full((3,), -1.5)
+    kl, slope = kl_to_reference(logprobs, reference, torch.tensor([0.5, 2.0, 5.0]))
+    assert slope.tolist() == pytest.approx([0.25, 1.0, 1.0])
+    assert kl.tolist() == pytest.approx([math.exp(-0.5) - 0.5] * 3)
 
 
 def test_kl_gradient_is_that_of_the_kl_itself() -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from learner import attention, capped_attention
 from learner.attention import Layout, Segment, kernels
-from learner.batch import Rows, micro_batches
+from learner.batch import micro_batches
 from learner.logprob import policy_logprobs
+from learner.rows import Rows
 from tests.learner.test_policy import make_policy, save_model
 
 SMALL: dict[str, Any] = {
@@ -57,7 +58,7 @@ def make_rows() -> Rows:
     prompts, lengths = [rng.integers(0, 64, n).astype(np.int32) for n in (7, 9)], np.array([5, 160, 1, 12, 30, 9])
     tokens = rng.integers(0, 64, lengths.sum()).astype(np.int32)
     behavior, versions = np.zeros(len(tokens), np.float32), np.zeros_like(tokens)
-    return Rows([], [prompts[i] for i in (0, 0, 0, 1, 1, 1)], tokens, behavior, versions, lengths)
+    return Rows([], [prompts[i] for i in (0, 0, 0, 1, 1, 1)], tokens, behavior, versions, lengths, lengths < 0)
 
 
 def gradients(policy: Any, rows: Rows, budget: int, *, packed: bool) -> tuple[Tensor, Tensor]:

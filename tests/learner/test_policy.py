@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, get_linear_schedule_with_warmup
 
 from learner.config import ModelConfig
 from learner.learner_config import LoraConfig, ScheduleConfig
@@ -155,3 +155,14 @@ def test_schedules() -> None:
     for step in (4, 5, 99):  # beyond the plan: the last rate, never 0
         assert rate_factor(step, 4, cosine) == pytest.approx(found[-1])
     assert rate_factor(0, 1, ScheduleConfig(kind="cosine", warmup=0.99)) == 1
+
+
+def test_a_linear_schedule_is_transformers_and_no_step_is_of_rate_0() -> None:
+    """Two steps of warm-up, then a straight line to 0 after the last of ten."""
+    weight = torch.zeros(1, requires_grad=True)
+    theirs = get_linear_schedule_with_warmup(torch.optim.SGD([weight], lr=1.0), 2, 10).lr_lambdas[0]
+    linear = ScheduleConfig(kind="linear", warmup=0.2)
+    found = [rate_factor(step, 10, linear) for step in range(10)]
+    assert found == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    assert found[2:] == pytest.approx([theirs(step) for step in range(2, 10)])
+    assert rate_factor(12, 10, linear) == pytest.approx(1 / 8)

@@ -22,6 +22,7 @@ from tests.learner.trainers import advantages_by_hand, distance, gradient, group
         ("dr_grpo", "clip", "none"),
         ("grpo", "truncated", "group"),
         ("grpo", "gspo", "group"),
+        ("dapo", "sequence_mask", "batch"),
     ],
 )
 async def test_gradient_is_the_textbooks(

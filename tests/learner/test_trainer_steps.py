@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
-from learner.learner_config import OptimizerConfig
+from learner.learner_config import OptimizerConfig, ScheduleConfig
 from learner.trainer import Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform
@@ -91,6 +91,16 @@ async def test_nonfinite_updates_are_skipped_and_three_in_a_row_raise(tiny_path:
     await trainer.step(groups)
     with pytest.raises(RuntimeError, match="loss/skipped_nonfinite: .* 3 steps in a row"):
         await trainer.step(groups)
+
+
+async def test_a_step_has_its_own_learning_rate(tiny_path: str) -> None:
+    """Of ten steps, the first four warm up: a quarter of the rate in the first, a half in the second."""
+    trainer = make_trainer(tiny_path, learning_rate=0.01, schedule=ScheduleConfig(warmup=0.4))
+    for wanted in (0.0025, 0.005):
+        metrics = await trainer.step(make_groups([[0, 1]], uniform))
+        assert metrics["loss/learning_rate"] == pytest.approx(wanted)
+        (optimizer,) = trainer._updater.optimizers
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([wanted])
 
 
 async def test_adapter_has_peft_names_and_plain_config(tiny_path: str, tmp_path: Path) -> None:

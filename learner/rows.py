@@ -1,0 +1,122 @@
+"""The columns of a batch's groups that the learner needs, read out of their Arrow tables.
+
+Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, C completions
+and N their tokens in a micro-batch.
+
+A completion that was sampled in parts (rollout.partial) may begin with tokens that are too old to train on. To all of
+the learner they are prompt: read, and not predicted. So T and M count only what is trained on, and so do the loss's
+denominators and every policy/ metric, while the reward is of the whole completion (Kimi k1.5, 2501.12599, leaves the
+earlier parts out of the loss, too).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout.schema import check, ragged, rewards_of
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
+
+    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a judge failed
+    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables, but for those that a too old part lengthens
+    completions: npt.NDArray[np.int32]  # [M] token ids
+    behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
+    versions: npt.NDArray[np.int32]  # [M] policy version of each token
+    lengths: npt.NDArray[np.int64]  # [R] T of each completion; 0 if all of it is too old
+    truncated: npt.NDArray[np.bool_]  # [R] whether it was cut at rollout.max_completion_length
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """[R] where in [M] each completion begins."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
+        """[N] where in [M] the tokens of the chosen completions stand, completion after completion."""
+        return ranges(self.starts[chosen], self.lengths[chosen])
+
+    def inputs(self, chosen: Sequence[int]) -> npt.NDArray[np.int32]:
+        """[N - C] their tokens but the last of each, which predicts nothing."""
+        return self.completions[ranges(self.starts[chosen], self.lengths[chosen] - 1)]
+
+
+def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
+    """The columns that the learner needs. A completion up to its last token of a policy version below `oldest_version`
+    counts as prompt.
+
+    Raises:
+        ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
+            or a logprob is not finite (masked as a ratio, it would go unseen).
+    """
+    tables = [check(group) for group in groups]
+    names = ("completion_ids", "behavior_logprobs", "token_versions")
+    sizes = [_joined([_sizes(table, name) for table in tables], np.int64) for name in names]
+    prompts = [prompt for table in tables for prompt in ragged(table, "prompt_ids")]
+    empty = np.flatnonzero(_joined([_sizes(table, "prompt_ids") for table in tables], np.int64) == 0)
+    if len(empty):
+        raise ValueError(f"prompt_ids: must hold at least one token, row {empty[0]} is empty; check data.prompt")
+    odd = np.flatnonzero((sizes[0] != sizes[1]) | (sizes[0] != sizes[2]))
+    if len(odd):
+        raise ValueError(
+            f"completion_ids, behavior_logprobs, token_versions: must have one length per row, row {odd[0]} has "
+            f"{', '.join(str(size[odd[0]]) for size in sizes)}; re-record these rollouts"
+        )
+    completions, behavior, versions = (
+        _joined([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks], dtype)
+        for name, dtype in zip(names, (np.int32, np.float32, np.int32), strict=True)
+    )
+    broken = np.flatnonzero(~np.isfinite(behavior))
+    if len(broken):
+        row = np.searchsorted(np.cumsum(sizes[0]), broken[0], side="right")
+        raise ValueError(
+            f"behavior_logprobs: must be finite, row {row} has {behavior[broken[0]]}; the generator is broken"
+        )
+    cut = _joined([pc.equal(table.column("finish_reason"), "length").to_numpy() for table in tables], np.bool_)
+    rows = Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0], cut)
+    return _behind(rows, oldest_version)
+
+
+def _behind(rows: Rows, oldest_version: int) -> Rows:
+    """What comes behind the last token that is too old, with what comes before as prompt."""
+    old = np.flatnonzero(rows.versions < oldest_version)
+    if len(old) == 0:
+        return rows
+    owners = np.searchsorted(np.cumsum(rows.lengths), old, side="right")
+    cut = np.zeros_like(rows.lengths)
+    np.maximum.at(cut, owners, old + 1 - rows.starts[owners])
+    prompts = list(rows.prompts)
+    for row in np.unique(owners).tolist():
+        start = rows.starts[row]
+        prompts[row] = np.concatenate([prompts[row], rows.completions[start : start + cut[row]]])
+    kept = ranges(rows.starts + cut, rows.lengths - cut)
+    return Rows(
+        rows.rewards,
+        prompts,
+        rows.completions[kept],
+        rows.behavior[kept],
+        rows.versions[kept],
+        rows.lengths - cut,
+        rows.truncated,
+    )
+
+
+def _sizes(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    return np.asarray(pc.list_value_length(table.column(name)).to_numpy(), dtype=np.int64)
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.asarray(np.concatenate([np.empty(0, dtype), *arrays]), dtype=dtype)
+
+
+def ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[sum of lengths] start, start + 1, … of each range, range after range."""
+    stops = np.cumsum(lengths)
+    return np.asarray(np.arange(lengths.sum()) + np.repeat(starts - (stops - lengths), lengths))
