@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import os
 import resource
@@ -12,7 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cluster.files import writing
+
 Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
+EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
+
+log = logging.getLogger(__name__)
 
 
 class Metrics:
@@ -22,6 +28,7 @@ class Metrics:
         self._path = run_dir / "metrics.jsonl"
         self._forget_after(resume_step)
         self._file = self._path.open("a", buffering=1)
+        self._folder = os.stat(run_dir)
         self._board = None
         if "tensorboard" in trackers:
             from tensorboard.summary import Writer  # torch's own writer would load torch into this process
@@ -31,30 +38,62 @@ class Metrics:
     def _forget_after(self, step: int) -> None:
         """Lines of steps that a resumed run takes again are dropped, so that each step stands there once.
 
-        A run that starts at 0 takes step 0 again; a line that a kill cut short is none.
+        A run that starts at 0 takes step 0 again. What is no line of a step (a kill cut it short, or a disk was full)
+        is dropped, with one warning.
         """
         if not self._path.exists():
             return
-        whole = (line for line in self._path.read_text().splitlines() if line.endswith("}"))
-        kept = [line for line in whole if json.loads(line)["step"] <= step and step > 0]
+        lines = self._path.read_text(errors="replace").splitlines()
+        steps = [_step_of(line) for line in lines]
+        bad = [number for number, found in enumerate(steps, 1) if found is None]
+        if bad:
+            log.warning("%s: dropped %d lines that are none of a step (first: line %d)", self._path, len(bad), bad[0])
+        kept = [line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step and step]
         partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
+        with writing(partial):
+            partial.write_text("".join(line + "\n" for line in kept))
         os.replace(partial, self._path)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one step; what is not finite is written as null, since JSON has no NaN."""
+        """Writes one step; what is not finite is written as null, since JSON has no NaN.
+
+        Raises OSError, with the path in it, if the line cannot be written, or if the run folder was deleted or replaced
+        since the run began: its record would be lost without a word.
+        """
         clean = {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
-        self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **clean}) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **clean}) + "\n")
+        if not self._folder_is_there():
+            raise FileNotFoundError(
+                f"{self._path.parent}: the run folder was deleted or replaced while the run was writing to it (step "
+                f"{step}); what it held is lost. Start the run again, or give it another name="
+            )
         if self._board is not None:
             for key, value in clean.items():
                 if value is not None:
                     self._board.add_scalar(key, value, step)
+
+    def _folder_is_there(self) -> bool:
+        try:
+            return os.path.samestat(self._folder, os.stat(self._path.parent))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Flushes and closes every sink."""
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _step_of(line: str) -> int | None:
+    """The step that a line of metrics.jsonl is of, None if it is no such line."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if type(step) is int else None
 
 
 class _Span(NamedTuple):
@@ -71,11 +110,13 @@ class Timeline:
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._path = path
         if resume_step > 0 and path.exists():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a line that a kill cut short
+            whole = path.read_bytes().rfind(EVENT_END) + len(EVENT_END)
+            os.truncate(path, whole if whole >= len(EVENT_END) else 0)  # the end, or a line that a kill cut short
         self._file = path.open("a" if resume_step > 0 else "w")
         if self._file.tell() == 0:
-            self._file.write("[\n")  # the closing bracket is optional in this format, so a killed run stays readable
+            self._file.write("[\n")  # viewers need no closing bracket, so a killed run stays readable
         self._spans: list[_Span] = []
         self._open: dict[object, tuple[str, str, float]] = {}
         self._epoch = time.time() - time.perf_counter()
@@ -99,7 +140,8 @@ class Timeline:
                 events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
             else:
                 events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
-            self._file.write("".join(json.dumps(event) + ",\n" for event in events))
+            with writing(self._path):
+                self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
     def busy(self, what: str, start: float, end: float) -> list[Interval]:
         """The union of the spans of one kind, of all roles, inside [start, end], in seconds of time.perf_counter; what
@@ -120,12 +162,16 @@ class Timeline:
 
         A killed run loses the spans after that. To write each at once would cost as much as the rest of it.
         """
-        self._file.flush()
+        with writing(self._path):
+            self._file.flush()
         self._spans = [span for span in self._spans if span.end >= moment]
 
     def close(self) -> None:
-        """Closes the trace file."""
-        self._file.close()
+        """Ends the trace, which is JSON from here on, and closes the file."""
+        with writing(self._path):
+            last = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "run"}}  # a comma stands before it
+            self._file.write(json.dumps(last) + "\n]\n")
+            self._file.close()
 
 
 def _union(spans: Iterable[Interval]) -> list[Interval]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.files import writing
 from rollout.schema import check
 
 
@@ -16,7 +17,8 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk for each group costs more
+    with writing(partial):
+        pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk for each group costs more
     os.replace(partial, path)
     return path
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,34 @@ def test_each_step_stands_in_metrics_once_whatever_was_undone(tmp_path: Path) ->
     assert steps(tmp_path) == [0, 1]
 
 
-def test_a_line_that_a_kill_cut_short_does_not_stop_the_resume(tmp_path: Path) -> None:
+def test_lines_that_are_none_cost_nothing_but_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record(tmp_path, 0, range(3))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "reward/me')
+    path, bad = tmp_path / "metrics.jsonl", [b"\xff\x00}", b"", b"[2]", b'{"step": "x"}', b"{}", b'{"a": 1}{"step": 1}']
+    path.write_bytes(b"\n".join([*bad, path.read_bytes() + b'{"step": 3, "reward/me']))
     record(tmp_path, 2, range(3, 4))
     assert steps(tmp_path) == [0, 1, 2, 3]
+    (warning,) = caplog.records
+    assert warning.getMessage() == f"{path}: dropped 7 lines that are none of a step (first: line 1)"
+
+
+def test_a_run_folder_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    metrics = Metrics(tmp_path / "run", [], 0)
+    metrics.log(0, {})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match=r"run: the run folder was deleted .*\(step 1\)"):
+        metrics.log(1, {})
+    (tmp_path / "run").mkdir()  # as the next writer of rollouts does
+    with pytest.raises(FileNotFoundError, match="deleted or replaced"):
+        metrics.log(2, {})
+    metrics.close()
+
+
+def test_a_full_disk_has_a_path(tmp_path: Path) -> None:
+    (tmp_path / "timeline.json").symlink_to("/dev/full")
+    timeline = Timeline(tmp_path / "timeline.json")
+    with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: '.*/timeline.json'"):
+        timeline.forget_before(0.0)
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -47,8 +70,8 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
-    text = (folder / "timeline.json").read_text()
-    events: list[dict[str, Any]] = json.loads(text.rstrip().rstrip(",") + "]")
+    text = (folder / "timeline.json").read_text().rstrip()
+    events: list[dict[str, Any]] = json.loads(text if text.endswith("]") else text.rstrip(",") + "]")
     return events
 
 
@@ -110,3 +133,8 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
         pass
     resumed.close()
     assert [event["args"].get("step") for event in trace(tmp_path) if event["ph"] == "X"] == [3, 4]
+    again = Timeline(tmp_path / "timeline.json", resume_step=4)  # of a trace that has an end
+    with again.span("train", "learner", step=5):
+        pass
+    again.close()
+    assert [event["args"].get("step") for event in trace(tmp_path) if event["ph"] == "X"] == [3, 4, 5]
