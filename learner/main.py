@@ -35,19 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.ConfigError as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         return 2
-    from learner import house, preflight  # heavy imports wait until the configuration is known to be right
+    from learner import house, preflight, run_lock  # heavy imports wait until the configuration is known to be right
 
     try:
-        prepared = preflight.prepare(config)
+        config = preflight.place_output(config)
         if args.dry_run:
-            print(preflight.report(prepared))
+            print(preflight.report(preflight.prepare(config)))
             return 0
-    except preflight.PROBLEMS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        return asyncio.run(house.live(prepared))
-    except preflight.PROBLEMS as error:  # what only a cluster that was joined can tell
+        with run_lock.held(config.run_dir):
+            return asyncio.run(house.live(preflight.prepare(config)))
+    except preflight.PROBLEMS as error:  # some of them only a cluster that was joined can tell
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BaseExceptionGroup as group:

@@ -12,6 +12,7 @@ from learner import checkpoint
 from learner.config import RunConfig, roles
 from learner.evaluate import accuracy_judge
 from learner.memory_plan import Budgets, MemoryPlanError, settle
+from learner.run_lock import RunFolderInUse
 from learner.settings import to_yaml
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
@@ -33,7 +34,8 @@ class PreflightError(ValueError):
 
 
 PROBLEMS = (
-    PreflightError, PlacementError, MemoryPlanError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError
+    PreflightError, PlacementError, MemoryPlanError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError,
+    RunFolderInUse,
 )  # fmt: skip
 
 
@@ -51,11 +53,18 @@ class Prepared:
     budgets: Budgets
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Checks output folder, placement, checkpoints, model, memory, data and rewards, cheapest first."""
+def place_output(config: RunConfig) -> RunConfig:
+    """The configuration with the output folder that it means, once that is known to be writable."""
     if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
         config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
-    _check_output(config.run_dir)
+    there = next(path for path in [config.run_dir, *config.run_dir.parents] if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
+    return config
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Checks placement, checkpoints, model, memory, data and rewards, cheapest first."""
     if config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
         place(roles(config), [local_node(sum(role.cpus for role in roles(config)))])
     resume_from, skipped = checkpoint.resolve(config.resume, config.run_dir / "checkpoints")
@@ -97,12 +106,6 @@ def report(prepared: Prepared) -> str:
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
     lines += [prepared.budgets.note]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
-
-
-def _check_output(run_dir: Path) -> None:
-    there = next(path for path in [run_dir, *run_dir.parents] if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise PreflightError(f"output_dir: {run_dir} cannot be written ({there} is not a writable folder)")
 
 
 def _check_same_run(config: RunConfig, folder: Path) -> None:

@@ -1,0 +1,107 @@
+"""One writer per run folder: a lock that the kernel holds for as long as the process lives.
+
+It is flock on runs/<name>/.lock, whose text says who holds it. A process that is killed leaves the file behind but not
+the lock, so there is no stale lock to break and no guess whether a process id still belongs to the same process.
+Between hosts it holds where the file system carries locks: NFS 4, NFS 3 with its lock daemon, Lustre mounted with
+flock. Where locks stay on one host (NFS mounted with nolock or local_lock), two runs on two hosts are not told apart;
+where there are none at all, a warning says so.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NAME = ".lock"
+UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+log = logging.getLogger(__name__)
+
+
+class RunFolderInUse(RuntimeError):
+    """Another process writes to the run folder; the message names it."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Within it this process is the only writer of the run folder, which is made where it is missing, and goes again if
+    nothing was left in it. Raises RunFolderInUse."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = folder / NAME
+    descriptor = _take(path)
+    try:
+        _sign(descriptor)
+        yield
+    finally:
+        if _is_at(descriptor, path):
+            path.unlink()  # before the lock goes: who waits for it sees that this file is no longer the folder's
+        os.close(descriptor)
+        _remove_empty(made)
+
+
+def _take(path: Path) -> int:
+    """A descriptor of the folder's lock file, locked."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:  # a run that ended without leaving anything has just removed its folder
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 4096, 0)
+            os.close(descriptor)
+            raise RunFolderInUse(_refusal(path.parent, owner)) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                os.close(descriptor)
+                raise
+            log.warning("%s: no lock can be had here (%s); start no second run in it", path, error.strerror)
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its owner ended and removed it between our two lines
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at the path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _sign(descriptor: int) -> None:
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+
+
+def _refusal(folder: Path, owner: bytes) -> str:
+    try:
+        found = json.loads(owner)
+        who = f"process {found['pid']} on host {found['host']} since {found['started']}"
+    except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
+        who = "a process that has just started"
+    return (
+        f"output_dir: a run folder has one writer, and {folder} is in use by {who}; wait for its end or stop it, or "
+        "give this run another name="
+    )
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Deepest first, up to the first that holds something or is gone."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+            return
