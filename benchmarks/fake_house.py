@@ -19,6 +19,7 @@ from rich.console import Console
 
 from cluster.actor import Local
 from cluster.buffer import Buffer
+from cluster.files import Digest
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
@@ -131,11 +132,12 @@ class IdleTrainer:
         with self.away.clock:
             return await self.away.answer(adapter, token_ids), 0.0
 
-    async def save(self, folder: Path) -> None:
-        folder.mkdir()
+    async def sees(self, file: Path) -> bool:
+        return file.exists()
 
-    async def export(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> dict[str, Digest]:
         folder.mkdir()
+        return {}
 
 
 class Stream:

@@ -3,20 +3,20 @@
 A SIGKILL in a plain save loop leaves an unreadable newest file almost every time, and one flipped bit loads without a
 word from torch and from safetensors. Hence: a checkpoint becomes visible by one rename, after everything in it is on
 the disk, and its manifest (written last) says what every file must be. There is no pointer to the newest one: the
-listing is the truth. One writer per folder.
+listing is the truth. One writer per folder (learner.run_lock).
 """
 
-import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from cluster.files import Digest, digest_of, digests_in, fsync, writing
 
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
@@ -29,8 +29,11 @@ class CheckpointError(RuntimeError):
 
 
 @contextmanager
-def commit(root: Path, step: int, keep: int) -> Iterator[Path]:
+def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None) -> Iterator[Path]:
     """Write a checkpoint: `with commit(root, step, keep) as folder: save into folder` (awaiting inside is fine).
+
+    `written`, which may be filled until the block ends, is what another process says it wrote, by path in the folder:
+    where this process finds something else there, CheckpointError is raised and nothing is committed.
 
     The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
     all but the `keep` newest whole ones are deleted. Checkpoints of later steps belong to a lineage that was left by
@@ -38,20 +41,20 @@ def commit(root: Path, step: int, keep: int) -> Iterator[Path]:
     """
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(leftover)  # of a writer that was killed
+        _delete(leftover)  # of a writer that was killed
     folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
         yield folder
-        _seal(folder, step)
+        _seal(folder, step, written or {})
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # what went wrong matters more; the next commit removes the rest
         raise
     final = root / name_of(step)
     if final.exists():  # one that did not verify, or one of an abandoned lineage: a rename cannot replace a full folder
         final.rename(root / f"{TEMPORARY}replaced-{final.name}")
     folder.rename(final)
-    _fsync(root)
+    fsync(root)
     _prune(root, step, keep)
 
 
@@ -74,19 +77,23 @@ def step_of(folder: Path) -> int:
 def verify(folder: Path) -> str | None:
     """None if every file is what the manifest says, else the first reason why the checkpoint is not whole."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-        step, files = int(manifest["step"]), dict(manifest["files"])
+        step, files = _read(folder)
         for name, expected in sorted(files.items()):
             file = folder / name
             if not file.is_file():
                 return f"{name} is missing"
             if (size := file.stat().st_size) != expected["bytes"]:
                 return f"{name} has {size} bytes, not {expected['bytes']}"
-            if _sha256(file) != expected["sha256"]:
+            if digest_of(file) != expected:
                 return f"{name} has another sha256 than when it was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} is not usable: {type(error).__name__}: {error}"
     return None if step == step_of(folder) else f"{MANIFEST} is of step {step}"
+
+
+def files_of(folder: Path) -> dict[str, Digest]:
+    """What the manifest of a whole checkpoint says of each of its files, by path in it."""
+    return _read(folder)[1]
 
 
 def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
@@ -144,17 +151,38 @@ def _listing(root: Path) -> list[Path]:
     return sorted((f for f in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", f.name)), key=step_of)
 
 
-def _seal(folder: Path, step: int) -> None:
+def _read(folder: Path) -> tuple[int, dict[str, Digest]]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    return int(manifest["step"]), dict(manifest["files"])
+
+
+def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
     """Put every file on the disk, then the manifest that describes them."""
-    files = {}
-    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
-        _fsync(file)
-        files[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    for file in folder.rglob("*"):
+        if file.is_file():
+            fsync(file)
+    files = digests_in(folder)
+    _compare(folder, files, written)
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
-    _fsync(manifest)
+    with writing(manifest):
+        manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
+    fsync(manifest)
     for directory in [d for d in folder.rglob("*") if d.is_dir()] + [folder]:
-        _fsync(directory)  # else the names in it may not survive a power cut
+        fsync(directory)  # else the names in it may not survive a power cut
+
+
+def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Digest]) -> None:
+    """Raises CheckpointError unless what the learner wrote is what this process finds."""
+    differing = [name for name, digest in written.items() if found.get(name) != digest]
+    if differing:
+        name = differing[0]
+        here = f"has {found[name]['bytes']} bytes of other content" if name in found else "is not there"
+        raise CheckpointError(
+            "output_dir: must be a folder that the learner's node and the driver's share; of what the learner wrote in "
+            f"{folder.parent} the driver finds {len(differing)} of {len(written)} files missing or different (first: "
+            f"{name}, {written[name]['bytes']} bytes, {here}); no checkpoint was made. Put output_dir on a shared file "
+            "system, or both on one node"
+        )
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
@@ -167,20 +195,14 @@ def _prune(root: Path, step: int, keep: int) -> None:
             kept += 1
             continue
         # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
-        condemned = folder.rename(root / f"{TEMPORARY}pruned-{folder.name}")
-        shutil.rmtree(condemned)
+        _delete(folder.rename(root / f"{TEMPORARY}pruned-{folder.name}"))
     for replaced in root.glob(f"{TEMPORARY}replaced-*"):
-        shutil.rmtree(replaced)
+        _delete(replaced)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _delete(path: Path) -> None:
+    """A folder, or a file that somebody left here."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from learner.adapters import WEIGHTS_FILE
 from learner.model import Policy
+from learner.publishing import MODEL
 from rollout.payload import Source, pack
 from rollout.types import Adapter, Weights
 
@@ -49,6 +50,16 @@ def save_masters(policy: Policy, folder: Path) -> None:
     """The weights that the optimizer updates, for load_masters. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: master.detach().cpu() for name, master in policy.masters.items()}, folder / WEIGHTS_FILE)
+
+
+def save(policy: Policy, folder: Path, path: str) -> None:
+    """Both in one folder: what load_masters needs, and the form for users. With an adapter these are the same file; a
+    whole model lies in `model/` in its own type, beside the masters. The folder is made."""
+    if policy.peft_config is not None:
+        export(policy, folder, path)
+        return
+    save_masters(policy, folder)
+    export(policy, folder / MODEL, path)
 
 
 def load_masters(policy: Policy, folder: Path) -> None:

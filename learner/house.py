@@ -21,6 +21,7 @@ from learner.loop import Loop
 from learner.memory_plan import Budgets, PlanFile
 from learner.preflight import Prepared
 from learner.progress import Progress
+from learner.publishing import publish
 from learner.settings import to_yaml
 from rollout.cursor import Cursor
 from rollout.engine import EngineSettings
@@ -48,6 +49,7 @@ async def live(prepared: Prepared) -> int:
         progress.note(f"run folder {config.run_dir}")
         for skipped in prepared.skipped_checkpoints:
             progress.note(f"checkpoint skipped: {skipped}")
+        _publish(prepared, progress)
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(f"all {prepared.total_steps} steps are done already: raise steps, or give another name=")
             return 0
@@ -73,6 +75,16 @@ async def live(prepared: Prepared) -> int:
             await session.close()
     progress.summary(loop.evaluations, config.run_dir, advice(loop.journal.idle, config))
     return 0
+
+
+def _publish(prepared: Prepared, progress: Progress) -> None:
+    """What a kill between a checkpoint and its publication left undone."""
+    if prepared.resume_from is None:
+        return
+    whole = prepared.config.learner.mode == "full"
+    repaired = publish(prepared.resume_from, prepared.config.run_dir, whole_model=whole)
+    if repaired is not None:
+        progress.note(f"{repaired} was not that of {prepared.resume_from.name}: it is now")
 
 
 def _where_it_goes_on(config: RunConfig) -> str:

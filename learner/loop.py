@@ -8,9 +8,7 @@ has room for k more batches, and generation goes on while this loop trains.
 """
 
 import asyncio
-import json
 import logging
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,13 +18,13 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.buffer import MAX_REFILLS, Batch
-from learner import checkpoint
 from learner.advantage import has_signal
 from learner.config import RunConfig
 from learner.evaluate import Evaluation, evaluate
 from learner.guard import MismatchGuard
 from learner.journal import Journal, Sinks
 from learner.metrics import batch_metrics
+from learner.run_checkpoints import RunCheckpoints
 from rollout import ledger
 from rollout.delivery import Answer, Expected, Push
 from rollout.producer import Pipes, Producer
@@ -64,6 +62,7 @@ class Loop:
         self.config, self.total_steps, self.trainer, self.alternating = config, total_steps, trainer, alternating
         self.producers, self.pipes, self.sinks, self.heldout = producers, pipes, sinks, heldout
         self.journal, self.guard = Journal(sinks, producers, pipes), MismatchGuard(config.guard)
+        self.checkpoints = RunCheckpoints(config, trainer, pipes, sinks)
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self.evaluations: list[Evaluation] = []
@@ -71,12 +70,12 @@ class Loop:
         length = min(PROBE_TOKENS, config.rollout.max_prompt_length + config.rollout.max_completion_length - 1)
         self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
         self._answer: Answer | None = None  # of the newest policy to the probe
-        self._saved: int | None = None
 
     async def run(self, resume_from: Path | None) -> None:
         """The whole run, from `resume_from` or from the start, to the last step or until stopped."""
+        await self.checkpoints.check_shared()
         if resume_from is not None:
-            await self._load(resume_from)
+            self.step, self.evaluations = await self.checkpoints.load(resume_from)
         ledger.forget_after(self.sinks.folder / "rollouts", self.step)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
@@ -110,7 +109,7 @@ class Loop:
             if reason:
                 raise GuardStopped(f"step {self.step}: {reason}")
         await delivery
-        if self._saved != self.step and self.step > 0:
+        if self.checkpoints.saved != self.step and self.step > 0:
             await self._save()
 
     def _due(self, every: int) -> bool:
@@ -226,39 +225,4 @@ class Loop:
         return result.metrics
 
     async def _save(self) -> None:
-        """Weights, optimizer, RNG and the place in the problem stream in one atomic folder; and the newest adapter."""
-        with self.sinks.timeline.span("checkpoint", "loop", step=self.step):
-            await self._commit()
-            await self._export()
-        self._saved = self.step
-        self.sinks.progress.note(f"checkpoint of step {self.step}")
-
-    async def _commit(self) -> None:
-        config, deadline = self.config, self.config.cluster.deadlines.step
-        with checkpoint.commit(self.sinks.folder / "checkpoints", self.step, config.checkpoint.keep) as folder:
-            await self.trainer.call("save", folder / "trainer", deadline_s=deadline)
-            state = {
-                "step": self.step,
-                "cursor": self.pipes.cursor.state(),
-                "dropped_stale": self.pipes.buffer.dropped_stale,
-                "evaluations": [e.to_dict() for e in self.evaluations],
-            }
-            (folder / "state.json").write_text(json.dumps(state))
-            (folder / "config.json").write_text(config.model_dump_json())
-
-    async def _export(self) -> None:
-        name = "adapter" if self.config.learner.mode == "lora" else "model"
-        fresh, final = self.sinks.folder / f".{name}", self.sinks.folder / name
-        shutil.rmtree(fresh, ignore_errors=True)
-        await self.trainer.call("export", fresh, deadline_s=self.config.cluster.deadlines.step)
-        shutil.rmtree(final, ignore_errors=True)
-        fresh.rename(final)
-
-    async def _load(self, folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
-        await self.trainer.call("load", folder / "trainer", deadline_s=self.config.cluster.deadlines.step)
-        self.step = self._saved = int(state["step"])
-        self.pipes.cursor.restore(**state["cursor"])
-        self.pipes.buffer.dropped_stale = int(state["dropped_stale"])
-        self.evaluations = [Evaluation(**e) for e in state["evaluations"]]
-        self.sinks.progress.note(f"resumed at step {self.step} from {folder}")
+        await self.checkpoints.save(self.step, self.evaluations)

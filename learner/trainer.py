@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from learner import checkpointing
+from cluster.files import Digest
+from learner import checkpointing, trainer_state
 from learner.advantage import has_signal
 from learner.batch import MicroBatch, micro_batches
 from learner.config import ModelConfig
-from learner.exports import export, load_masters, save_masters, update_of
+from learner.exports import update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
 from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.logprob import token_logprobs
@@ -38,7 +39,6 @@ from learner.rows import Rows, read
 from rollout.types import Adapter, Weights
 
 MAX_NONFINITE = 3  # skipped updates in a row
-STATE_FILE = "trainer.pt"
 
 T = TypeVar("T")
 
@@ -158,9 +158,18 @@ class Trainer:
         """Between two steps the device's free memory is others' (memory.layout: alternating)."""
         await self._run(torch.cuda.empty_cache)
 
-    async def save(self, folder: Path) -> None:
-        """Everything that `load` needs to go on bit for bit; the adapter in PEFT's format. The folder is made."""
-        await self._run(lambda: self._save(folder))
+    async def sees(self, file: Path) -> bool:
+        """Whether this process finds a file that another has made: on another node it may see another disk."""
+        return file.exists()
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        """Everything that `load` needs to go on bit for bit, and what is published: the adapter in PEFT's format, or
+        the whole model in `model/`. The folder is made.
+
+        Returns what was written, by path in the folder, so that the driver can tell whether it sees the same. Raises
+        OSError, with the folder and the room left in it, if it cannot be written.
+        """
+        return await self._run(lambda: self._save(folder))
 
     async def load(self, folder: Path) -> None:
         """What `save` wrote, random number generators included.
@@ -170,10 +179,6 @@ class Trainer:
             FileNotFoundError: the folder is not a checkpoint.
         """
         await self._run(lambda: self._load(folder))
-
-    async def export(self, folder: Path) -> None:
-        """The present adapter in PEFT's format, float32. The folder is made."""
-        await self._run(lambda: export(self._policy, folder, self._path))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -270,19 +275,17 @@ class Trainer:
         logprobs = token_logprobs(states, policy.head, ids[1:], 1.0, logits=policy.logits)
         return np.asarray(logprobs.cpu().numpy())
 
-    def _save(self, folder: Path) -> None:
-        save_masters(self._policy, folder)
+    def _save(self, folder: Path) -> dict[str, Digest]:
         state = {
             "version": self._version,
             "nonfinite": self._nonfinite,
             "updater": self._updater.state_dict(),
             "random": random_state(self._device),
         }
-        torch.save(state, folder / STATE_FILE)
+        return trainer_state.write(folder, self._policy, self._path, state)
 
     def _load(self, folder: Path) -> None:
-        state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
-        load_masters(self._policy, folder)
+        state = trainer_state.read(folder, self._policy)
         self._updater.load_state_dict(state["updater"])
         self._version, self._nonfinite = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._device)

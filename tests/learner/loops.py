@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cluster.actor import Local
 from cluster.buffer import BACKUP_AFTER, Buffer
+from cluster.files import Digest, digests_in
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
@@ -100,16 +101,17 @@ class Trainer:
         assert self.holds_the_card()
         self.cached = 0
 
-    async def save(self, folder: Path) -> None:
+    async def sees(self, file: Path) -> bool:
+        return file.exists()
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
         folder.mkdir()
-        (folder / "version").write_text(str(self.version))
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_text(str(self.version))
+        return digests_in(folder)
 
     async def load(self, folder: Path) -> None:
-        self.version = int((folder / "version").read_text())
-
-    async def export(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "version").write_text(str(self.version))
+        self.version = int((folder / "adapter_model.safetensors").read_text())
 
 
 class Stream:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cluster.files import digest_of
 from learner import checkpoint
 
 SAVE_LOOP = """
@@ -122,6 +125,7 @@ def test_pruning_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-x").write_text("a plain file, of whomever")
     (tmp_path / ".tmp-step-000001-dead").mkdir()
     (tmp_path / ".tmp-step-000001-dead" / "weights.bin").write_bytes(b"half")
     save(tmp_path, 2)
@@ -160,3 +164,70 @@ def test_resume_that_cannot_be_had_is_an_error_with_a_next_step(tmp_path: Path) 
         checkpoint.resolve(str(tmp_path / "step-000077"), tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="must be named like step-000012"):
         checkpoint.resolve(str(tmp_path), tmp_path)
+
+
+def test_files_that_are_no_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    older = save(tmp_path, 1)
+    (tmp_path / "step-000003").write_text("a plain file under a checkpoint's name")
+    found, skipped = checkpoint.newest(tmp_path)
+    assert found == older
+    assert len(skipped) == 1
+    assert skipped[0].startswith("step-000003: manifest.json is not usable: NotADirectoryError")
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+
+
+def test_nothing_is_sealed_over_what_the_learner_did_not_write(tmp_path: Path) -> None:
+    """Its folder may be another node's, of the same name; or what it wrote may have changed on the way."""
+    truth = tmp_path / "truth"
+    truth.mkdir()
+    (truth / "weights").write_text("right")
+    written = {"trainer/weights": digest_of(truth / "weights")}
+    root = tmp_path / "checkpoints"
+    with pytest.raises(checkpoint.CheckpointError) as missing, checkpoint.commit(root, 1, 2, written) as folder:
+        (folder / "state.json").write_text("{}")
+    assert str(missing.value) == (
+        "output_dir: must be a folder that the learner's node and the driver's share; of what the learner wrote in "
+        f"{root} the driver finds 1 of 1 files missing or different (first: trainer/weights, 5 bytes, is not there); "
+        "no checkpoint was made. Put output_dir on a shared file system, or both on one node"
+    )
+
+    def commit(text: str) -> None:
+        with checkpoint.commit(root, 1, 2, written) as folder:
+            (folder / "trainer").mkdir()
+            (folder / "trainer" / "weights").write_text(text)
+
+    with pytest.raises(checkpoint.CheckpointError, match="5 bytes, has 5 bytes of other content"):
+        commit("wrong")
+    assert names(root) == []
+    commit("right")
+    assert names(root) == ["step-000001"]
+
+
+def test_everything_is_on_the_disk_before_it_has_a_name_and_the_name_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut must not undo, in order: content, manifest, the folders' lists of names, the rename."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        events.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def recorded_rename(source: Any, target: Any) -> None:
+        events.append(f"rename to {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    with checkpoint.commit(tmp_path, 1, keep=2) as folder:
+        (folder / "adapter").mkdir()
+        for name in ("adapter/weights.bin", "state.json"):
+            (folder / name).write_text("x")
+        temporary = folder.name
+    content, (manifest, *directories, named, root) = set(events[:2]), events[2:]
+    assert content == {"fsync weights.bin", "fsync state.json"}
+    assert manifest == "fsync manifest.json"
+    assert set(directories) == {"fsync adapter", f"fsync {temporary}"}
+    assert (named, root) == ("rename to step-000001", f"fsync {tmp_path.name}")

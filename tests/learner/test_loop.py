@@ -29,7 +29,7 @@ async def test_synchronous_training_takes_each_position_in_order_from_the_newest
     assert [[line[key] for key in told] for line in written[1:]] == [[2.0, 3.0, 1.0, 4.0, 5.0]] * 5
     saved = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert saved == ["step-000002", "step-000004", "step-000005"]
-    assert (tmp_path / "adapter" / "version").read_text() == "5"
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == "5"
 
 
 async def test_asynchronous_training_overlaps_and_keeps_its_bound(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ async def test_kl_to_the_reference_is_the_textbooks(
     start = adapter_path if reference == "adapter" else None
     trainer = make_trainer(tiny_path, adapter=start, loss=config, learning_rate=0.01)
     await trainer.step(groups)  # away from the reference
-    await trainer.export(tmp_path)
+    await trainer.save(tmp_path)
     model = naive.load(tiny_path, str(tmp_path))
     near = groups_near(model)
     found = await gradient(trainer, near)

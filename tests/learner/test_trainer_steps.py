@@ -123,7 +123,7 @@ async def test_adapter_has_peft_names_and_plain_config(tiny_path: str, tmp_path:
 async def test_export_round_trip(tiny_path: str, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_path, learning_rate=0.01)
     await trainer.step(make_groups([[0, 1], [0, 2]], uniform))
-    await trainer.export(tmp_path / "new" / "adapter")
+    await trainer.save(tmp_path / "new" / "adapter")
     await assert_same_model(trainer, tiny_path, tmp_path / "new" / "adapter")
     again = make_trainer(tiny_path, adapter=str(tmp_path / "new" / "adapter"))
     assert distance(masters(again), masters(trainer)) == 0

@@ -1,0 +1,109 @@
+"""What a run saves is what it goes on from and what it publishes, wherever it was cut off, wherever its parts are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.actor import Local
+from cluster.files import Digest
+from learner import checkpoint, run_checkpoints
+from learner.publishing import publish
+from tests.learner.loops import Trainer, build, configure, finish, first
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing after it runs."""
+
+
+async def test_a_kill_between_commit_and_publication_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_at_4(folder: Path, run_dir: Path, **how: Any) -> Path | None:
+        if folder.name == "step-000004":
+            raise Killed
+        return publish(folder, run_dir, **how)
+
+    monkeypatch.setattr(run_checkpoints, "publish", kill_at_4)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, configure(), 6))
+    assert isinstance(first(caught.value), Killed)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert weights.read_text() == "2"
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / "step-000004"
+    publish(newest, tmp_path, whole_model=False)  # as learner.house does at the next start
+    assert weights.read_text() == "4"
+
+
+class Elsewhere(Trainer):
+    """The learner on another node, whose disk has a folder of the same name."""
+
+    def __init__(self, disk: Path, sees: bool) -> None:
+        super().__init__(0.0, 0.0)
+        self.disk, self.sees_it = disk, sees
+
+    async def sees(self, file: Path) -> bool:
+        return self.sees_it
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        self.disk.mkdir(exist_ok=True)
+        return await super().save(self.disk / folder.parent.name)
+
+
+@pytest.mark.parametrize(("sees", "trained"), [(False, 0), (True, 2)], ids=["at the start", "at a checkpoint"])
+async def test_a_learner_whose_folder_is_elsewhere_is_refused_and_nothing_is_sealed(
+    tmp_path: Path, sees: bool, trained: int
+) -> None:
+    """By the first look; and where the folder went away later, by the digests of the first checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    loop = build(folder, configure(), 6)
+    learner = Local("learner", Elsewhere, [tmp_path / "other", sees])
+    loop.trainer = learner
+    loop.checkpoints = run_checkpoints.RunCheckpoints(loop.config, learner, loop.pipes, loop.sinks)
+    with pytest.raises((BaseExceptionGroup, checkpoint.CheckpointError)) as caught:
+        await finish(loop)
+    sentence = str(first(caught.value))
+    assert sentence.startswith("output_dir: must be a folder that the learner's node and the driver's share")
+    assert str(folder) in sentence
+    assert loop.step == trained
+    assert not list(folder.glob("checkpoints/*"))
+    assert not (folder / "adapter").exists()
+    assert not list(folder.glob(".seen-*"))
+
+
+async def test_a_disk_that_is_full_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, write = build(tmp_path, configure(), 2), Path.write_text
+
+    def full(path: Path, text: str, *args: Any) -> int:
+        if path.name == "state.json":
+            path.symlink_to("/dev/full")
+        return write(path, text, *args)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(loop)
+    assert "[Errno 28] No space left on device: '" in str(first(caught.value))
+    assert f"{tmp_path}/checkpoints" in str(first(caught.value))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+async def test_the_learner_names_the_folder_of_a_full_disk(tiny_path: str, tmp_path: Path) -> None:
+    from tests.learner.trainers import make_trainer  # here: torch is slow to import
+
+    (tmp_path / "trainer.pt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"{tmp_path}: the learner cannot write .* with \d+ MiB free there: "):
+        await make_trainer(tiny_path).save(tmp_path)
+
+
+async def test_the_learner_says_what_it_wrote_and_its_checkpoint_is_an_adapter(tiny_path: str, tmp_path: Path) -> None:
+    from tests.learner.trainers import make_trainer
+
+    with checkpoint.commit(tmp_path, 1, keep=1, written=(written := {})) as folder:
+        told = await make_trainer(tiny_path).save(folder / "trainer")
+        written |= {f"trainer/{name}": digest for name, digest in told.items()}
+    sealed = json.loads((tmp_path / "step-000001" / "manifest.json").read_text())["files"]
+    assert sealed == written
+    assert set(told) == {"adapter_config.json", "adapter_model.safetensors", "trainer.pt"}
