@@ -19,7 +19,7 @@ from learner.meta_base import without_weights
 
 def load_base(model: ModelConfig, device: torch.device) -> Any:
     """The frozen causal language model of model.path in model.dtype, without dropout."""
-    config = AutoConfig.from_pretrained(model.path)
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
             setattr(config, name, 0.0)  # the sampler has none, so neither may the learner
@@ -36,7 +36,9 @@ def load_base(model: ModelConfig, device: torch.device) -> Any:
         options |= {"quantization_config": nf4(dtype), "device_map": {"": device}}
     if device.type == "meta":  # no weights: learner.fakerun asks what a step of this model would need
         return without_weights(config, dtype, options.get("quantization_config")).requires_grad_(False)
-    lm: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, **options)
+    lm: Any = AutoModelForCausalLM.from_pretrained(
+        model.path, config=config, dtype=dtype, trust_remote_code=False, **options
+    )
     return (lm if model.base == "nf4" else lm.to(device)).requires_grad_(False)
 
 

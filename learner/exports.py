@@ -43,7 +43,7 @@ def export(policy: Policy, folder: Path, path: str) -> None:
     weights = {name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()}
     save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
     policy.save_config(folder)
-    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(folder)
 
 
 def save_masters(policy: Policy, folder: Path) -> None:

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None) -> Any:
     """The causal language model of a transformers config, quantised as `from_pretrained` would do it."""
     with torch.device("meta"), torch.no_grad():
-        lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False
+        )
         if quantization is not None:
             _quantise(lm, quantization)
     return lm

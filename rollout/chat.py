@@ -9,6 +9,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 
+from rollout.remote_code import needs_own_code
 from rollout.stopping import StopError, split
 from rollout.template import TemplateKwargsError, check_kwargs
 
@@ -68,6 +69,11 @@ class Chat:
         config = _read_json(path, "config.json")
         if not config:
             raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
+        if own := needs_own_code(config):
+            raise ChatError(
+                f"model.path: {path} needs Python code that comes with the model ({own}), and such code is never run; "
+                "give a model whose architecture transformers itself has"
+            )
         vocabulary = _text_config(config).get("vocab_size")
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
@@ -138,12 +144,17 @@ def _tokenizer(path: str) -> Any:
         if _read_json(path, "tokenizer_config.json").get("tokenizer_class") in PLAIN_CLASSES:
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(path)
+            return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "custom code" in reason:
+            raise ChatError(
+                f"model.path: the tokenizer of {path} needs Python code that comes with it, and such code is never "
+                "run; save it as a tokenizer.json, or give another model"
+            ) from error
         raise ChatError(f"model.path: {path} must hold a tokenizer that transformers can load: {reason}") from error
 
 

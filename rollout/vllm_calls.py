@@ -36,6 +36,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
     arguments: dict[str, Any] = {
         "model": settings.model,
+        "trust_remote_code": False,
         "dtype": settings.dtype,
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
