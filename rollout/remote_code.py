@@ -13,12 +13,12 @@ def needs_own_code(config: Mapping[str, Any]) -> str | None:
     if not brought:
         return None
     # Here: with torch, 10 s where nothing has imported it yet; and few models bring code.
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.get("model_type")
     for name, known in (
-        ("AutoConfig", CONFIG_MAPPING_NAMES),
+        ("AutoConfig", CONFIG_MAPPING),
         ("AutoModelForCausalLM", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     ):
         if name in brought and kind not in known:
