@@ -13,7 +13,8 @@ from benchmarks.gpu_rows import Found, Row
 from benchmarks.memory_table import FIVE, LENGTHS, PUBLISHED
 from cluster import memory
 from cluster.memory import GB, Learning, Micro
-from cluster.planner import Plan, Wish, Workload, plan
+from cluster.plan import Plan, Wish, Workload
+from cluster.planner import plan
 from cluster.shapes import SHAPES, Shape
 from learner.learner_config import LearnerConfig
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gpu_model import group, make_trainer, steps, utilisation
 from benchmarks.gpu_rows import Found, Missing, Row
 from benchmarks.head_op import Case, by_liger, by_logprobs, make_case, naive_logprobs
-from cluster.planner import Workload
+from cluster.plan import Workload
 from cluster.shapes import SHAPES, Shape
 from learner.attention import SEGMENTS, VARLEN, Layout, Segment, kernels
 from learner.learner_config import LearnerConfig

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from benchmarks.gpu_model import group, make_trainer, steps
 from benchmarks.gpu_rows import Found, Missing, Row
-from cluster.planner import Workload
+from cluster.plan import Workload
 from cluster.shapes import LINEAR, SHAPES, Shape
 from learner.learner_config import LearnerConfig
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
 from cluster.memory import CONTEXT, FRAGMENTATION, GB, Learning, Micro, learner_bytes, total
-from cluster.planner import Workload
+from cluster.plan import Workload
 from cluster.shapes import SHAPES, Shape
 from learner.learner_config import LearnerConfig
 

@@ -1,4 +1,5 @@
-"""The memory model: what a learner and a generator hold, in bytes, by part. Pure functions of a shape and settings.
+"""The memory model of the learner: what it holds, in bytes, by part. Pure functions of a shape and settings. What a
+generator holds is in cluster.serving.
 
 Letters: h hidden, f feed-forward, q all query heads, k all key heads (or value heads) in elements; L layers; n adapter
 weights; b bytes per element of the base's type; N tokens of the largest micro-batch, C of them completion tokens,
@@ -6,15 +7,14 @@ S keys that its completions attend to (a shared prompt once per completion); V v
 
 Sources. What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what
 each layer keeps and a maximum over the places where it can be highest; the coefficients are those of learner.fakerun
-(the real step on tensors without content), and a test holds them to it within 2 % of the peak. Figures of the engine
-are vLLM's documentation's and source's, else estimates; each function says which.
+(the real step on tensors without content), and a test holds them to it within 2 % of the peak.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.pushed import GENERATOR_COPIES, LEARNER_COPIES, merging_bytes, pushed_bytes
+from cluster.pushed import LEARNER_COPIES, merging_bytes, pushed_bytes
 from cluster.shapes import LINEAR, Shape
 
 GB = 10**9
@@ -23,12 +23,9 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuBLAS workspace (8 to 32 MiB) included
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
 # On a CPU a role is a process, its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
-# the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step. In the
-# engine malloc's share grows, slower and slower: local_cpu.yaml took 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
+# the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
-ENGINE_PROCESS = 1050 * 10**6
 HEAD_TILE = 43 * 10**6  # learner.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
-PREFILL_TOKENS = 4096  # of one engine step, as rollout.vllm_calls asks for; bounds the activations of prefill
 
 Parts = dict[str, int]
 Checkpointing = Literal["none", "mlp", "full"] | int
@@ -243,50 +240,6 @@ def _dequantised(shape: Shape, learning: Learning) -> int:
         return 0
     largest = max(i * o for i, o in map(shape.linear, LINEAR))
     return largest * DTYPE_BYTES[learning.dtype] + largest // 16
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """How a generator serves, as far as it matters for memory."""
-
-    dtype: str = "bfloat16"
-    base: Literal["none", "nf4"] = "none"
-    rank: int = 16
-    adapters: int = 2  # policy versions resident at once; 0 where weights are replaced
-    pushed: int = 0  # bytes of the weights that a push replaces
-    sequences: int = 128  # decoded at once
-    kv_bytes: int = 0
-    targets: tuple[str, ...] = tuple(LINEAR)
-    cuda: bool = True
-    longest: int = 0  # tokens, prompt and completion
-
-
-def generator_bytes(shape: Shape, serving: Serving) -> Parts:
-    """What vLLM holds while it generates.
-
-    weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each adapter
-      version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
-      tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
-    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
-      that arrive (cluster.pushed); on CUDA they do one layer at a time, while no step is run. context: one process.
-    """
-    b = DTYPE_BYTES[serving.dtype]
-    extra = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
-    tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
-    return {
-        "weights": base_bytes(shape, serving.base, b),
-        "kv_cache": serving.kv_bytes,
-        "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
-        "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,
-        **extra,
-        "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
-    }
-
-
-def asleep(parts: Parts) -> Parts:
-    """What of a generator stays on the card in vLLM's sleep level 1: weights (with the adapters' slots) go to host
-    memory and the KV cache is dropped (vllm docs, features/sleep_mode)."""
-    return {name: parts[name] for name in ("workspace", "graphs", "context")}
 
 
 def total(*parts: Parts) -> int:

@@ -15,7 +15,9 @@ from typing import Any
 
 from cluster import memory
 from cluster.placement import pack
-from cluster.planner import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
+from cluster.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
+from cluster.planner import plan
+from cluster.serving import asleep
 from cluster.shapes import LINEAR, Shape
 from learner.config import RunConfig, roles
 from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
@@ -242,7 +244,7 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
     if found.layout == "slices":
         others = found.generators * found.generator_bytes
     elif found.layout == "alternating":
-        others = found.generators * memory.total(memory.asleep(found.generator))
+        others = found.generators * memory.total(asleep(found.generator))
     return round(USABLE * found.device_bytes) - others - found.learner["context"]
 
 

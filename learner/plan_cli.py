@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.planner import USABLE, Misfit, Plan, Wish, Workload, gib, least, plan
+from cluster.plan import USABLE, Misfit, Plan, Wish, Workload, gib
+from cluster.planner import least, plan
 from cluster.shapes import SHAPES, Shape, shape_of
 from learner import plan_picture
 from learner.arguments import natural, positive

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from cluster.planner import Misfit, Plan
+from cluster.plan import Misfit, Plan
 
 GIB = 2**30
 WIDTH = 72  # characters of a bar

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.kv import BLOCK_CPU
-from cluster.memory import PREFILL_TOKENS
+from cluster.serving import PREFILL_TOKENS
 from rollout.adapter_window import Resident
 from rollout.engine import EngineSettings
 from rollout.types import Completion, EngineError, Sampling

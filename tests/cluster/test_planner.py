@@ -9,7 +9,8 @@ import pytest
 
 from cluster import memory
 from cluster.memory import Learning, Micro
-from cluster.planner import USABLE, Misfit, Plan, Wish, Workload, plan
+from cluster.plan import USABLE, Misfit, Plan, Wish, Workload
+from cluster.planner import plan
 from cluster.shapes import SHAPES
 
 GIB = 2**30

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cluster import memory
-from cluster.planner import BETWEEN, USABLE
+from cluster.plan import BETWEEN, USABLE
+from cluster.serving import asleep
 from cluster.shapes import SHAPES, Shape
 from learner.config import RunConfig
 from learner.house import worker_spec
@@ -63,7 +64,7 @@ def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     assert found is not None
     assert budgets.alternating
     # While it trains the learner may have all that a sleeping engine leaves, and between two steps the engine fits.
-    sleeping = memory.total(memory.asleep(found.generator))
+    sleeping = memory.total(asleep(found.generator))
     assert budgets.learner_bytes == round(USABLE * 24 * GIB) - sleeping - memory.CONTEXT
     assert found.learner_bytes + sleeping <= USABLE * 24 * GIB
     between = sum(found.learner[name] for name in BETWEEN)
