@@ -48,21 +48,25 @@ BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_bytes_or_auto)]
 
 
 class EvalConfig(Frozen):
-    """Held-out evaluation. `path: null` holds problems out of the training data; `every: 0` switches it off."""
+    """Held-out evaluation. Without `path` and `split` problems are held out of the training data; `every: 0` switches
+    it off."""
 
-    path: str | None = None
-    split: str = "test"
+    path: str | None = None  # null: data.path
+    split: str | None = None  # null: test; of a file, all of it
     size: Annotated[int, Field(ge=1)] = 200
     every: Annotated[int, Field(ge=0)] = 20
     judge: str | None = None  # the reward that counts as accuracy; null = the one with the largest weight
 
 
 class DataConfig(Frozen):
-    """Problems: a hub dataset name, a JSONL or Parquet file, or a reasoning_gym task `rg:<task>`."""
+    """Problems: a hub dataset name, a JSON lines, JSON, CSV or Parquet file (also packed: .gz), a folder of
+    save_to_disk, or a reasoning_gym task `rg:<task>`."""
 
     path: str
-    split: str = "train"
-    prompt: str = "question"  # a column (text or chat messages), or a template: "Solve: {question}"
+    split: str = "train"  # or a part: train[:100]
+    prompt: str = (
+        "question"  # a column (text or chat messages), a part of one (problem.text), or a template: "Solve: {q}"
+    )
     system: str | None = None
     # Variables of the model's chat template, e.g. {enable_thinking: false}; one that it does not read is refused.
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -6,12 +6,10 @@ restart, on another machine and for any number of workers.
 
 import logging
 import random
-import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +17,8 @@ import numpy.typing as npt
 from rollout import sources
 from rollout.chat import Messages, Prompt
 from rollout.config import DataConfig
+from rollout.pace import Pace
+from rollout.prompts import messages_of
 from rollout.schema import Problem
 from rollout.sources import ProblemsError, Row
 
@@ -71,20 +71,23 @@ def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
-def load(config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int) -> tuple[Problems, list[Problem]]:
+def load(
+    config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
+) -> tuple[Problems, list[Problem]]:
     """Training problems, and the held-out ones for evaluation (none where `eval.every` is 0). Raises ProblemsError.
 
-    Held-out problems come from `eval.path`; where that is null, from a reasoning_gym task with another seed, and from
-    any other source as a seeded choice of a tenth of its distinct prompts, at most `eval.size`, which training never
-    sees. Their epoch is -1, so that their groups are never taken for groups of the stream.
+    Held-out problems come from `eval.path`, or from `eval.split` of `path`; where both are null, from a reasoning_gym
+    task with another seed, and from any other source as a seeded choice of a tenth of its distinct prompts, at most
+    `eval.size`, which training never sees. Their epoch is -1, so that their groups are never taken for groups of the
+    stream. `deadline_s`: seconds for making the problems of a task, and again for tokenising the prompts.
     """
     wanted = config.eval.every > 0
     generated = config.path.startswith(sources.GENERATED)
-    rows = sources.read(config.path, config.split, config.args, config.size, seed)
-    items = _items(rows, config, chat, max_prompt_length, sources.label(config.path, config.split))
+    rows = sources.read(config.path, config.split, config.args, config.size, seed, deadline_s=deadline_s)
+    items = _items(rows, config, chat, max_prompt_length, sources.label(config.path, config.split), deadline_s)
     if not wanted:
         return Problems(items, seed), []
-    if config.eval.path is None and not generated:
+    if config.eval.path is None and config.eval.split is None and not generated:
         items, held_out = _hold_out(items, config.eval.size, seed)
     else:
         path = config.path if config.eval.path is None else config.eval.path
@@ -92,9 +95,9 @@ def load(config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int) 
         # A generator may repeat itself and training: the surplus leaves enough after those are dropped.
         fresh = path.startswith(sources.GENERATED)
         size, eval_seed = config.eval.size * (4 if fresh else 1), sources.other_seed(seed)
-        rows = sources.read(path, config.eval.split, args, size, eval_seed)
-        name = sources.label(path, config.eval.split)
-        candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}")
+        rows = sources.read(path, config.eval.split, args, size, eval_seed, "data.eval", deadline_s)
+        name = sources.label(path, config.eval.split or "test")
+        candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}", deadline_s)
         held_out = _unseen(candidates, items)[: config.eval.size] if fresh else candidates
         if not held_out:
             raise ProblemsError(
@@ -127,11 +130,16 @@ def _unseen(items: Iterable[Item], known: Iterable[Item], distinct: bool = True)
     return kept
 
 
-def _items(rows: Sequence[Row], config: DataConfig, chat: Renderer, longest: int, name: str) -> list[Item]:
+def _items(
+    rows: Sequence[Row], config: DataConfig, chat: Renderer, longest: int, name: str, deadline_s: float
+) -> list[Item]:
     items = []
+    pace = Pace(len(rows), deadline_s)
     for index, row in enumerate(rows):
-        prompt, ids = chat.render(_messages(row, config, f"{name}-{index}"))
+        prompt, ids = chat.render(messages_of(row, config, f"{name}-{index}"))
         items.append(Item(f"{name}-{index}", prompt, ids, row))
+        if late := pace.late(index + 1):
+            raise ProblemsError(f"data.size: tokenising {late} (cluster.deadlines.start); lower data.size")
     too_long = [item for item in items if len(item.prompt_ids) > longest]
     if too_long and config.overlong == "drop" and len(too_long) < len(items):
         log.warning("%s: dropped %d of %d prompts of over %d tokens", name, len(too_long), len(items), longest)
@@ -145,55 +153,3 @@ def _items(rows: Sequence[Row], config: DataConfig, chat: Renderer, longest: int
             f"rollout.max_prompt_length: {most}, or data.overlong: drop"
         )
     return items
-
-
-def _messages(row: Row, config: DataConfig, where: str) -> list[dict[str, str]]:
-    value = _prompt(row, config.prompt)
-    if isinstance(value, str) and value.strip():
-        messages = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(map(_is_message, value)):
-        messages = [{"role": message["role"], "content": message["content"]} for message in value]
-    else:
-        shown = repr(value)[:80]
-        raise ProblemsError(
-            f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
-            f"{where} gives {shown}; name another column, or repair that row"
-        )
-    if config.system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise ProblemsError(
-            f"data.system: must be null where the data brings its own system message, and {where} does; "
-            "remove one of them"
-        )
-    return [{"role": "system", "content": config.system}, *messages]
-
-
-def _is_message(value: object) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and all(isinstance(value.get(key), str) for key in ("role", "content"))
-        and bool(value["content"].strip())
-    )
-
-
-def _prompt(row: Row, prompt: str) -> Any:
-    """A column's value, or a template filled from the columns."""
-    if prompt in row:
-        return row[prompt]
-    try:
-        parts = list(string.Formatter().parse(prompt))
-    except ValueError as error:
-        raise ProblemsError(
-            f"data.prompt: must be a column or a template such as 'Solve: {{question}}', got {prompt!r} ({error}); "
-            "write a literal brace twice"
-        ) from error
-    fields = [field for _, field, _, _ in parts if field is not None]
-    for field in fields or [prompt]:
-        if field not in row:
-            near = get_close_matches(field, row, n=1)
-            raise ProblemsError(
-                f"data.prompt: must be a column or a template over columns, and there is no column {field!r}; columns "
-                f"are {', '.join(row)}" + (f"; did you mean {near[0]!r}?" if near else "; name one of them")
-            )
-    return None if any(row[field] is None for field in fields) else prompt.format_map(row)

@@ -1,47 +1,62 @@
-"""Where rows of problems come from: the hub, a JSONL or Parquet file, or a reasoning_gym task."""
+"""Where rows of problems come from: the hub, files and folders of this machine, or a reasoning_gym task."""
 
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from rollout import files
+from rollout.files import ProblemsError, Row
+from rollout.pace import Pace
+
+__all__ = ["GENERATED", "ProblemsError", "Row", "label", "other_seed", "read"]
 
 GENERATED = "rg:"
 GENERATED_SIZE = 1000  # problems of a reasoning_gym task where data.size is not given
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+DEADLINE_S = 600.0  # for making problems
 
 
-class ProblemsError(ValueError):
-    """Problems that cannot be trained on; one line that says which, why, and what to do."""
-
-
-def read(path: str, split: str, args: Mapping[str, Any], size: int | None, seed: int) -> list[Row]:
+def read(
+    path: str,
+    split: str | None,
+    args: Mapping[str, Any],
+    size: int | None,
+    seed: int,
+    key: str = "data",
+    deadline_s: float = DEADLINE_S,
+) -> list[Row]:
     """The first `size` rows of a source. Raises ProblemsError.
 
     Args:
-        path: `rg:<task>`, a .jsonl, .json or .parquet file, or a hub name.
-        split: of a hub data set; a file is one split.
+        path: `rg:<task>`, a file (files.FORMATS), a folder, or a hub name.
+        split: of a hub data set or a folder, or `train[:100]` of a file; null: train, for evaluation test, and of
+            what has one split only, all of it.
         args: keyword arguments of the source: the task's settings, or those of datasets.load_dataset
             (a hub data set with several configurations is chosen with {name: main}).
         size: null = all rows; of a task, how many to make.
         seed: of a task; files and hub data are not shuffled here.
+        key: of the configuration, under which messages name `path` and `split`.
+        deadline_s: seconds for making the problems of a task.
     """
     if path.startswith(GENERATED):
-        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed)
+        if split not in (None, "train"):
+            raise ProblemsError(f"{key}.split: a reasoning_gym task has no splits, got {split!r}; leave it out")
+        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, deadline_s)
     else:
-        rows = _read_dataset(path, split, args, size)
+        rows = _read_dataset(path, split, args, size, key)
     if not rows:
-        raise ProblemsError(f"data.path: must hold at least one problem, got none from {path}; check the file or split")
-    return rows
+        raise ProblemsError(
+            f"{key}.path: must hold at least one problem, got none from {path}; check the file or split"
+        )
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [row if len(row) == len(columns) else {name: row.get(name) for name in columns} for row in rows]
 
 
 def label(path: str, split: str) -> str:
     """What the ids of a source's problems begin with."""
     if path.startswith(GENERATED):
         return path.removeprefix(GENERATED)
-    return Path(path).stem if _is_file_name(path) else split
+    return files.plain_name(path) if files.is_file_name(path) else split
 
 
 def other_seed(seed: int) -> int:
@@ -49,49 +64,48 @@ def other_seed(seed: int) -> int:
     return (seed + 2**30) % 2**31
 
 
-def _is_file_name(path: str) -> bool:
-    return Path(path).suffix in FILE_FORMATS
+def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: int | None, key: str) -> list[Row]:
+    local = files.find(path, f"{key}.path")
+    usual = "train" if key == "data" else "test"
+    try:
+        if local is not None and local.is_file():
+            return files.read_file(local, split, args, size, key)
+        if local is not None and files.is_saved(local):
+            return files.read_saved(local, split, args, size, key, usual)
+        return _read_hub(path if local is None else str(local), split or usual, args, size)
+    except ProblemsError:
+        raise
+    except StopIteration:  # how datasets 5 meets a file without a line
+        return []
+    except ConnectionError as error:  # huggingface_hub's OfflineModeIsEnabled is one
+        raise ProblemsError(
+            f"{key}.path: {path} is neither a file or folder here nor in the hub's cache, and the hub cannot be "
+            "reached; download it where there is a network, or give a file"
+        ) from error
+    except Exception as error:  # readers of files that anybody may have written raise what they like
+        said = _first_line(error.__cause__ or error)
+        raise ProblemsError(
+            f"{key}.path: {path} (split {split or usual}{_named(args)}) cannot be read: {said}; check the name, "
+            f"{key}.split and data.args"
+        ) from error
 
 
-def _read_dataset(path: str, split: str, args: Mapping[str, Any], size: int | None) -> list[Row]:
+def _read_hub(path: str, split: str, args: Mapping[str, Any], size: int | None) -> list[Row]:
     import datasets
-    from huggingface_hub.errors import OfflineModeIsEnabled
 
     datasets.disable_progress_bars()  # job logs are no terminal
-    file = _existing(path) if _is_file_name(path) else None
-    try:
-        if file is not None:
-            found = datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=str(file), split="train", **args)
-        else:
-            found = datasets.load_dataset(path, split=split, **args)
-    except StopIteration:  # how datasets 5 meets a JSONL file without a line
-        return []
-    except (ConnectionError, OfflineModeIsEnabled) as error:
-        raise ProblemsError(
-            f"data.path: {path} is neither a .jsonl or .parquet file nor in the hub's cache here, and the hub cannot "
-            "be reached; download it where there is a network, or give a file"
-        ) from error
-    except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
-        raise ProblemsError(
-            f"data.path: {path} (split {split}, args {dict(args)}) cannot be read: "
-            f"{_first_line(error.__cause__ or error)}; check the name, data.split and data.args"
-        ) from error
+    found = datasets.load_dataset(path, split=split, **args)
     if size is not None:
         found = found.select(range(min(size, len(found))))
     return [dict(row) for row in found]
 
 
-def _existing(path: str) -> Path:
-    file = Path(path).expanduser()
-    if file.is_file():
-        return file
-    there = sorted(f.name for f in file.parent.glob("*") if f.suffix in FILE_FORMATS) if file.parent.is_dir() else []
-    near = get_close_matches(file.name, there, n=1)
-    beside = f"in {file.parent.absolute()} there are {', '.join(there[:10]) or 'no such files'}"
-    raise ProblemsError(f"data.path: file must exist, got {path}; {f'did you mean {near[0]}?' if near else beside}")
+def _named(args: Mapping[str, Any]) -> str:
+    """The names alone: values may be secrets."""
+    return f", args {', '.join(args)}" if args else ""
 
 
-def _generate(task: str, args: Mapping[str, Any], size: int, seed: int) -> list[Row]:
+def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, deadline_s: float) -> list[Row]:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -107,19 +121,24 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int) -> list[
         )
     try:
         made = reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
-    except (TypeError, AssertionError, ValueError) as error:
+    except Exception as error:  # the task's own, about values that it did not expect
         raise ProblemsError(
-            f"data.args: must be settings of the task {task}, got {dict(args)}: {_first_line(error)}; correct data.args"
+            f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: {_first_line(error)}; "
+            "correct data.args"
         ) from error
-    return [
-        # Metadata differs in shape from problem to problem and from task to task: one text column holds it all.
-        {
-            "question": entry["question"],
-            "answer": entry["answer"],
-            "metadata": json.dumps(entry["metadata"], default=str),
-        }
-        for entry in (made[index] for index in range(size))
-    ]
+    rows: list[Row] = []
+    pace = Pace(size, deadline_s)
+    for index in range(size):
+        rows.append(_generated(made[index]))
+        if late := pace.late(index + 1):
+            raise ProblemsError(f"data.size: {late} (cluster.deadlines.start); lower data.size")
+    return rows
+
+
+def _generated(entry: Mapping[str, Any]) -> Row:
+    # Metadata differs in shape from problem to problem and from task to task: one text column holds it all.
+    metadata = json.dumps(entry["metadata"], default=str)
+    return {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
 
 
 def _first_line(error: BaseException) -> str:

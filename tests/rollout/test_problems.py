@@ -177,7 +177,7 @@ def test_a_wrong_file_name_brings_the_nearest(tmp_path: Path, chat: Chat) -> Non
 def test_a_hub_name_without_a_network(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ProblemsError, match=r"org/sums is neither a \.jsonl or \.parquet file nor in the hub's cache"):
+    with pytest.raises(ProblemsError, match="org/sums is neither a file or folder here nor in the hub's cache"):
         load(DataConfig(path="org/sums"), chat, 256, seed=0)
 
 
