@@ -1,8 +1,8 @@
-# make setup | demo | check | test | lock | clean.  Linux, Python >= 3.11, a C compiler, GNU make >= 4.
+# make setup | demo | check | test | mutants | lock | clean.  Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo check test lock clean
+.PHONY: setup demo check test mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -54,6 +54,18 @@ check:
 test: setup
 	@$(MAKE) --no-print-directory check
 
+# What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut). One thread
+# each: mutants run beside each other.
+mutants: setup
+	@cmp -s requirements/mutants.txt build/mutants/.requirements || {
+	    rm -rf build/mutants
+	    $(INSTALL) --target build/mutants -r requirements/mutants.txt
+	    cp requirements/mutants.txt build/mutants/.requirements; }
+	rm -rf mutants
+	export PYTHONPATH=build/mutants OMP_NUM_THREADS=1
+	$(BIN)/python -m mutmut run --max-children 2 > build/mutants.log || { tail -5 build/mutants.log; exit 1; }
+	$(BIN)/python tests/mutation/report.py
+
 lock: setup
 	@report=$$(mktemp)
 	trap 'rm -f "$$report"' EXIT
@@ -63,4 +75,4 @@ lock: setup
 	mv requirements/cpu.txt.new requirements/cpu.txt
 
 clean:
-	@rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv build mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

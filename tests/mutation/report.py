@@ -1,0 +1,71 @@
+"""What `make mutants` prints at its end: killed and survivors by file, and each survivor's reason.
+
+    PYTHONPATH=build/mutants .venv/bin/python tests/mutation/report.py
+
+A mutant is known by its file and the line that it makes, so a reason outlives changes elsewhere in the file.
+Exit code 1: fewer than 90 % are killed, or a survivor has no reason in accepted.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from mutmut.mutation.diff_apply import get_diff_for_mutant
+from mutmut.stats import status_by_exit_code
+
+ACCEPTED = Path(__file__).with_name("accepted.yaml")
+WANTED = 0.9
+KILLED = ("killed", "timeout", "segfault")  # a mutant that never ends is seen, too: by the test's time limit
+
+
+def results() -> Iterator[tuple[str, str, str]]:
+    """(file, mutant, status) of every mutant of the last run."""
+    for meta in sorted(Path("mutants").rglob("*.py.meta")):
+        file = meta.relative_to("mutants").as_posix().removesuffix(".meta")
+        for mutant, code in json.loads(meta.read_text())["exit_code_by_key"].items():
+            yield file, mutant, status_by_exit_code[code]
+
+
+def change(file: str, mutant: str) -> tuple[str, str]:
+    """The lines that the mutant takes away and those that it makes, each as one line."""
+    lines = get_diff_for_mutant(mutant, path=file).splitlines()
+    parts = {sign: [one[1:].strip() for one in lines if one.startswith(sign) and one[:3] != sign * 3] for sign in "-+"}
+    return " ".join(parts["-"]), " ".join(parts["+"])
+
+
+def reasons() -> dict[str, str]:
+    """`file: line that a mutant makes` -> why no test needs to see it."""
+    groups = yaml.safe_load(ACCEPTED.read_text()) or []
+    return {mutant: group["reason"] for group in groups for mutant in group["mutants"]}
+
+
+def main() -> int:
+    known, unexplained, used = reasons(), 0, set()
+    counts: dict[str, Counter[str]] = {}
+    for file, mutant, status in results():
+        counts.setdefault(file, Counter())["killed" if status in KILLED else status] += 1
+        if status in KILLED:
+            continue
+        before, after = change(file, mutant)
+        key = f"{file}: {after}"
+        used.add(key)
+        unexplained += key not in known
+        print(f"{status}  {file}\n    - {before}\n    + {after}\n    {known.get(key, 'NO REASON GIVEN')}")
+    for file, count in counts.items():
+        left = ", ".join(f"{number} {status}" for status, number in count.items() if status != "killed")
+        print(f"{file:26} {count['killed'] / count.total():6.1%} of {count.total()} killed  {left}")
+    for key in sorted(set(known) - used):
+        print(f"accepted.yaml names a mutant that does not survive (any more): {key}")
+    everything = sum(counts.values(), Counter[str]())
+    share = everything["killed"] / max(everything.total(), 1)
+    print(f"{share:.1%} of {everything.total()} mutants killed; {unexplained} survivors without a reason")
+    return 0 if share >= WANTED and not unexplained else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
