@@ -1,10 +1,11 @@
-"""gleaner against itself: generation that runs 0, 1 or 2 policy versions ahead of training, each role on one core.
+"""gleaner against itself: generation that runs 0, 1 or 2 policy versions ahead of training, on the same two cores.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.async_vs_sync
 
 Two tables: samples per second and idle time on the ragged workload, where --completion and --groups set how long
 generation and training are beside each other; and what the demo learns in the same number of samples. Runs take turns,
-repeat by repeat, so a ratio is of neighbours.
+repeat by repeat, so a ratio is of neighbours. Equal hardware: generation and training that take turns have both cores
+each (0:2/2); those that run at once have one each (1:1/1). 0:1/1 holds one core back from the synchronous side.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def learning_table(records: Sequence[Record], skip: int) -> str:
     for (system, _), own in by_system(records).items():
         final = [record.accuracy[-1][1] for record in own]
         each = ", ".join(f"{accuracy:.3f}" for accuracy in final)
-        rows.append([system, f"{sum(final) / len(final):.3f}", each, spread([r.rate(skip) for r in own], ".1f"),
-                     spread([r.curve()[-1][0] for r in own], ".1f")])  # fmt: skip
-    return as_table(["system", "last accuracy, mean", "by seed", "samples/s", "s of training"], rows)
+        times = spread([r.curve()[-1][0] for r in own], ".1f"), spread([r.wall_s for r in own], ".0f")
+        rate = spread([r.rate(skip) for r in own], ".1f")
+        rows.append([system, f"{sum(final) / len(final):.3f}", each, rate, *times])
+    return as_table(["system", "last accuracy, mean", "by seed", "samples/s", "s of training", "s in all"], rows)
 
 
 def report(
@@ -76,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=10, help="demo: steps between evaluations")
     parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed")
     options = parser.parse_args()
-    options.modes = options.modes or [Mode(0, 1, 1), Mode(1, 1, 1), Mode(2, 1, 1)]
+    options.modes = options.modes or [Mode(0, 2, 2), Mode(1, 1, 1), Mode(2, 1, 1)]
     if options.every <= 1 + max(mode.staleness for mode in options.modes):
         parser.error(f"--every must leave steps without an evaluation or a gain from one, got {options.every}")
     options.with_trl = False
@@ -92,8 +94,9 @@ def main() -> None:
             speed += take_turns(own, range(options.repeats), options)
     learning = take_turns(demo(options.demo_steps, options.every), range(options.seeds), options)
     runs = {"ragged": [asdict(record) for record in speed], "demo": [asdict(record) for record in learning]}
-    save("async_vs_sync", {"conditions": told, "runs": runs}, report(speed, learning, told, options))
-    system_plots.both(speed, learning, options, RESULTS / "async_vs_sync.png")
+    name = f"async_vs_sync_{options.completion}"
+    save(name, {"conditions": told, "runs": runs}, report(speed, learning, told, options))
+    system_plots.both(speed, learning, options, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ def vowels(prompts, completions, **columns):
 '''
 
 
+def environment(marker: str) -> dict[str, str]:
+    """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
+    own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"GLEANER_MARK": marker}
+
+
 class Run:
     """One run folder, one configuration, any number of tries."""
 
@@ -63,9 +69,7 @@ class Run:
         )
 
     def environment(self) -> dict[str, str]:
-        """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
-        own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
-        return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"GLEANER_MARK": self.marker}
+        return environment(self.marker)
 
     def finish(self, *overrides: str) -> str:
         """Runs to the end, which must be a good one; returns what was printed."""
