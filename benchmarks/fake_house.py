@@ -143,6 +143,9 @@ class IdleTrainer:
 class Stream:
     """Problems without a source."""
 
+    def __len__(self) -> int:
+        return 1_000_000  # of an epoch
+
     def at(self, position: int) -> Problem:
         return make_problem(position)
 

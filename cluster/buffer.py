@@ -13,9 +13,10 @@ those others in the batches up to theirs; beyond that, the batch waits (the earl
 too old, however long its completions are (dropping the slow ones would teach a bias to short completions). Synchronous
 training is max_staleness 0.
 
-Over-sampling adds `oversample` slots and lets as many groups miss their batch: it is then the first that finish, and
-stragglers that could not be trained on any more are stopped. What was sampled of them is kept by their producers
-(rollout.partial); when such a group comes after all, only a part of its tokens is too old.
+Over-sampling adds `oversample` slots: a batch is the first groups that finish, and stragglers are stopped, to go on
+later under the newest policy from what their producers keep of them (rollout.partial). Their tokens are of several
+policies then, each trained on with the ratio to its own. They may miss MISSES batches; after that the batch waits for
+them, so that tokens are at most `staleness` versions old, and none is left out for the length of its completion.
 
 A slow producer holds nobody up for long: while the consumer waits, a group that takes too long (cluster.backups) is
 given to a second producer as well, if one waits for a slot. The first of the two to finish is put, the other is
@@ -28,6 +29,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
+from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -38,6 +40,7 @@ from cluster.ticket import Ticket
 
 MAX_REFILLS = 8  # batches' worth of useless groups in one take; after that what comes is taken as it is
 BACKUP_AFTER = 2.0
+MISSES = 4  # batches that a straggler of over-sampling may miss
 
 
 class Batch(NamedTuple):
@@ -54,6 +57,8 @@ class Buffer:
     the consumer waits for more). on_drop: receives each group that was too old to train on after all. oversample:
     groups generated beyond those that a batch needs. backup_after: multiple of the usual time of a group after which
     it gets a second producer; inf for never.
+
+    staleness: policy versions from the sampling of a token to its training, at most.
     """
 
     def __init__(
@@ -72,6 +77,9 @@ class Buffer:
             )
         self.groups_per_step, self.max_staleness, self.oversample = groups_per_step, max_staleness, oversample
         self.slots = groups_per_step * (1 + max_staleness) + oversample
+        # As many batches as have room for all slots, at the least: else not all could have theirs in time.
+        missed = max(MISSES, ceil(oversample / groups_per_step)) if oversample else 0
+        self.staleness = max_staleness + missed
         self.max_bytes, self.on_drop = max_bytes, on_drop
         self.in_use = 0
         self.bytes = 0
@@ -79,7 +87,7 @@ class Buffer:
         self._admitted: dict[Ticket, None] = {}  # in order, so of growing age; until taken or given up
         self._groups: dict[Ticket, pa.Table] = {}  # in order of arrival
         self._taken = self._released = 0  # groups, since the start
-        self._too_old = -max_staleness  # admission versions below it cannot be trained on any more
+        self._late = -max_staleness  # of tickets of admission versions below it no group is begun, and stragglers stop
         self._backups = Backups(backup_after)
         self._idle: dict[asyncio.Future[Ticket], str] = {}  # producers that wait for a slot, the first first
         self._hungry = False  # the consumer waits
@@ -115,7 +123,7 @@ class Buffer:
     def _serve(self) -> None:
         """Gives out free slots."""
         now, full = asyncio.get_running_loop().time(), self._backups.full(self._admitted)
-        while self.in_use < self.slots and self._version >= self._too_old:
+        while self.in_use < self.slots and self._version >= self._late:
             turn = next((turn for turn, producer in self._idle.items() if producer not in full), None)
             if turn is None:
                 return
@@ -222,15 +230,18 @@ class Buffer:
 
     def _next(self, left: int) -> Ticket | None:
         """The ticket to take now, when the batch lacks `left` groups: the oldest of those that have arrived; None if
-        there is none, or if older ones would have no batch left. As many as `oversample` may miss theirs."""
-        oldest = next((ticket for ticket in self._admitted if ticket in self._groups), None)
+        there is none, or if older ones would have no batch left."""
+        age = attrgetter("oldest")
+        # Of growing version by themselves, unless some go on from what stragglers began.
+        tickets = sorted(self._admitted, key=age) if self.oversample else self._admitted
+        oldest = next((ticket for ticket in tickets if ticket in self._groups), None)
         batch, waiting = self._taken // self.groups_per_step, 0
-        for version, number in Counter(map(attrgetter("version"), self._admitted)).items():  # of growing version
-            if oldest is None or version == oldest.version:
+        for version, number in Counter(map(age, tickets)).items():
+            if oldest is None or version == oldest.oldest:
                 break
             waiting += number
-            batches = max(0, version + self.max_staleness - batch)  # after this one and up to the last that they can be
-            if waiting >= left + self.groups_per_step * batches + self.oversample:
+            batches = max(0, version + self.staleness - batch)  # after this one and up to the last that they can be in
+            if waiting >= left + self.groups_per_step * batches:
                 return None
         return oldest
 
@@ -255,11 +266,12 @@ class Buffer:
         self.bytes += sum(ticket.bytes for ticket in taken)
 
     def _count(self, count: int) -> None:
-        """That many were taken. Stragglers are what cannot be trained on any more."""
+        """That many were taken. Stragglers are those that began so long ago that without over-sampling, they would have
+        been in this batch or before."""
         self._taken += count
-        self._too_old = self._taken // self.groups_per_step - self.max_staleness
+        self._late = self._taken // self.groups_per_step - self.max_staleness
         if self.oversample:
-            for ticket in takewhile(lambda ticket: ticket.version < self._too_old, self._admitted):
+            for ticket in takewhile(lambda ticket: ticket.version < self._late, self._admitted):
                 if ticket not in self._groups:
                     self._stop(ticket, late=True)
 

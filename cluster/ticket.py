@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 class Ticket:
     """A slot of the Buffer: the right to generate one group.
 
-    version: of the policy at its admission. since: seconds of the loop's clock. holders: who is at work on it, in
+    version: of the policy at its admission. oldest: that of the group's oldest token, which is an earlier one if the
+    group goes on from what a straggler left. since: seconds of the loop's clock. holders: who is at work on it, in
     their order. work: the (position, attempt) to generate, as the first holder writes it here for the second.
     """
 
@@ -18,10 +19,14 @@ class Ticket:
     since: float
     holders: list[str]
     work: tuple[int, int] | None = None
-    wanted: bool = True  # no other holder has put the group, and it can still be trained on
-    late: bool = False  # it is not wanted since it cannot be trained on any more: a straggler
+    wanted: bool = True  # no other holder has put the group, and it is no straggler
+    late: bool = False  # a straggler: its batch went without it, and what there is of it goes on later
     bytes: int = 0  # that the group keeps in memory, once it is put
+    oldest: int = field(init=False)
     _scopes: list[asyncio.Timeout] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.oldest = self.version
 
     @asynccontextmanager
     async def while_wanted(self) -> AsyncIterator[None]:

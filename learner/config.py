@@ -1,5 +1,6 @@
 """RunConfig: the whole run as typed, frozen values. Imports neither torch, vllm nor ray."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -57,6 +58,8 @@ class RunConfig(Frozen):
     output_dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: Annotated[int, Field(ge=1)] | None = None
+    # Passes over the problems: the run ends when that many were consumed, with those that dynamic sampling replaced.
+    # The learning-rate schedule is made for the steps that this takes if none is replaced.
     epochs: Positive | None = None
     resume: str = "auto"  # auto | none | path of a checkpoint
     max_staleness: Annotated[int, Field(ge=0, le=16)] = 0  # policy versions; 0 = synchronous
@@ -153,6 +156,10 @@ class RunConfig(Frozen):
     def run_dir(self) -> Path:
         """Absolute folder of the run (a submitted job's working directory is thrown away)."""
         return (Path(self.output_dir).expanduser() / self.name.format(seed=self.seed)).absolute()
+
+    def num_problems(self, length: int) -> float:
+        """Problems to consume, of `length` in an epoch; inf where `steps` decides."""
+        return math.inf if self.epochs is None else math.ceil(round(self.epochs * length, 6))
 
     @property
     def num_steps(self) -> int | None:

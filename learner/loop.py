@@ -66,6 +66,7 @@ class Loop:
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self.evaluations: list[Evaluation] = []
+        self._problems = config.num_problems(len(pipes.problems))
         prompt = pipes.problems.at(0).prompt_ids
         length = min(PROBE_TOKENS, config.rollout.max_prompt_length + config.rollout.max_completion_length - 1)
         self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
@@ -91,7 +92,7 @@ class Loop:
         self.journal.start()
         if self.step == 0:
             await self._evaluate()
-        while self.step < self.total_steps and not self.stop.is_set():
+        while not self._done and not self.stop.is_set():
             batch = await self._unless_stopped(self._take())
             if batch is None:
                 break
@@ -99,18 +100,23 @@ class Loop:
             await delivery  # of the policy before this one
             delivery = tasks.create_task(self._deliver(push, release=len(batch.groups)))
             metrics |= self.journal.times(metrics["rollout/tokens"])
-            if self._due(self.config.data.eval.every) or self.step == self.total_steps:
+            if self._due(self.config.data.eval.every) or self._done:
                 await delivery  # what is evaluated must be with every generator
                 metrics |= await self._evaluate()
             self.journal.write(self.step, metrics)
             reason = self.guard.check(metrics)
-            if reason or self._due(self.config.checkpoint.every) or self.step == self.total_steps:
+            if reason or self._due(self.config.checkpoint.every) or self._done:
                 await self._save()
             if reason:
                 raise GuardStopped(f"step {self.step}: {reason}")
         await delivery
         if self.checkpoints.saved != self.step and self.step > 0:
             await self._save()
+
+    @property
+    def _done(self) -> bool:
+        """No step is left: groups that dynamic sampling replaced have used up problems of the epochs, too."""
+        return self.step >= self.total_steps or self.pipes.cursor.consumed >= self._problems
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -145,7 +151,7 @@ class Loop:
     @property
     def _oldest(self) -> int:
         """Tokens of a policy version below it are too old to train on."""
-        return self.step - self.config.max_staleness
+        return self.step - self.pipes.buffer.staleness
 
     def _useful(self, group: pa.Table) -> bool:
         """With dynamic sampling (DAPO, 2503.14476, section 3.2) groups that teach nothing are replaced by others."""

@@ -1,5 +1,7 @@
 """Everything that can be wrong is found before anything expensive starts: one clear line each, nothing written."""
 
+import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from learner.settings import to_yaml
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rollout.chat import Chat, ChatError
+from rollout.cursor import Cursor
 from rollout.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
@@ -89,7 +92,7 @@ def prepare(config: RunConfig) -> Prepared:
         config=config,
         problems=problems,
         heldout=heldout,
-        total_steps=_total_steps(config, len(problems)),
+        total_steps=_total_steps(config, len(problems), resume_from),
         resume_from=resume_from,
         finished_steps=0 if resume_from is None else checkpoint.step_of(resume_from),
         skipped_checkpoints=skipped,
@@ -174,8 +177,14 @@ def _check_rewards(config: RunConfig, problem: Problem) -> None:
     try_rewards(config.rewards, **case_of(problem.messages, [""], [[0]], problem.columns))
 
 
-def _total_steps(config: RunConfig, num_problems: int) -> int:
-    if config.epochs is None:
-        assert config.num_steps is not None
+def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:
+    """With epochs, if no group is replaced; fewer where the checkpoint says that enough problems were consumed."""
+    if config.num_steps is not None:
         return config.num_steps
-    return max(1, round(config.epochs * num_problems / config.learner.groups_per_step))
+    needed = config.num_problems(num_problems)
+    if resume_from is not None:
+        consumed = Cursor()
+        consumed.restore(**json.loads((resume_from / "state.json").read_text())["cursor"])
+        if consumed.consumed >= needed:
+            return checkpoint.step_of(resume_from)
+    return math.ceil(needed / config.learner.groups_per_step)

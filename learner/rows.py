@@ -3,10 +3,10 @@
 Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, C completions
 and N their tokens in a micro-batch.
 
-A completion that was sampled in parts (rollout.partial) may begin with tokens that are too old to train on. To all of
-the learner they are prompt: read, and not predicted. So T and M count only what is trained on, and so do the loss's
-denominators and every policy/ metric, while the reward is of the whole completion (Kimi k1.5, 2501.12599, leaves the
-earlier parts out of the loss, too).
+A completion that was sampled in parts (rollout.partial) has tokens of several policies, each with its own logprob; the
+Buffer sees to it that none gets too old to train on. If first tokens did after all, as when the process that worked on
+them was lost, they are prompt to all of the learner: read, and not predicted. So T and M count only what is trained on,
+and so do the loss's denominators and every policy/ metric, while the reward is of the whole completion.
 """
 
 from collections.abc import Sequence

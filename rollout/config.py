@@ -97,7 +97,9 @@ class RolloutConfig(Frozen):
     in_flight: Literal["finish", "continue"] = "finish"
     reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
     dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
-    oversample: Annotated[int, Field(ge=0)] = 0  # groups begun beyond a batch's; the last to finish go on later
+    # Groups begun beyond a batch's; the last to finish are stopped and go on later. Tokens may then be older than
+    # max_staleness (see cluster.buffer), and are trained on with the ratio to their own policy.
+    oversample: Annotated[int, Field(ge=0)] = 0
 
     @field_validator("top_p")
     @classmethod

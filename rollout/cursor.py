@@ -45,6 +45,11 @@ class Cursor:
             self._done.remove(self.low)
             self.low += 1
 
+    @property
+    def consumed(self) -> int:
+        """How many positions the learner has consumed."""
+        return self.low + len(self._done)
+
     def state(self) -> dict[str, object]:
         """JSON-able arguments for `restore`."""
         return {"low": self.low, "done": sorted(self._done)}

@@ -95,6 +95,7 @@ class Producer:
             position, attempt = ticket.work = ticket.work or cursor.issue()
             problem = self.pipes.problems.at(position)
             begun = self.pipes.begun.get(position, ())
+            ticket.oldest = min([ticket.oldest, *(int(first.versions.min()) for first in begun if len(first.versions))])
             group = await self.request(problem, self.sampling(position, attempt), attempt, ticket, begun)
             if group is not None:
                 await self.feed.proof_of(max(group.column("policy_version_max").to_pylist()))

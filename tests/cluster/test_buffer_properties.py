@@ -144,38 +144,47 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
 @given(
     max_staleness=st.sampled_from([0, 1, 3]),
     per_step=st.integers(1, 3),
-    oversample=st.integers(0, 2),
+    oversample=st.integers(0, 15),
     picks=st.lists(st.integers(0, 99), min_size=1, max_size=40),
 )
 @settings(max_examples=60)
 def test_nothing_grows_too_old_in_whatever_order_groups_are_done(
     max_staleness: int, per_step: int, oversample: int, picks: list[int]
 ) -> None:
-    """Each group that the learner waits for is any of those under way. Over-sampled ones that it leaves are stopped."""
+    """Each group that the learner waits for is any of those under way. Over-sampled ones that it leaves are stopped,
+    and go on under the next policy; no token of theirs grows too old either, however often that happens to one."""
 
     async def scenario() -> None:
         dropped: list[pa.Table] = []
         buffer = Buffer(per_step, max_staleness, 2**20, dropped.append, oversample)
-        under_way: dict[Ticket, pa.Table] = {}
+        under_way: dict[Ticket, int] = {}
+        stragglers: list[tuple[int, int]] = []  # number of the group, version of its oldest token
         numbers, choice = itertools.count(), itertools.cycle(picks)
 
         async def admit(version: int) -> None:
             while buffer.in_use < buffer.slots:
-                under_way[await buffer.admit("a")] = group(next(numbers), version)
+                ticket = await buffer.admit("a")
+                under_way[ticket], ticket.oldest = stragglers.pop(0) if stragglers else (next(numbers), version)
 
-        for step in range(8):
+        taken: list[int] = []
+        ages: dict[int, int] = {}  # number of the group -> version of its oldest token
+        for step in range(12):
             await admit(step)
-            take = asyncio.create_task(taking(buffer, per_step, step - max_staleness))
+            take = asyncio.create_task(taking(buffer, per_step, step - buffer.staleness))
             await settle()
             while not take.done():
                 ticket = list(under_way)[next(choice) % len(under_way)]
-                assert await buffer.put(ticket, under_way.pop(ticket), "a")
+                ages[under_way[ticket]] = ticket.oldest
+                assert await buffer.put(ticket, group(under_way.pop(ticket), step), "a")
                 await settle()
+            taken += map(position, take.result())
+            assert all(step - ages[number] <= buffer.staleness for number in map(position, take.result()))
             buffer.release(per_step)
             for ticket in [ticket for ticket in under_way if not ticket.wanted]:
                 assert buffer.give_up(ticket, "a")
-                del under_way[ticket]
+                stragglers.append((under_way.pop(ticket), ticket.oldest))
         assert not dropped
+        assert len(set(taken)) == len(taken) == 12 * per_step
 
     asyncio.run(scenario())
 

@@ -32,6 +32,7 @@ from tests.groups import make_group, make_problem
 
 VOCAB = 8
 PER_STEP = 3
+PROBLEMS = 31  # of an epoch
 PROMPT = 4  # tokens
 
 
@@ -77,6 +78,7 @@ class Trainer:
     def __init__(self, pace_s: float, mismatch_k3: float) -> None:
         self.version, self.pace_s, self.mismatch_k3 = 0, pace_s, mismatch_k3
         self.learned: list[list[pa.Table]] = []
+        self.oldest: list[int] = []  # version of which tokens are trained on
         self.holds_the_card: Callable[[], bool] = lambda: True
         self.cached = 0
 
@@ -84,6 +86,7 @@ class Trainer:
         assert self.holds_the_card()
         self.cached = 1
         self.learned.append(groups)
+        self.oldest.append(oldest_version)
         await asyncio.sleep(self.pace_s)
         self.version += 1
         return {"loss/total": float(self.version), "policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
@@ -115,6 +118,9 @@ class Trainer:
 
 
 class Stream:
+    def __len__(self) -> int:
+        return PROBLEMS
+
     def at(self, position: int) -> Problem:
         return make_problem(position, prompt_ids=(position % VOCAB, 1, 5, 2))
 

@@ -13,7 +13,7 @@ from learner import checkpoint
 from rollout import ledger
 from rollout.delivery import DeliveryError
 from rollout.schema import ragged
-from tests.learner.loops import PER_STEP, Worker, build, configure, consumed, finish, first, lines
+from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines
 
 
 async def test_synchronous_training_takes_each_position_in_order_from_the_newest_policy(tmp_path: Path) -> None:
@@ -106,17 +106,33 @@ async def test_dynamic_sampling_trains_on_signal_only_and_counts_each_problem_on
     assert {*range(loop.pipes.cursor.low), *loop.pipes.cursor.state()["done"]} == set(positions)
 
 
+@pytest.mark.parametrize("dynamic_sampling", [False, True])
+async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_of_any_run(
+    tmp_path: Path, dynamic_sampling: bool
+) -> None:
+    steps = -(-PROBLEMS // PER_STEP)  # without any replaced
+    config = configure(epochs=1.0, rollout={"dynamic_sampling": dynamic_sampling})
+    loop = build(tmp_path, config, steps, pace_s=1e-4)
+    await finish(loop)
+    assert loop.step < steps if dynamic_sampling else loop.step == steps
+    positions = sorted(itertools.chain(*consumed(tmp_path)))
+    assert positions == list(range(len(positions)))
+    last = sum(len(step) for step in consumed(tmp_path)[:-1])
+    assert last < PROBLEMS <= len(positions)  # each once, and no step after that
+    assert "eval/accuracy" in lines(tmp_path)[-1]
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
+
+
 async def test_over_sampling_leaves_stragglers_behind_and_goes_on_with_them(tmp_path: Path) -> None:
     loop = build(tmp_path, configure(rollout={"oversample": 2}), 6, pace_s=2e-3)  # every fourth problem is slow
     await finish(loop)
     written = lines(tmp_path)[1:]
     assert 0 < written[-1]["rollout/early_stopped"] <= 6 * 2
-    for line in written:  # each batch has tokens to learn from, and those of earlier policies are none
-        assert line["policy/too_old_fraction"] == pytest.approx(1 - line["policy/staleness_0"])
-        assert line["policy/too_old_fraction"] < 1
+    assert [line["policy/too_old_fraction"] for line in written] == [0] * 6  # those of earlier policies count, too
+    assert loop.trainer._object.oldest == [step - 4 for step in range(6)]  # type: ignore[attr-defined]
     steps = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
-    stale = [sum((own < step).sum() for own in ragged(rows, "token_versions")) for step, rows in enumerate(steps)]
-    assert 0 < sum(stale) <= written[-1]["rollout/resumed_tokens"]
+    begun = [sum((own < own.max()).sum() for own in ragged(rows, "token_versions")) for rows in steps]
+    assert 0 < sum(begun) <= written[-1]["rollout/resumed_tokens"]
     assert 0 < written[-1]["rollout/resumed"] <= 2 * written[-1]["rollout/early_stopped"]  # 2 completions a group
     positions = list(itertools.chain(*consumed(tmp_path)))
     assert len(set(positions)) == len(positions) == 6 * PER_STEP

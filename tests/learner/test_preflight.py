@@ -136,6 +136,21 @@ def test_another_run_in_the_same_folder(config: dict[str, Any], capsys: pytest.C
     assert "step-000006: weights has another sha256" in prepared.skipped_checkpoints[0]
 
 
+def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[str, Any]) -> None:
+    from learner.preflight import prepare
+    from learner.settings import load
+
+    Path("config.yaml").write_text(yaml.safe_dump(config))  # 27 problems, 8 a step
+    assert [prepare(load("config.yaml", [f"epochs={n}"])).total_steps for n in (0.1, 1, 2)] == [1, 4, 7]
+    for low, done, total in ((20, [22, 24], 4), (20, [*range(21, 28)], 3)):  # groups were replaced
+        same = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"])).config
+        with checkpoint.commit(same.run_dir / "checkpoints", 3, keep=2) as folder:
+            (folder / "config.json").write_text(same.model_dump_json())
+            (folder / "state.json").write_text(json.dumps({"cursor": {"low": low, "done": done}}))
+        prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
+        assert (prepared.finished_steps, prepared.total_steps) == (3, total)
+
+
 def test_a_job_goes_on_from_another_copy_of_its_working_directory(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ async def test_a_straggler_goes_on_where_it_was_on_the_worker_that_is_free(tmp_p
         assert (slow.stragglers, quick.resumed) == (1, 8)
         assert quick.resumed_tokens == sum(len(first.token_ids) for first in begun) > 0
         assert members.pipes.begun == {}  # it lies whole in the buffer
+        assert [ticket.oldest for ticket in members.buffer._admitted if ticket in members.buffer._groups] == [0]
         group = await members.learn()
         assert group_position(group) == (0, 1)
     assert any(first.finish_reason == "abort" for first in begun)
