@@ -47,6 +47,13 @@ def _bytes_or_auto(value: object) -> object:
 BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_bytes_or_auto)]
 
 
+def _texts(value: object) -> object:
+    # Checked here whole: a text would be taken for the list of its letters, or refused without a next step.
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"must be a list of texts that are not empty, for example ['</answer>'], got {value!r}")
+    return tuple(value)
+
+
 class EvalConfig(Frozen):
     """Held-out evaluation. Without `path` and `split` problems are held out of the training data; `every: 0` switches
     it off."""
@@ -88,7 +95,7 @@ class RolloutConfig(Frozen):
     max_completion_length: Annotated[int, Field(ge=1)] = 256
     # A completion also ends with the token that completes one of these in its text; its tokens stay as sampled, that
     # one included. Text is without special tokens; a string that is one ends completions by its id.
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: float = 1.0
     kv_cache: BytesOrAuto = DEFAULT_KV

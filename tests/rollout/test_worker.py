@@ -6,9 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,7 +20,7 @@ from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.worker import RolloutWorker, WorkerSpec
-from tests.tiny import VOCAB_SIZE, make_tiny_model
+from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tiny_model
 
 ADAPTER = Adapter.build(3, b"three", {})
 SAMPLING = Sampling(n=4, max_tokens=12, seed=90)
@@ -33,7 +35,7 @@ def count(completion_ids, **columns):
 
 
 def engine(settings: EngineSettings) -> FakeEngine:
-    return FakeEngine(VOCAB_SIZE, eos_id=258, delay_s=0.01)
+    return FakeEngine(VOCAB_SIZE, stop_ids=settings.stop_ids, delay_s=0.01)
 
 
 def problem(gold: Any = 0.25) -> Problem:
@@ -111,6 +113,40 @@ async def test_a_group_goes_on_from_what_was_begun(worker: RolloutWorker) -> Non
     ]
     table = await table_of(worker, problem(), 3, begun)
     assert [row.tolist() for row in ragged(table, "completion_ids")] == [row.tolist() for row in ids]
+
+
+async def test_end_tokens_of_the_model_and_of_stop_reach_the_engine(spec: WorkerSpec) -> None:
+    wanted: list[EngineSettings] = []
+
+    def note(settings: EngineSettings) -> FakeEngine:
+        wanted.append(settings)
+        return engine(settings)
+
+    stop = ("<|im_start|>", "</answer>")
+    await RolloutWorker(replace(spec, make_engine=note, engine=replace(spec.engine, stop=stop))).close()
+    assert [(settings.stop_ids, settings.stop) for settings in wanted] == [((*EOS_IDS, 257), ("</answer>",))]
+
+
+async def test_a_stop_string_that_began_before_a_group_was_stopped_ends_its_completion(spec: WorkerSpec) -> None:
+    """What was begun ends with the first letter of the string, and the engine samples the second: it sees no string."""
+
+    async def texts(stop: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        worker = RolloutWorker(replace(spec, engine=replace(spec.engine, stop=stop)))
+        letters = np.array([[33, 34], [35, 36], [37, 38], [39, 40]], np.int32)  # a token is a byte
+        begun = [Completion(ids, np.zeros(2, np.float32), "abort", np.full(2, 3, np.int32)) for ids in letters]
+        table = await table_of(worker, problem(), begun=begun)
+        await worker.close()
+        assert [len(row) for row in ragged(table, "token_versions")] == [
+            len(i) for i in ragged(table, "completion_ids")
+        ]
+        return table.column("completion").to_pylist(), table.column("finish_reason").to_pylist()
+
+    whole, reasons = await texts(())
+    j = next(j for j, text in enumerate(whole) if text[:3].isascii() and len(text) > 4)
+    assert await texts((whole[j][1:3],)) == (
+        [text[:3] if i == j else text for i, text in enumerate(whole)],
+        ["stop" if i == j else reason for i, reason in enumerate(reasons)],
+    )
 
 
 async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
