@@ -23,9 +23,11 @@ from cluster.files import Digest
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
+from learner.fingerprints import Fingerprints
 from learner.journal import Sinks
 from learner.loop import Loop
 from learner.progress import Progress
+from learner.run_checkpoints import RunCheckpoints
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Receipt
 from rollout.fake_engine import FakeEngine
@@ -178,7 +180,8 @@ class House:
         self.producers = [self._producer(rank, seconds) for rank, seconds in enumerate(workers)]
         trainer = Local("learner", IdleTrainer, [self.away, trainer_seconds, on_step])
         sinks = Sinks(folder, Metrics(folder, [], 0), timeline, Progress(steps, Console(file=io.StringIO())))
-        self.loop = Loop(config, steps, trainer, self.producers, self._pipes, sinks, [])
+        checkpoints = RunCheckpoints(config, Fingerprints({}, {}, {}), trainer, self._pipes, sinks)
+        self.loop = Loop(config, steps, trainer, self.producers, self._pipes, sinks, [], checkpoints)
         self._late: list[asyncio.Task[None]] = []
 
     def _producer(self, rank: int, seconds: float) -> Producer:

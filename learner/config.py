@@ -62,6 +62,8 @@ class RunConfig(Frozen):
     # The learning-rate schedule is made for the steps that this takes if none is replaced.
     epochs: Positive | None = None
     resume: str = "auto"  # auto | none | path of a checkpoint
+    # What may differ from the checkpoint that is resumed: data, rewards, base (content), or a setting's dotted key.
+    resume_allow_changed: tuple[str, ...] = ()
     max_staleness: Annotated[int, Field(ge=0, le=16)] = 0  # policy versions; 0 = synchronous
     model: ModelConfig
     data: DataConfig

@@ -22,6 +22,7 @@ from learner.memory_plan import Budgets, PlanFile
 from learner.preflight import Prepared
 from learner.progress import Progress
 from learner.publishing import publish
+from learner.run_checkpoints import RunCheckpoints
 from learner.settings import to_yaml
 from rollout.cursor import Cursor
 from rollout.engine import EngineSettings
@@ -49,6 +50,8 @@ async def live(prepared: Prepared) -> int:
         progress.note(f"run folder {config.run_dir}")
         for skipped in prepared.skipped_checkpoints:
             progress.note(f"checkpoint skipped: {skipped}")
+        for changed in prepared.changed:
+            progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
         _publish(prepared, progress)
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(f"all {prepared.total_steps} steps are done already: raise steps, or give another name=")
@@ -192,7 +195,8 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
     pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
     producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]
     heldout, alternating = prepared.heldout, prepared.budgets.alternating
-    return Loop(config, prepared.total_steps, trainer, producers, pipes, sinks, heldout, alternating)
+    checkpoints = RunCheckpoints(config, prepared.fingerprints, trainer, pipes, sinks)
+    return Loop(config, prepared.total_steps, trainer, producers, pipes, sinks, heldout, checkpoints, alternating)
 
 
 def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:

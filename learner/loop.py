@@ -57,12 +57,13 @@ class Loop:
         pipes: Pipes,
         sinks: Sinks,
         heldout: Sequence[Problem],
+        checkpoints: RunCheckpoints,
         alternating: bool = False,
     ) -> None:
         self.config, self.total_steps, self.trainer, self.alternating = config, total_steps, trainer, alternating
         self.producers, self.pipes, self.sinks, self.heldout = producers, pipes, sinks, heldout
         self.journal, self.guard = Journal(sinks, producers, pipes), MismatchGuard(config.guard)
-        self.checkpoints = RunCheckpoints(config, trainer, pipes, sinks)
+        self.checkpoints = checkpoints
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self.evaluations: list[Evaluation] = []

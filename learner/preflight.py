@@ -6,14 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from cluster.placement import PlacementError, local_node, place
 from cluster.ray_cluster import in_job
 from learner import checkpoint
 from learner.config import RunConfig, roles
 from learner.evaluate import accuracy_judge
+from learner.fingerprints import Fingerprints, fingerprints_of
 from learner.memory_plan import Budgets, MemoryPlanError, settle
+from learner.resume import ResumeError, check_allowed, check_same_run
 from learner.run_lock import RunFolderInUse
 from learner.settings import to_yaml
 from rewards.base import RewardError, case_of
@@ -23,14 +23,6 @@ from rollout.cursor import Cursor
 from rollout.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
-# What decides which numbers a run produces: a resumed run must have the same. Processes and bytes are free to change.
-IDENTITY = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
-FREE = {
-    "rollout": {"workers", "kv_cache", "max_num_seqs", "reward_workers"},
-    "learner": {"token_budget", "checkpointing"},
-    "data": {"eval"},
-}
-
 
 class PreflightError(ValueError):
     """An input of the run is wrong."""
@@ -38,7 +30,7 @@ class PreflightError(ValueError):
 
 PROBLEMS = (
     PreflightError, PlacementError, MemoryPlanError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError,
-    RunFolderInUse,
+    RunFolderInUse, ResumeError,
 )  # fmt: skip
 
 
@@ -53,6 +45,8 @@ class Prepared:
     resume_from: Path | None
     finished_steps: int
     skipped_checkpoints: list[str]
+    changed: list[str]  # since the checkpoint, and allowed
+    fingerprints: Fingerprints
     budgets: Budgets
 
 
@@ -71,9 +65,8 @@ def prepare(config: RunConfig) -> Prepared:
     if config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
         place(roles(config), [local_node(sum(role.cpus for role in roles(config)))])
     resume_from, skipped = checkpoint.resolve(config.resume, config.run_dir / "checkpoints")
-    if resume_from is not None:
-        _check_same_run(config, resume_from)
-    elif config.resume == "none" and any((config.run_dir / "checkpoints").glob("step-*")):
+    check_allowed(config)
+    if config.resume == "none" and any((config.run_dir / "checkpoints").glob("step-*")):
         raise PreflightError(
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
@@ -88,6 +81,8 @@ def prepare(config: RunConfig) -> Prepared:
     except ValueError as error:
         raise PreflightError(str(error)) from None
     _check_rewards(config, problems.at(0))
+    fingerprints = fingerprints_of(config, problems.rows())
+    changed = check_same_run(config, fingerprints, resume_from) if resume_from is not None else []
     return Prepared(
         config=config,
         problems=problems,
@@ -96,6 +91,8 @@ def prepare(config: RunConfig) -> Prepared:
         resume_from=resume_from,
         finished_steps=0 if resume_from is None else checkpoint.step_of(resume_from),
         skipped_checkpoints=skipped,
+        changed=changed,
+        fingerprints=fingerprints,
         budgets=budgets,
     )
 
@@ -105,44 +102,11 @@ def report(prepared: Prepared) -> str:
     config = prepared.config
     lines = [to_yaml(config), f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
     lines += [f"resume       {prepared.resume_from or 'from the start'}"]
+    lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
     lines += [prepared.budgets.note]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
-
-
-def _check_same_run(config: RunConfig, folder: Path) -> None:
-    try:
-        then = RunConfig.model_validate_json((folder / "config.json").read_text())
-    except ValidationError as error:
-        raise PreflightError(
-            f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
-            f"({error.errors()[0]['msg']}); give this run another name="
-        ) from None
-    now = _absolute(config)
-    different = [key for key in IDENTITY if _deciding(then, key) != _deciding(now, key)]
-    if _held_out(then) != _held_out(now):
-        different.append("data.eval")
-    if different:
-        raise PreflightError(
-            f"resume: {folder} was made with another {', '.join(different)}; give this run another name= (and "
-            f"model.adapter={folder.parents[1] / 'adapter'} to start from what was learned), or the same values again"
-        )
-
-
-def _deciding(config: RunConfig, key: str) -> object:
-    if in_job():  # whose copy of the working directory lies elsewhere each time
-        model = config.model.model_copy(update={"path": Path(config.model.path).name})
-        rewards = [reward.model_copy(update={"use": Path(reward.use).name}) for reward in config.rewards]
-        config = config.model_copy(update={"model": model, "rewards": rewards})
-    value = config.model_dump(mode="json")[key]
-    return {k: v for k, v in value.items() if k not in FREE.get(key, ())} if isinstance(value, dict) else value
-
-
-def _held_out(config: RunConfig) -> object:
-    """What the choice of held-out problems depends on, and so what is left to train on."""
-    held_out = config.data.eval
-    return held_out.path is None and held_out.every > 0 and held_out.size
 
 
 def _absolute(config: RunConfig) -> RunConfig:

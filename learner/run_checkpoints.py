@@ -15,6 +15,7 @@ from cluster.files import Digest, writing
 from learner import checkpoint
 from learner.config import RunConfig
 from learner.evaluate import Evaluation
+from learner.fingerprints import FILE, Fingerprints
 from learner.journal import Sinks
 from learner.publishing import TRAINER, publish
 from rollout.producer import Pipes
@@ -23,8 +24,11 @@ from rollout.producer import Pipes
 class RunCheckpoints:
     """Saves and restores the learner and the pipes. Waits for the learner, by its deadline for a step."""
 
-    def __init__(self, config: RunConfig, trainer: Actor, pipes: Pipes, sinks: Sinks) -> None:
-        self._config, self._trainer, self._pipes, self._sinks = config, trainer, pipes, sinks
+    def __init__(
+        self, config: RunConfig, fingerprints: Fingerprints, trainer: Actor, pipes: Pipes, sinks: Sinks
+    ) -> None:
+        self._config, self._fingerprints = config, fingerprints
+        self._trainer, self._pipes, self._sinks = trainer, pipes, sinks
         self._deadline = config.cluster.deadlines.step
         self.saved: int | None = None  # step of the newest checkpoint
 
@@ -68,6 +72,7 @@ class RunCheckpoints:
             with writing(folder):
                 (folder / "state.json").write_text(json.dumps(state))
                 (folder / "config.json").write_text(self._config.model_dump_json())
+                (folder / FILE).write_text(self._fingerprints.to_json())
 
     async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
         """Restores learner and pipes; returns the step and the evaluations up to it."""

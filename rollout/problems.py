@@ -6,7 +6,7 @@ restart, on another machine and for any number of workers.
 
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -58,6 +58,10 @@ class Problems:
     def __len__(self) -> int:
         """Problems of one epoch."""
         return len(self._items)
+
+    def rows(self) -> Iterator[Row]:
+        """The columns of each problem, in the order of their source."""
+        return (item.columns for item in self._items)
 
     def at(self, position: int) -> Problem:
         """The problem at this position, counted over epochs from 0."""

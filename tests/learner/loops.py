@@ -17,9 +17,11 @@ from cluster.files import Digest, digests_in
 from cluster.latest import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
+from learner.fingerprints import Fingerprints
 from learner.journal import Sinks
 from learner.loop import Loop
 from learner.progress import Progress
+from learner.run_checkpoints import RunCheckpoints
 from rollout import ledger
 from rollout.cursor import Cursor
 from rollout.delivery import Answer, Receipt
@@ -172,7 +174,8 @@ def build(
     sinks = Sinks(folder, Metrics(folder, [], resume_step), timeline, progress)
     heldout = [make_problem(position) for position in (1000, 1001)]
     trainer = Local("learner", Trainer, [trainer_s, mismatch_k3])
-    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout, alternating)
+    checkpoints = RunCheckpoints(config, Fingerprints({}, {}, {}), trainer, pipes, sinks)
+    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout, checkpoints, alternating)
 
 
 async def finish(loop: Loop, resume_from: Path | None = None) -> None:

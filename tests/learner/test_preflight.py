@@ -2,15 +2,13 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from learner import checkpoint, preflight
-from learner.config import RunConfig
+from learner import checkpoint
 from learner.main import main
 from tests.tiny import make_tiny_model
 
@@ -100,42 +98,6 @@ def test_a_vocabulary_that_does_not_fit(config: dict[str, Any], capsys: pytest.C
     assert "vocab_size 200" in err
 
 
-def test_another_run_in_the_same_folder(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint is only continued by the run that made it, and a corrupt one is passed over and named."""
-    from learner.preflight import prepare
-    from learner.settings import load
-
-    Path("config.yaml").write_text(yaml.safe_dump(config))
-    same = prepare(load("config.yaml", [])).config
-    root = same.run_dir / "checkpoints"
-    for step in (3, 6):
-        with checkpoint.commit(root, step, keep=2) as folder:
-            (folder / "config.json").write_text(same.model_dump_json())
-            (folder / "weights").write_text("x" * 100)
-    prepared = prepare(load("config.yaml", []))
-    assert prepared.resume_from == root / "step-000006"
-
-    code, _, err = check(config, "seed=1", "learner.learning_rate=0.1", capsys=capsys)
-    assert code == 2
-    assert "was made with another seed, learner" in err
-    code, _, err = check(config, "resume=none", capsys=capsys)
-    assert code == 2
-    assert "give another name=" in err
-
-    with checkpoint.commit(root, 7, keep=3) as folder:
-        (folder / "config.json").write_text("{}")
-    code, _, err = check(config, capsys=capsys)
-    assert code == 2
-    assert "was made by another version of gleaner" in err
-    shutil.rmtree(root / "step-000007")
-
-    (root / "step-000006" / "weights").write_text("y" * 100)
-    prepared = prepare(load("config.yaml", []))
-    assert prepared.resume_from == root / "step-000003"
-    assert prepared.finished_steps == 3
-    assert "step-000006: weights has another sha256" in prepared.skipped_checkpoints[0]
-
-
 def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[str, Any]) -> None:
     from learner.preflight import prepare
     from learner.settings import load
@@ -149,18 +111,3 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
             (folder / "state.json").write_text(json.dumps({"cursor": {"low": low, "done": done}}))
         prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
         assert (prepared.finished_steps, prepared.total_steps) == (3, total)
-
-
-def test_a_job_goes_on_from_another_copy_of_its_working_directory(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def job(copy: Path, **changes: Any) -> RunConfig:
-        given = {"name": "run", "output_dir": str(tmp_path / "kept"), "rewards": [{"use": f"{copy}/rewards.py:ok"}]}
-        return RunConfig.model_validate(config | given | {"model": {"path": f"{copy}/tiny"}} | changes)
-
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    first, second = job(tmp_path / "copy-1"), job(tmp_path / "copy-2")
-    (tmp_path / "config.json").write_text(first.model_dump_json())
-    preflight._check_same_run(second, tmp_path)
-    with pytest.raises(preflight.PreflightError, match="made with another rewards;"):
-        preflight._check_same_run(job(tmp_path, rewards=[{"use": f"{tmp_path}/rewards.py:other"}]), tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from cluster.actor import Local
 from cluster.files import Digest
 from learner import checkpoint, run_checkpoints
+from learner.fingerprints import Fingerprints
 from learner.publishing import publish
 from tests.learner.loops import Trainer, build, configure, finish, first
 
@@ -62,7 +63,9 @@ async def test_a_learner_whose_folder_is_elsewhere_is_refused_and_nothing_is_sea
     loop = build(folder, configure(), 6)
     learner = Local("learner", Elsewhere, [tmp_path / "other", sees])
     loop.trainer = learner
-    loop.checkpoints = run_checkpoints.RunCheckpoints(loop.config, learner, loop.pipes, loop.sinks)
+    loop.checkpoints = run_checkpoints.RunCheckpoints(
+        loop.config, Fingerprints({}, {}, {}), learner, loop.pipes, loop.sinks
+    )
     with pytest.raises((BaseExceptionGroup, checkpoint.CheckpointError)) as caught:
         await finish(loop)
     sentence = str(first(caught.value))

@@ -1,0 +1,112 @@
+"""What a run was made from, by content and not by path: its data, its reward functions, its base model.
+
+A checkpoint keeps these beside the weights. The same path may hold other rows tomorrow, and a run resumed on them would
+train twice on some, never on others, and on what it holds out; while a submitted job's copy of its folder has another
+path each time and the same content.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.files import digest_of
+from learner.config import RunConfig
+from rewards.config import RewardConfig, resolved_names
+from rewards.source import grader_version, source_of
+
+FILE = "inputs.json"  # in a checkpoint
+KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
+WHOLE_BYTES = 2**30  # a folder of up to so many is read whole
+BLOCKS, BLOCK_BYTES = 64, 2**20  # of a larger one's files: so many blocks of that size, evenly spread
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """Each: name of a part -> its digest, or another short text that changes with the content."""
+
+    data: Mapping[str, str]  # the rows that are trained on, in order
+    rewards: Mapping[str, str]  # the file of each reward function
+    base: Mapping[str, str]  # files of the base model; those of the adapter that the run stays close to
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Fingerprints":
+        """What `to_json` gave."""
+        return cls(**json.loads(text))
+
+
+def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fingerprints:
+    """Of a run that is about to start; `rows` are the columns of its training problems, in the order of their source.
+
+    Reads the base's files whole where they have 1 GiB together or less. Of more than that, files above 64 MiB count by
+    their size and 64 blocks of 1 MiB evenly spread, the first (a safetensors header) and the last included: a change
+    that leaves all of those alone is not seen.
+    """
+    base = _folder(config.model.path)
+    if config.learner.loss.beta > 0:
+        kept = config.model.reference or config.model.adapter
+        base |= {f"reference {name}": digest for name, digest in (_folder(kept) if kept else {}).items()}
+    return Fingerprints(data=_rows(rows), rewards=_rewards(config.rewards), base=base)
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    digest, count = hashlib.sha256(), 0
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+        count += 1
+    return {"number of rows": str(count), "rows": digest.hexdigest()}
+
+
+def _plain(value: object) -> str:
+    """What JSON has no form for. Of anything else than these the type alone counts: its repr may hold an address."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
+        return str(value)
+    return type(value).__name__
+
+
+def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    found = {}
+    for name, reward in zip(resolved_names(rewards), rewards, strict=True):
+        file = source_of(reward.use)
+        content = "no source" if file is None else str(digest_of(file)["sha256"])
+        found[f"{name} of {file.name}" if file else name] = f"{content} {grader_version(reward.use)}".strip()
+    return found
+
+
+def _folder(path: str) -> dict[str, str]:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return {"revision": _revision(path)}
+    files = sorted(file for file in folder.iterdir() if file.suffix in KINDS and file.is_file())
+    whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
+    return {file.name: str(digest_of(file)["sha256"]) if whole else _sampled(file) for file in files}
+
+
+def _sampled(file: Path) -> str:
+    size = file.stat().st_size
+    if size <= BLOCKS * BLOCK_BYTES:
+        return str(digest_of(file)["sha256"])
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for block in range(BLOCKS):
+            stream.seek(block * (size - BLOCK_BYTES) // (BLOCKS - 1), os.SEEK_SET)
+            digest.update(stream.read(BLOCK_BYTES))
+    return f"sampled {digest.hexdigest()}"
+
+
+def _revision(name: str) -> str:
+    """The commit of a model of the hub, which stands for its content: the name of its folder in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent.name if isinstance(config, str) else f"{name}, which is not in the cache"
