@@ -103,9 +103,11 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
         if not _within(key, left_out)
     }
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
-        found |= {key: Path(value).name for key, value in found.items() if re.fullmatch(r"rewards\.\d+\.use", key)}
-    held_out = config.data.eval  # the choice of held-out problems decides what is left to train on
-    return found | {"data.eval": held_out.path is None and held_out.every > 0 and held_out.size}
+        found |= {key: Path(str(value)).name for key, value in found.items() if re.fullmatch(r"rewards\.\d+\.use", key)}
+    held_out = config.data.eval  # what is held out of the training data is not left to train on
+    split = held_out.split if by_content else None  # in the versions before, it was no source of its own
+    elsewhere = held_out.path is not None or split is not None
+    return found | {"data.eval": 0 if elsewhere or held_out.every == 0 else held_out.size}
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
