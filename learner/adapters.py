@@ -6,13 +6,13 @@ from typing import Any
 
 import peft
 import torch
-from torch import nn
 
+from learner.adapter_config import check_same, read_adapter
 from learner.config import ModelConfig
 from learner.learner_config import LoraConfig
+from learner.lora_targets import check_targets, lora_targets
 
 POLICY, REFERENCE = "default", "reference"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
@@ -22,7 +22,9 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
     second adapter on the same base, frozen.
     """
     if model.adapter is not None:
-        _check_adapter(peft.PeftConfig.from_pretrained(model.adapter), model.adapter, lora)
+        content = read_adapter(model.adapter, "model.adapter")
+        check_same(lora, content, model.adapter, LoraConfig.model_fields)
+        check_targets(lm, lora.targets, content["target_modules"], model.adapter)
         wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
     else:
         wrapped = _fresh(lm, lora, seed)
@@ -36,13 +38,12 @@ def add_frozen(wrapped: Any, name: str, folder: str, dtype: torch.dtype) -> None
     """Loads the adapter of a folder beside the others, frozen, in the base's type.
 
     Raises:
-        ValueError: it is no plain LoRA adapter, or the name is taken.
+        AdapterError: it is no plain LoRA adapter.
+        ValueError: the name is taken.
     """
     if name in wrapped.peft_config:
         raise ValueError(f"adapter {name!r}: its name must be new, there are {', '.join(wrapped.peft_config)}")
-    kind = peft.PeftConfig.from_pretrained(folder).peft_type
-    if getattr(kind, "value", kind) != "LORA":
-        raise ValueError(f"adapter {name!r}: {folder} must be a LoRA adapter, got {kind}; export one with this project")
+    read_adapter(folder, f"adapter {name!r}")
     modes = [(module, module.training) for module in wrapped.modules()]
     wrapped.load_adapter(folder, name, is_trainable=False)
     for module, training in modes:  # PEFT calls eval() on everything; checkpointing and 4-bit layers hang on the flag
@@ -84,39 +85,11 @@ def _fresh(lm: Any, lora: LoraConfig, seed: int) -> Any:
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=lora.targets,
+        target_modules=lora_targets(lm, lora.targets),
         lora_dropout=0.0,
         bias="none",
         task_type=peft.TaskType.CAUSAL_LM,
     )
-    if lora.targets != "all-linear":
-        _check_targets(lm, list(lora.targets))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(lm, settings, adapter_name=POLICY)
-
-
-def _check_targets(lm: Any, targets: list[str]) -> None:
-    head = lm.get_output_embeddings()
-    linear = {name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            raise ValueError(
-                f"learner.lora.targets: each must name linear layers of the model other than its output embedding, got "
-                f"{target!r}; known: {', '.join(known)}, or all-linear"
-            )
-
-
-def _check_adapter(config: Any, folder: str, lora: LoraConfig) -> None:
-    wanted: dict[str, Any] = {
-        "peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none", "use_dora": False,
-        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-    }  # fmt: skip
-    for name, value in wanted.items():
-        found = getattr(config, name, None)
-        if found != value:
-            raise ValueError(
-                f"model.adapter: {name} of {folder} must be {value!r}, got {found!r}; set learner.lora.rank and .alpha "
-                "to the adapter's, or start from a plain LoRA adapter"
-            )

@@ -15,11 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from learner.config import ModelConfig
 from learner.meta_base import without_weights
+from rollout.architecture import check_architecture
 
 
-def load_base(model: ModelConfig, device: torch.device) -> Any:
-    """The frozen causal language model of model.path in model.dtype, without dropout."""
+def load_base(model: ModelConfig, device: torch.device, *, lora: bool) -> Any:
+    """The frozen causal language model of model.path in model.dtype, without dropout.
+
+    Raises ArchitectureError if it is none that is trained here, with an adapter (`lora`) or as a whole.
+    """
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+    check_architecture(config.to_dict(), model.path, lora=lora)
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
             setattr(config, name, 0.0)  # the sampler has none, so neither may the learner

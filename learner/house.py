@@ -56,7 +56,8 @@ async def live(prepared: Prepared) -> int:
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(f"all {prepared.total_steps} steps are done already: raise steps, or give another name=")
             return 0
-        progress.note(prepared.budgets.note)
+        for note in (prepared.budgets.note, *prepared.notes):
+            progress.note(note)
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
         session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
         workers: list[Actor] = []

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from learner import packing
-from learner.adapters import POLICY, REFERENCE, WEIGHTS_FILE, acting_as, add_frozen, as_json, attach
+from learner.adapter_config import WEIGHTS_FILE
+from learner.adapters import POLICY, REFERENCE, acting_as, add_frozen, as_json, attach
 from learner.attention import Layout
 from learner.base_model import head_of, load_base, to_eval
 from learner.batch import MicroBatch
@@ -41,6 +42,7 @@ class Policy:
     Attributes:
         head: [V, H] output embedding; frozen with an adapter.
         logits: what the model does to head @ hidden.
+        model_type: of its config.
         masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each
             of its weights -> float32 weight to optimize; the model's own weight if keep_masters is false.
         packed: whether micro-batches may be packed (learner.attention); otherwise they must be padded.
@@ -62,10 +64,11 @@ class Policy:
         offload: bool = False,
         keep_masters: bool = True,
     ) -> None:
-        self._lm = load_base(model, device)
+        self._lm = load_base(model, device, lora=lora is not None)
         self._offload = offload
         self.head = head_of(self._lm, model.path)
-        self.logits = logits_of(self._lm.config.get_text_config())
+        text = self._lm.config.get_text_config()
+        self.model_type, self.logits = text.model_type, logits_of(text)
         self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
         self.peft_config: dict[str, Any] | None = None
         self._roles: dict[str, str | None] = {}

@@ -9,15 +9,18 @@ from pathlib import Path
 from cluster.placement import PlacementError, local_node, place
 from cluster.ray_cluster import in_job
 from learner import checkpoint
+from learner.adapter_config import AdapterError, follow, read_adapter
 from learner.config import RunConfig, roles
 from learner.evaluate import accuracy_judge
 from learner.fingerprints import Fingerprints, fingerprints_of
+from learner.learner_config import LoraConfig
 from learner.memory_plan import Budgets, MemoryPlanError, settle
 from learner.resume import ResumeError, check_allowed, check_same_run
 from learner.run_lock import RunFolderInUse
 from learner.settings import to_yaml
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
+from rollout.architecture import ArchitectureError, check_architecture, check_length
 from rollout.chat import Chat, ChatError
 from rollout.cursor import Cursor
 from rollout.problems import Problems, ProblemsError, load
@@ -29,8 +32,8 @@ class PreflightError(ValueError):
 
 
 PROBLEMS = (
-    PreflightError, PlacementError, MemoryPlanError, RewardError, ChatError, ProblemsError, checkpoint.CheckpointError,
-    RunFolderInUse, ResumeError,
+    PreflightError, PlacementError, MemoryPlanError, ArchitectureError, RewardError, ChatError, ProblemsError,
+    checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError,
 )  # fmt: skip
 
 
@@ -48,6 +51,7 @@ class Prepared:
     changed: list[str]  # since the checkpoint, and allowed
     fingerprints: Fingerprints
     budgets: Budgets
+    notes: tuple[str, ...] = ()  # for the user
 
 
 def place_output(config: RunConfig) -> RunConfig:
@@ -70,10 +74,13 @@ def prepare(config: RunConfig) -> Prepared:
         raise PreflightError(
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
-    config = _absolute(config)
+    config, notes = _follow_adapter(_absolute(config))
     chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
+    check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    check_length(chat.config, config.model.path, longest)
     budgets = settle(config, chat.config)
     problems, heldout = load(config.data, chat, config.rollout.max_prompt_length, config.seed)
     try:
@@ -94,6 +101,7 @@ def prepare(config: RunConfig) -> Prepared:
         changed=changed,
         fingerprints=fingerprints,
         budgets=budgets,
+        notes=notes,
     )
 
 
@@ -105,8 +113,21 @@ def report(prepared: Prepared) -> str:
     lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
-    lines += [prepared.budgets.note]
+    lines += [prepared.budgets.note, *prepared.notes]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
+
+
+def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """With learner.lora as model.adapter has it where it is left open, and the line that says so."""
+    if config.model.reference is not None:
+        read_adapter(config.model.reference, "model.reference")
+    if config.model.adapter is None:
+        return config, ()
+    lora = follow(config.learner.lora, config.model.adapter)
+    open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
+    followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
+    return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
 
 
 def _absolute(config: RunConfig) -> RunConfig:

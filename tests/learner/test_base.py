@@ -138,7 +138,7 @@ def test_a_reference_that_is_no_lora_adapter(tiny_path: str, tmp_path: Path) -> 
     folder = Path(written(tmp_path / "a", tiny_path, seed=1))
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "IA3"}))
-    with pytest.raises(ValueError, match="adapter 'reference': .* must be a LoRA adapter, got"):
+    with pytest.raises(ValueError, match="adapter 'reference': peft_type of .* must be 'LORA', got 'IA3'"):
         make_policy(tiny_path, reference=str(folder))
 
 

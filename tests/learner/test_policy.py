@@ -116,8 +116,11 @@ def test_targets_are_respected(tiny_path: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"r": 16}, "r of .* must be 8, got 16"), ({"use_dora": True}, "use_dora of .* must be False, got True"),
-     ({"lora_alpha": 5}, "lora_alpha of .* must be 16.0, got 5")],
+    [({"r": 16}, "r of .* must be 8 as learner.lora.rank says, got 16"),
+     ({"use_dora": True}, "use_dora of .* must not be set, got True"),
+     ({"target_modules": ["q_proj"]}, "target_modules of .* must be those of learner.lora.targets=all-linear, down_"),
+     ({"target_modules": ["fc1"]}, "target_modules of .* each must name linear layers .* got 'fc1'; known: down_proj"),
+     ({"lora_alpha": 5}, "lora_alpha of .* must be 16.0 as learner.lora.alpha says, got 5")],
 )  # fmt: skip
 def test_contradicting_adapters_are_refused(
     tiny_path: str, adapter_path: str, tmp_path: Path, change: dict[str, Any], message: str

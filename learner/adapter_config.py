@@ -1,0 +1,112 @@
+"""What an adapter_config.json must say for the adapter to be trained on (model.adapter) or held close to
+(model.reference): a plain LoRA adapter. Only the file is read; neither torch nor peft is imported.
+
+PEFT loads more than is trained and served here: what it would load, and the run then export or serve as something else,
+is refused by the name that it has in the file.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from learner.learner_config import LoraConfig
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
+# Forms of the first weights that leave the base as it is; pissa, olora, corda, loftq and others change it.
+INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
+FREE = {
+    "r", "lora_alpha", "target_modules", "use_rslora",  # what the adapter is; rslora: alpha / sqrt(r), in PEFT and vLLM
+    "lora_dropout", "inference_mode",  # the learner has no dropout, and decides itself what trains
+    "base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "eva_config",
+    "megatron_core", "qalora_group_size",  # of forms that are switched on elsewhere
+}  # fmt: skip
+FIXED = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": INITIAL}
+
+
+class AdapterError(ValueError):
+    """An adapter that cannot be used; the message names the setting of its adapter_config.json."""
+
+
+def read_adapter(folder: str, key: str) -> dict[str, Any]:
+    """The content of adapter_config.json of a plain LoRA adapter.
+
+    Args:
+        key: the setting that gives the folder, for the message.
+
+    Raises:
+        AdapterError: there is none, or it is no plain LoRA adapter.
+    """
+    file = Path(folder) / CONFIG_FILE
+    if not file.is_file():
+        raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder}; give one in PEFT's form")
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise AdapterError(f"{key}: {file} must be JSON: {error}; save the adapter again") from None
+    if not isinstance(content, dict):
+        raise AdapterError(f"{key}: {file} must be a JSON object, got {type(content).__name__}; save the adapter again")
+    for name, value in content.items():
+        allowed = FIXED.get(name)
+        if (value not in allowed) if allowed is not None else (value and name not in FREE):
+            wanted = f"be {allowed[0]!r}" if allowed is not None and allowed[0] else "not be set"
+            raise AdapterError(
+                f"{key}: {name} of {file} must {wanted}, got {value!r}; only plain LoRA adapters are trained and "
+                "served as they are: merge this one into its base, or convert it"
+            )
+    _check_kind(content, file, key)
+    return content
+
+
+def _check_kind(content: Mapping[str, Any], file: Path, key: str) -> None:
+    if content.get("peft_type") != "LORA":
+        raise AdapterError(f"{key}: peft_type of {file} must be 'LORA', got None; give a LoRA adapter")
+    targets = content.get("target_modules")
+    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
+        raise AdapterError(
+            f"{key}: target_modules of {file} must be a list of layers, got {targets!r}; write out their names"
+        )
+    if not (file.parent / WEIGHTS_FILE).is_file():
+        raise AdapterError(f"{key}: {file.parent} must hold {WEIGHTS_FILE}, and does not; save the adapter again")
+
+
+def follow(lora: LoraConfig, folder: str) -> LoraConfig:
+    """`lora` with what it leaves open taken from the adapter that training starts from (model.adapter).
+
+    Raises:
+        AdapterError: the adapter is none to start from, or contradicts what `lora` sets.
+    """
+    content = read_adapter(folder, "model.adapter")
+    leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
+    found = {"rank": content.get("r"), "alpha": content.get("lora_alpha"), "targets": leaves}
+    if found["rank"] not in RANKS:
+        raise AdapterError(
+            f"model.adapter: r of {folder} must be one that vLLM serves ({', '.join(map(str, RANKS))}), got "
+            f"{found['rank']}; train another adapter"
+        )
+    check_same(lora, content, folder, lora.model_fields_set)
+    return LoraConfig.model_validate(found | {name: getattr(lora, name) for name in lora.model_fields_set})
+
+
+def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields: Collection[str]) -> None:
+    """Raises AdapterError if the adapter's rank, alpha or targets are not those of `lora`.
+
+    Args:
+        content: of the folder's adapter_config.json.
+        fields: those of `lora` that count. Targets all-linear are compared once the model is there.
+    """
+    leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
+    wanted = lora.targets if lora.targets == "all-linear" else sorted({n.rpartition(".")[2] for n in lora.targets})
+    rows = {
+        "rank": ("r", lora.rank, content.get("r")),
+        "alpha": ("lora_alpha", lora.alpha, content.get("lora_alpha")),
+        "targets": ("target_modules", wanted, leaves if wanted != "all-linear" else wanted),
+    }
+    for field, (name, value, found) in rows.items():
+        if field in fields and found != value:
+            raise AdapterError(
+                f"model.adapter: {name} of {folder} must be {value!r} as learner.lora.{field} says, got {found!r}; "
+                f"leave learner.lora.{field} out to take the adapter's"
+            )

@@ -1,0 +1,83 @@
+"""What a config.json says of an architecture, for generators and learner alike. A mapping is read, nothing loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# In vLLM's and in transformers' names. Of a model with experts only these are adapted: vLLM has no LoRA for experts on
+# a CPU, and PEFT gives their fused gate and up projection twice the rank of the others.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causal language models
+TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
+
+
+class ArchitectureError(ValueError):
+    """A model that cannot be trained here; the message says why, and what to do."""
+
+
+def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a model of several kinds of input keeps what concerns text."""
+    text: Mapping[str, Any] = config.get("text_config") or {}
+    return {**config, **text}
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether feed-forward blocks are mixtures of experts."""
+    text = text_of(config)
+    return any((text.get(name) or 0) > 1 for name in EXPERTS)
+
+
+def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> None:
+    """Raises ArchitectureError if the model of a config.json is none that is trained here.
+
+    Args:
+        lora: an adapter is trained; else the whole model.
+    """
+    kind = config.get("model_type")
+    others = [name.removesuffix("_config") for name in OTHER_INPUTS if config.get(name)]
+    classes = config.get("architectures") or ()
+    wrong = {
+        f"takes {' and '.join(others)} beside text": bool(others),
+        "is an encoder and a decoder": bool(config.get("is_encoder_decoder")),
+        f"is a {', '.join(classes)}": bool(classes) and not any(name.endswith(CAUSAL) for name in classes),
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ArchitectureError(
+                f"model.path: must be a causal language model of text alone, and {path} (model_type {kind}) {what}; "
+                "give the text-only model of that family, or another (docs/models.md)"
+            )
+    if lora and kind in TRANSPOSED:
+        raise ArchitectureError(
+            f"model.path: LoRA is trained on nn.Linear layers, and those of {path} (model_type {kind}) are Conv1D, "
+            "which vLLM serves without LoRA; give another architecture (docs/models.md)"
+        )
+    if not lora and has_experts(config):
+        raise ArchitectureError(
+            f"learner.mode: full is not for models with experts ({path}, model_type {kind}): the learner holds them "
+            "fused and vLLM loads them one by one, under other names; set learner.mode=lora"
+        )
+
+
+def check_length(config: Mapping[str, Any], path: str, tokens: int) -> None:
+    """Raises ArchitectureError where sampler and learner would turn positions by different factors.
+
+    longrope has two sets of factors: beyond original_max_position_embeddings vLLM takes the long ones for every request
+    of an engine, transformers for the long rows alone.
+
+    Args:
+        tokens: of the longest prompt with the longest completion.
+    """
+    text = text_of(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind not in ("longrope", "su"):
+        return
+    original = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    if original is not None and tokens > original:
+        raise ArchitectureError(
+            f"rollout: max_prompt_length + max_completion_length must be at most {original} for {path}, whose longrope "
+            f"takes other factors beyond (original_max_position_embeddings), and not in sampler and learner alike; got "
+            f"{tokens}; lower one of them"
+        )

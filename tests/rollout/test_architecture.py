@@ -1,0 +1,62 @@
+"""Which models are refused, by their config.json alone, and with which sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.architecture import ArchitectureError, check_architecture, check_length, has_experts
+
+LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+PHI: dict[str, Any] = {"model_type": "phi3", "original_max_position_embeddings": 4096}
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_language_model_of_text_is_taken(lora: bool) -> None:
+    check_architecture(LLAMA, "m", lora=lora)
+    check_architecture({"model_type": "llama"}, "m", lora=lora)  # a file that names no class
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama4", "vision_config": {"x": 1}, "text_config": {"num_local_experts": 16}},
+         "(model_type llama4) takes vision beside text"),
+        ({"model_type": "qwen2_audio", "audio_config": {"x": 1}}, "(model_type qwen2_audio) takes audio beside text"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "(model_type t5) is an encoder and a decoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "(model_type bert) is a BertForMaskedLM"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "(model_type gpt2) are Conv1D"),
+    ],
+)  # fmt: skip
+def test_others_are_refused_with_a_sentence(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArchitectureError) as refused:
+        check_architecture(config, "some/model", lora=True)
+    text = str(refused.value)
+    assert text.startswith("model.path: ")
+    assert "some/model" in text
+    assert words in text
+    assert "docs/models.md" in text
+
+
+def test_experts_are_trained_with_lora_only() -> None:
+    mixtral = {"model_type": "mixtral", "num_local_experts": 8}
+    assert has_experts(mixtral)
+    assert has_experts({"text_config": {"num_experts": 4}})
+    assert not has_experts({"model_type": "granitemoehybrid", "num_local_experts": 0})
+    check_architecture(mixtral, "m", lora=True)
+    with pytest.raises(ArchitectureError, match="learner.mode: full is not for models with experts .* set learner"):
+        check_architecture(mixtral, "m", lora=False)
+
+
+@pytest.mark.parametrize("config", [PHI | {"rope_parameters": LONG}, PHI | {"rope_scaling": {"type": "su"}}])
+def test_longrope_is_refused_beyond_the_length_at_which_its_factors_change(config: dict[str, Any]) -> None:
+    check_length(config, "m", 4096)
+    with pytest.raises(ArchitectureError, match=r"must be at most 4096 for m, whose longrope .* got 4097; lower one"):
+        check_length(config, "m", 4097)
+
+
+def test_other_positions_have_no_such_length() -> None:
+    check_length(PHI, "m", 10**6)
+    check_length(PHI | {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8}}, "m", 10**6)
