@@ -91,7 +91,7 @@ def report(found: dict[str, dict[str, Any]], told: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[n for n, s in SHAPES.items() if s.softcap is None])
+    parser.add_argument("--models", nargs="+", default=list(SHAPES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     told = conditions()

@@ -166,7 +166,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
 
 def _other_models(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[str]:
     """The largest of the table that is smaller and fits."""
-    smaller: Sequence[Shape] = [s for s in SHAPES.values() if s.params < shape.params and s.softcap is None]
+    smaller: Sequence[Shape] = [s for s in SHAPES.values() if s.params < shape.params]
     for other in sorted(smaller, key=lambda s: (s.kind != shape.kind, -s.params)):
         if _search(other, device_bytes, work, wish) is not None:
             yield f"model.path: {other.name}"

@@ -49,7 +49,7 @@ class Shape:
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on o
     mlp_bias: bool = False  # on gate, up and down
-    softcap: float | None = None  # of the final logits: the learner refuses such a model
+    softcap: float | None = None  # of the final logits (Gemma 2)
 
     @property
     def norms(self) -> tuple[int, int]:

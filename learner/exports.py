@@ -1,18 +1,22 @@
 """What leaves the learner: the update for the generators, the folder for users, the masters for a resumed run."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoTokenizer
 
-from learner.adapters import WEIGHTS_FILE
+from learner.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from learner.model import Policy
 from learner.publishing import MODEL
+from learner.served_names import differ, served_config, served_weights
 from rollout.payload import Source, pack
 from rollout.types import Adapter, Weights
 
-CONFIG_FILE, MODEL_FILE = "adapter_config.json", "model.safetensors"
+MODEL_FILE, VLLM_FOLDER = "model.safetensors", "vllm"
 
 
 def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter | Weights:
@@ -25,25 +29,37 @@ def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter 
     dtype = policy.head.dtype
     if merged:
         return Weights.build(version, pack(policy.merged(), dtype))
-    payload = pack({name: Source.of(master) for name, master in policy.masters.items()}, dtype)
-    if policy.peft_config is None:
+    kind, config = policy.model_type, policy.peft_config
+    masters = policy.masters if config is None else served_weights(kind, policy.masters)
+    payload = pack({name: Source.of(master) for name, master in masters.items()}, dtype)
+    if config is None:
         return Weights.build(version, payload)
-    return Adapter.build(version, bytes(payload), policy.peft_config)
+    return Adapter.build(version, bytes(payload), served_config(kind, config))
 
 
 def export(policy: Policy, folder: Path, path: str) -> None:
-    """For users. An adapter in PEFT's format, float32; or a whole model in its own type, a model.path for this project,
-    transformers and vLLM. The folder is made."""
+    """For users. An adapter in PEFT's format, float32, which vLLM loads too, or where it has other names a copy of it
+    under those in VLLM_FOLDER; or a whole model in its own type, a model.path for this project, transformers and vLLM.
+    The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     if policy.peft_config is not None:
-        save_masters(policy, folder)
-        (folder / CONFIG_FILE).write_text(json.dumps(policy.peft_config, indent=2))
+        _save_adapter(policy.masters, policy.peft_config, folder)
+        if differ(policy.model_type, policy.peft_config):
+            served = served_weights(policy.model_type, policy.masters)
+            _save_adapter(served, served_config(policy.model_type, policy.peft_config), folder / VLLM_FOLDER)
         return
     dtype = policy.head.dtype
     weights = {name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()}
     save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
     policy.save_config(folder)
     AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(folder)
+
+
+def _save_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: weight.detach().cpu().clone() for name, weight in weights.items()}  # no two may share their memory
+    save_file(own, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
 
 def save_masters(policy: Policy, folder: Path) -> None:

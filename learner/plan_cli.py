@@ -28,7 +28,6 @@ METHODS = {
     "QLoRA": Wish(base="nf4", checkpointing="full"),
 }
 GIB = 2**30
-SOFTCAP = "not trained: its logits are soft-capped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,6 @@ class Found:
     shape: Shape
     needs: dict[str, Plan]  # by method, the settings that need least
     chosen: Plan | Misfit
-
-    @property
-    def trained(self) -> bool:
-        return self.shape.softcap is None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         _print(found, device, work, args.cards)
     if args.png:
         try:
-            plan_picture.save_png([one.chosen for one in found if one.trained], device, Path(args.png))
+            plan_picture.save_png([one.chosen for one in found], device, Path(args.png))
         except ImportError:
             print("error: --png needs matplotlib: pip install 'gleaner[plan]'", file=sys.stderr)
             return 2
@@ -121,9 +116,9 @@ def _print(found: Sequence[Found], device: int, work: Workload, cards: int) -> N
     console.print(_needs(found))
     console.print(f"what is chosen on {on}, GiB")
     console.print(_choices(found))
-    console.print(plan_picture.bars([one.chosen for one in found if one.trained], device))
+    console.print(plan_picture.bars([one.chosen for one in found], device))
     for one in found:
-        if isinstance(one.chosen, Misfit) and one.trained:
+        if isinstance(one.chosen, Misfit):
             needs, advice = gib(one.chosen.needs), "; or ".join(one.chosen.advice)
             console.print(f"{one.shape.name} needs {needs} with the least of settings. Instead: {advice}")
     console.print(
@@ -136,7 +131,7 @@ def _print(found: Sequence[Found], device: int, work: Workload, cards: int) -> N
 def _needs(found: Sequence[Found]) -> Table:
     table = Table("model", *METHODS)
     for one in found:
-        cells = [_cell(plan) for plan in one.needs.values()] if one.trained else [SOFTCAP]
+        cells = [_cell(plan) for plan in one.needs.values()]
         table.add_row(one.shape.name, *cells)
     return table
 
@@ -151,7 +146,7 @@ def _choices(found: Sequence[Found]) -> Table:
     table = Table(*columns)
     for one in found:
         chosen = one.chosen
-        if isinstance(chosen, Plan) and one.trained:
+        if isinstance(chosen, Plan):
             policy = chosen.checkpointing
             twice = f"{policy} of {one.shape.layers}" if isinstance(policy, int) else policy
             table.add_row(
@@ -163,12 +158,10 @@ def _choices(found: Sequence[Found]) -> Table:
 
 
 def _as_json(one: Found) -> dict[str, Any]:
-    trained = {} if one.trained else {"refused": SOFTCAP}
     needs = {name: to_dict(needed) for name, needed in one.needs.items()}
     return {
         "model": one.shape.name,
         "params": one.shape.params,
-        **trained,
         "chosen": to_dict(one.chosen),
         "least": needs,
     }

@@ -3,7 +3,7 @@
 A checkpoint holds the files in the form in which they are published, so a folder that is missing or behind, because the
 run was killed between the two, is made good at the next start without a learner. Files are replaced one by one, each by
 one rename: who reads the folder finds an adapter in it at any moment. Within a run only the weights change, which are
-one file, so the folder never mixes two policies.
+one file (and one in vllm/), so the folder never mixes two policies.
 """
 
 import os
@@ -14,7 +14,8 @@ from cluster.files import digest_of, fsync, writing
 from learner import checkpoint
 
 TRAINER = "trainer"  # the learner's part of a checkpoint
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
+ADAPTER_FILES = (*ADAPTER, *(f"vllm/{name}" for name in ADAPTER))  # the latter where vLLM has names of its own
 MODEL = "model"  # folder, in the learner's part, of a whole model
 PARTIAL = ".partial-"
 
@@ -50,6 +51,7 @@ def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
 
 
 def _replace(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     partial = target.with_name(PARTIAL + target.name)
     with writing(partial):
         shutil.copyfile(source, partial)

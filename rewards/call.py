@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rewards.base import TRL_EXTRAS, Reward, RewardError, said
+from rewards.base import TRL_EXTRAS, Reward, RewardError
 
 Status = Literal["ok", "nan", "timeout", "error"]
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
@@ -118,7 +118,10 @@ def _number(value: Any) -> float:
 
 def _described(error: BaseException) -> str:
     """`ValueError: boom (my_rewards.py, line 3)`: where it was raised, in one line."""
-    text = said(error)[:_LONGEST]
+    try:
+        text = " ".join(str(error).split())[:_LONGEST]
+    except BaseException as second:  # whatever the __str__ of a function's own exception does
+        text = f"its text cannot be read, since its __str__ raises {type(second).__name__}"
     if isinstance(error, MemoryError) and not text:
         text = "the memory cap of its process is reached"
     if isinstance(error, RewardError):  # our own sentence, complete as it is

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-from rewards.base import Reward, RewardLoadError, said
+from rewards.base import Reward, RewardLoadError
 
 BUILT_INS = {
     "format": "rewards.format:format_",
@@ -125,8 +125,7 @@ def _function(module: ModuleType, name: str, use: str) -> Reward:
 def _reason(error: BaseException) -> str:
     """`NameError: name 'x' is not defined (rewards.py, line 3)`."""
     where = traceback.extract_tb(error.__traceback__)
-    told = f"{type(error).__name__}: {said(error)}"
     if isinstance(error, SyntaxError):  # its text already ends with file and line
-        return told
+        return f"{type(error).__name__}: {error}"
     frames = [frame for frame in where if not frame.filename.startswith("<frozen")]
-    return f"{told} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

@@ -21,7 +21,7 @@ from cluster.serving import PREFILL_TOKENS
 from rollout.adapter_window import Resident
 from rollout.engine import EngineSettings
 from rollout.types import Completion, EngineError, Sampling
-from rollout.vllm_start import shorten_start
+from rollout.vllm_start import lora_arguments, shorten_start
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
 _FINISH_REASONS = ("stop", "length", "abort")
@@ -121,6 +121,8 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if arguments.get("enable_lora"):
+        arguments = arguments | lora_arguments(arguments["model"])
     shorten_start(arguments["model"])
     preload = os.environ.get("LD_PRELOAD")
     try:

@@ -14,6 +14,7 @@ touches head or embedding, hence both ops do nothing here, in every release.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,27 @@ def install_fast_cpu_lora() -> bool:
         )
         return False
     return True
+
+
+def serve_experts() -> None:
+    """Lets a CPU compute mixtures of experts though LoRA is on, for every engine of this process.
+
+    With LoRA vLLM takes its Triton kernels for experts, which a CPU has not, adapted or not. Ours are not
+    (rollout.architecture), so that the CPU's own kernels are right.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    method: Any = unquantized_fused_moe_method
+    upstream = getattr(method, "select_unquantized_moe_backend", None)
+    if upstream is None:
+        log.warning("this vllm chooses kernels for experts in another way; on a CPU models with experts may not start")
+    elif not hasattr(upstream, "gleaner"):
+
+        def select(moe_config: Any, **others: Any) -> Any:
+            return upstream(moe_config=replace(moe_config, is_lora_enabled=False), **others)
+
+        select.gleaner = True  # type: ignore[attr-defined]
+        method.select_unquantized_moe_backend = select
 
 
 def _add_nothing(*_: Any, **__: Any) -> None:

@@ -44,9 +44,10 @@ class VllmEngine:
         if settings.in_flight == "continue":
             check_can_continue()
         if not cuda:
-            from rollout.vllm_cpu_lora import install_fast_cpu_lora
+            from rollout.vllm_cpu_lora import install_fast_cpu_lora, serve_experts
 
             install_fast_cpu_lora()
+            serve_experts()
         self._settings = settings
         self._ids = itertools.count()
         self._read = read_continued if settings.in_flight == "continue" else read_completions

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
+
+from rollout.architecture import ATTENTION, ArchitectureError, has_experts
 
 
 def shorten_start(model: str) -> None:
@@ -27,3 +30,24 @@ def know_model(model: str) -> None:
     for name in get_config(model, trust_remote_code=False).architectures or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def lora_arguments(model: str) -> dict[str, Any]:
+    """Keywords of vllm.EngineArgs for the adapters of a model: of one with experts only the attention is adapted.
+
+    Raises ArchitectureError if vLLM does not serve the model with LoRA. Known to it are names that it may serve by
+    transformers' own code, so only one of its own classes can be asked.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_lora
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(model, trust_remote_code=False)
+    for name in config.architectures or ():
+        entry = ModelRegistry.models.get(name)
+        if entry is not None and not supports_lora(entry.load_model_cls()):
+            raise ArchitectureError(
+                f"model.path: vLLM serves {name} ({model}) without LoRA; set learner.mode=full or learner.push=merged, "
+                "or give another architecture (docs/models.md)"
+            )
+    return {"lora_target_modules": list(ATTENTION)} if has_experts(config.to_dict()) else {}
