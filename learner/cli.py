@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from learner.arguments import positive
+from rewards.memory import DEFAULT
 
 USAGE = """\
 usage: gleaner run --config FILE [key=value ...]
@@ -47,11 +48,13 @@ def _rewards_try(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=positive, default=5, help="how many of the newest steps to score (default 5)")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds for one group (default 10)")
     parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="argument of the reward")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable that it may see")
+    parser.add_argument("--memory", default=DEFAULT, metavar="SIZE", help="the most that it may hold (default 4GiB)")
     args = parser.parse_args(argv)
     from learner.rescore import RescoreError, rescore
 
     try:
-        print(rescore(args.use, args.rollouts, args.steps, args.timeout, args.arg))
+        print(rescore(args.use, args.rollouts, args.steps, args.timeout, args.arg, args.env, args.memory))
     except RescoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

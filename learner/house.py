@@ -151,6 +151,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
         ),
         rewards=tuple(config.rewards),
         reward_workers=rollout.reward_workers,
+        reward_memory=rollout.reward_memory,
         make_engine=vllm_engine,
     )
 

@@ -159,7 +159,8 @@ def _check_context(config: RunConfig, context: int | None) -> None:
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:
     """Each judge once, on a dummy completion of the first problem, in a worker process like those of the run."""
-    try_rewards(config.rewards, **case_of(problem.messages, [""], [[0]], problem.columns))
+    case = case_of(problem.messages, [""], [[0]], problem.columns)
+    try_rewards(config.rewards, **case, memory_bytes=config.rollout.reward_memory)
 
 
 def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:

@@ -15,8 +15,10 @@ from learner.settings import ConfigError, parse_value, sentences
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
+from rewards.memory import DEFAULT
 from rewards.pool import RewardPool, Scores
 from rollout import ledger
+from rollout.config import parse_size
 from rollout.schema import rewards_of
 
 BINS = 10
@@ -27,16 +29,28 @@ class RescoreError(ValueError):
     """The rollouts or the reward are not usable."""
 
 
-def rescore(use: str, folder: str, num_steps: int, timeout_s: float, arguments: Sequence[str]) -> str:
-    """A printable report of the reward `use` over the newest `num_steps` step files of `folder`."""
+def rescore(
+    use: str,
+    folder: str,
+    num_steps: int,
+    timeout_s: float,
+    arguments: Sequence[str],
+    env: Sequence[str] = (),
+    memory: str | int = DEFAULT,
+) -> str:
+    """A printable report of the reward `use` over the newest `num_steps` step files of `folder`.
+
+    arguments: KEY=VALUE each. env: names of variables that it may see. memory: the most that its process may hold.
+    """
     files = ledger.steps(Path(folder))[-num_steps:]
     if not files:
         raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
     groups = [group for file in files for group in _groups(_read(file))]
     try:
-        config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(_argument, arguments)))
-        try_rewards([config], **_case(groups[0]))
-        scores = asyncio.run(_score(config, groups))
+        memory_bytes = _size(memory)
+        config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(_argument, arguments)), env=tuple(env))
+        try_rewards([config], **_case(groups[0]), memory_bytes=memory_bytes)
+        scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
         raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
     except (RewardError, ConfigError) as error:
@@ -52,6 +66,13 @@ def _read(file: Path) -> pa.Table:
         raise RescoreError(f"--rollouts: {file} cannot be read: {reason}; take it away") from error
 
 
+def _size(text: str | int) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise RescoreError(f"--memory: {error}") from None
+
+
 def _argument(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
@@ -65,8 +86,8 @@ def _groups(rows: pa.Table) -> list[pa.Table]:
     return [rows.slice(a, b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
-async def _score(config: RewardConfig, groups: Sequence[pa.Table]) -> list[Scores]:
-    async with RewardPool([config]) as pool:
+async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:
+    async with RewardPool([config], memory_bytes=memory_bytes) as pool:
         return [await pool.score(**_case(group)) for group in groups]
 
 

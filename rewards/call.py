@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rewards import environment, memory
 from rewards.base import TRL_EXTRAS, Reward, RewardError
 
 Status = Literal["ok", "nan", "timeout", "error"]
@@ -122,10 +123,9 @@ def _described(error: BaseException) -> str:
         text = " ".join(str(error).split())[:_LONGEST]
     except BaseException as second:  # whatever the __str__ of a function's own exception does
         text = f"its text cannot be read, since its __str__ raises {type(second).__name__}"
-    if isinstance(error, MemoryError) and not text:
-        text = "the memory cap of its process is reached"
     if isinstance(error, RewardError):  # our own sentence, complete as it is
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    said = f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    return f"{said}: {memory.advice()}" if memory.met(error) else said + environment.advice(text)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rewards import memory
 from rewards.base import RewardError
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
@@ -16,6 +17,7 @@ def try_rewards(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
+    memory_bytes: int = memory.DEFAULT,
 ) -> Scores:
     """Loads each judge in a worker process and calls it on the first row. Not from inside an event loop.
 
@@ -25,7 +27,7 @@ def try_rewards(
     if not completions:
         raise ValueError("try_rewards: needs at least one completion, got none")
     first = {name: values[:1] for name, values in columns.items()}
-    return asyncio.run(_try(rewards, prompts[:1], completions[:1], completion_ids[:1], first))
+    return asyncio.run(_try(rewards, prompts[:1], completions[:1], completion_ids[:1], first, memory_bytes))
 
 
 async def _try(
@@ -34,9 +36,10 @@ async def _try(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
+    memory_bytes: int,
 ) -> Scores:
     begin = time.perf_counter()
-    async with RewardPool(rewards) as pool:
+    async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
         verdicts = await pool.verdicts(prompts, completions, completion_ids, columns)
         ms = (time.perf_counter() - begin) * 1e3
     for i, verdict in enumerate(verdicts):

@@ -26,6 +26,9 @@ class RewardConfig(BaseModel):
     """Name in the metrics; by default the built-in's or the function's name."""
     args: dict[str, Any] = {}
     """Keyword arguments given to the reward on every call."""
+    env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Environment variables that the reward may see, such as OPENAI_API_KEY; others that may hold a secret are kept
+    from it (rewards.environment says which are not)."""
 
 
 def resolved_names(rewards: Sequence[RewardConfig]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from rewards import environment, memory
 from rewards.base import Reward, RewardLoadError
 
 BUILT_INS = {
@@ -128,4 +129,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its text already ends with file and line
         return f"{type(error).__name__}: {error}"
     frames = [frame for frame in where if not frame.filename.startswith("<frozen")]
-    return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    said = f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return f"{said}: {memory.advice()}" if memory.met(error) else said + environment.advice(str(error))

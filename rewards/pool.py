@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from rewards import memory
 from rewards.base import RewardFailed
 from rewards.call import Group, Status, Verdict
 from rewards.config import RewardConfig, resolved_names
-from rewards.slot import Slot
+from rewards.environment import values_of
+from rewards.slot import Call, Slot
 
 _WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
 NO_OPINION = "none"  # status of a completion of which every function says None
@@ -48,20 +50,24 @@ class RewardPool:
     resource limits, not a security boundary.
     """
 
-    def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = 4 << 30) -> None:
-        """`workers`: processes, each judging one group at a time. `memory_bytes`: address space of each; a judge that
-        imports torch with CUDA needs far more of it than it uses. Raises ValueError on no reward or no worker."""
+    def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = memory.DEFAULT) -> None:
+        """`workers`: processes, each judging one group at a time. `memory_bytes`: the most that each may
+        hold. Raises ValueError on no reward or no worker, RewardError on a variable that is named and not set."""
         if not rewards:
             raise ValueError("rewards: must list at least one reward, got none; add for example {use: number}")
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
         self.names = resolved_names(rewards)
         self._rewards = tuple(rewards)
+        self._calls = [
+            Call(r.use, r.args, values_of(r.env, f"reward {name!r}"), r.timeout_s)
+            for name, r in zip(self.names, rewards, strict=True)
+        ]
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
         self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers)]
         for slot in self._slots:
-            for reward in rewards:
-                slot.preload(reward.use)
+            for call in self._calls:
+                slot.preload(call)
         self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()  # last in, first out: prefer the warm worker
         for slot in self._slots:
             self._free.put_nowait(slot)
@@ -99,13 +105,13 @@ class RewardPool:
             raise ValueError(f"score: each list must have one entry per completion ({size}), got lengths {uneven}")
         group = pickle.dumps(Group(prompts, completions, completion_ids, dict(columns)), pickle.HIGHEST_PROTOCOL)
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._ask(reward, group, size)) for reward in self._rewards]
+            asked = [tasks.create_task(self._ask(call, group, size)) for call in self._calls]
         return [task.result() for task in asked]
 
-    async def _ask(self, reward: RewardConfig, group: bytes, size: int) -> Verdict:
+    async def _ask(self, call: Call, group: bytes, size: int) -> Verdict:
         slot = await self._free.get()
         try:
-            return await slot.judge(reward.use, reward.args, group, size, reward.timeout_s)
+            return await slot.judge(call, group, size)
         finally:
             self._free.put_nowait(slot)
 

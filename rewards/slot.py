@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
@@ -20,7 +21,22 @@ from rewards import worker
 from rewards.call import Verdict, failed
 
 T = TypeVar("T")
+_HINTS = {
+    signal.SIGKILL: "; the kernel kills so when the machine is out of memory",
+    signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.reward_memory is the cap",
+}
 START_S = 60.0  # for a process to start, and again for a judge to load
+
+
+@dataclass(frozen=True)
+class Call:
+    """One reward as a worker is asked for it."""
+
+    use: str
+    args: Mapping[str, Any]
+    env: Mapping[str, str]
+    """The variables that it names, with their values."""
+    timeout_s: float
 
 
 class Slot:
@@ -46,32 +62,32 @@ class Slot:
         self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it
         return pool
 
-    def preload(self, use: str) -> None:
+    def preload(self, call: Call) -> None:
         """Has the worker load a judge in the background. What goes wrong is said when it is first asked to judge."""
-        self._pool.schedule(worker.prepare, args=(use,), timeout=START_S)
+        self._pool.schedule(worker.prepare, args=(call.use, call.env), timeout=START_S)
 
-    async def judge(self, use: str, args: Mapping[str, Any], group: bytes, size: int, timeout_s: float) -> Verdict:
-        """Judges one pickled group of `size` samples within `timeout_s` seconds; loading is not charged."""
-        problem = await self._prepare(use)
+    async def judge(self, call: Call, group: bytes, size: int) -> Verdict:
+        """Judges one pickled group of `size` samples within `call.timeout_s` seconds; loading is not charged."""
+        problem = await self._prepare(call)
         if problem:
             return failed("error", size, problem)
         try:
-            return await self._run(worker.score, (use, args, group), timeout_s)
+            return await self._run(worker.score, (call.use, call.args, call.env, group), call.timeout_s)
         except TimeoutError:
             self._sweep()
-            return failed("timeout", size, f"no answer within {timeout_s:g} s, so its process was killed")
+            return failed("timeout", size, f"no answer within {call.timeout_s:g} s, so its process was killed")
         except (ProcessExpired, BrokenProcessPool) as error:
             self._sweep()
             return failed("error", size, f"its process died: {_death(error)}")
         except _Closed:
             return failed("error", size, "the reward pool was closed before it answered")
 
-    async def _prepare(self, use: str) -> str:
-        """Brings up a worker that has loaded `use`. Returns what went wrong, or ''."""
+    async def _prepare(self, call: Call) -> str:
+        """Brings up a worker that has loaded the reward. Returns what went wrong, or ''."""
         death = ""
         for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this judge
             try:
-                pid, problem = await self._run(worker.prepare, (use,), START_S)
+                pid, problem = await self._run(worker.prepare, (call.use, call.env), START_S)
             except TimeoutError:
                 self._sweep()
                 return f"did not load within {START_S:g} s; move slow work out of the top level of its module"
@@ -149,5 +165,4 @@ def _death(error: ProcessExpired | BrokenProcessPool) -> str:
         return "it ended too soon for its exit code to be seen"
     if code >= 0:
         return f"exit code {code}"
-    hint = "; the kernel kills so when the machine is out of memory" if -code == signal.SIGKILL else ""
-    return f"signal {signal.Signals(-code).name}{hint}"
+    return f"signal {signal.Signals(-code).name}{_HINTS.get(-code, '')}"

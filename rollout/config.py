@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from cluster.config import Frozen
+from rewards.memory import DEFAULT as DEFAULT_REWARD_MEMORY
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -102,7 +103,8 @@ class RolloutConfig(Frozen):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_num_seqs: Annotated[int, Field(ge=1)] = 128
     in_flight: Literal["finish", "continue"] = "finish"
-    reward_workers: Annotated[int, Field(ge=1)] = 1  # judge processes beside each generator
+    reward_workers: Annotated[int, Field(ge=1)] = 1  # reward processes beside each generator
+    reward_memory: Bytes = DEFAULT_REWARD_MEMORY  # the most that each of them, and what it starts, may hold; not GPU
     dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
     # Groups begun beyond a batch's; the last to finish are stopped and go on later. Tokens may then be older than
     # max_staleness (see cluster.buffer), and are trained on with the ratio to their own policy.

@@ -36,6 +36,7 @@ class WorkerSpec:
     engine: EngineSettings
     rewards: tuple[RewardConfig, ...]
     reward_workers: int
+    reward_memory: int  # bytes of each
     make_engine: Callable[[EngineSettings], Engine]
 
 
@@ -48,7 +49,8 @@ class RolloutWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.chat = Chat.load(spec.engine.model)
-        self.pool = RewardPool(spec.rewards, workers=spec.reward_workers)  # its judges load while the engine starts
+        # Its reward functions load while the engine starts.
+        self.pool = RewardPool(spec.rewards, workers=spec.reward_workers, memory_bytes=spec.reward_memory)
         stop_ids, self._stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=self._stop))
         self.sampler = Sampler(self.engine)

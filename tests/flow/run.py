@@ -24,7 +24,8 @@ def vowels(prompts, completions, **columns):
 def environment(marker: str) -> dict[str, str]:
     """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
     own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"GLEANER_MARK": marker}
+    # XDG_: one of the variables that reward processes keep.
+    return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"XDG_GLEANER_MARK": marker}
 
 
 class Run:

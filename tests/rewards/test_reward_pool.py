@@ -95,7 +95,7 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
         "c_loop": ("timeout", "no answer within 1 s"),
         "leave": ("error", "its process died: exit code 3"),
         "crash": ("error", "its process died: signal SIGSEGV"),
-        "hog": ("error", "MemoryError: the memory cap of its process is reached"),
+        "hog": ("error", "line 25): its process may hold 4 GiB: raise rollout.reward_memory, for example to 8GiB"),
         "later": ("ok", ""),
     }
 

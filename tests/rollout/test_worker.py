@@ -52,7 +52,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkerSpec:
         model=str(model), dtype="float32", max_model_len=64, kv_cache_bytes=1 << 20, max_num_seqs=8, max_lora_rank=8,
         adapter_window=2, seed=0,
     )  # fmt: skip
-    return WorkerSpec(5, "run-a", settings, tuple(rewards), 1, engine)
+    return WorkerSpec(5, "run-a", settings, tuple(rewards), 1, 2**30, engine)
 
 
 @pytest.fixture

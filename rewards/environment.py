@@ -1,0 +1,89 @@
+"""The environment of a reward process: what programs need to run, and no tokens but those that a reward names.
+
+A process has all rewards of a run, one call at a time; what a reward names is there during its own calls only.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rewards.base import RewardError
+
+# Where things are, how text is written, how many threads and which devices. Proxies are left out: their addresses
+# often hold a password.
+# fmt: off
+ALLOWED = frozenset({
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV",
+    "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE",
+    "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TORCH_HOME",
+    "TORCHINDUCTOR_CACHE_DIR", "NLTK_DATA", "TOKENIZERS_PARALLELISM",
+})
+# fmt: on
+ALLOWED_BEGINNINGS = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "NVIDIA_")
+
+_withheld: set[str] = set()  # names, in a reward process
+
+
+def values_of(names: Sequence[str], label: str) -> dict[str, str]:
+    """The variables that a reward names, as they are here. Raises RewardError if one is not set."""
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise RewardError(
+            f"{label}: env: must name variables that are set where rewards run, and {', '.join(missing)} is not; "
+            "export it before the run, or take it out of env"
+        )
+    return {name: os.environ[name] for name in names}
+
+
+def withhold() -> None:
+    """Takes from this process, and from what it will start, every variable that is not allowed."""
+    names = [n for n in os.environ if n not in ALLOWED and not n.startswith(ALLOWED_BEGINNINGS)]
+    _withheld.update(names)
+    for name in names:
+        del os.environ[name]
+    _blank(names)
+
+
+@contextlib.contextmanager
+def lent(values: Mapping[str, str]) -> Iterator[None]:
+    """Within it, what a reward names is in the environment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is not None:
+                os.environ[name] = value
+            else:
+                os.environ.pop(name, None)
+
+
+def advice(text: str) -> str:
+    """For an exception that seems to miss a variable which is kept from rewards: how to get it; else ''."""
+    words = set(re.findall(r"\w+", text))
+    missed = sorted(name for name in _withheld & words if "_" in name and name not in os.environ)
+    if not missed:
+        return ""
+    listed = ", ".join(missed)
+    return f"; {listed} is kept from reward functions: name it with this reward, env: [{listed}]"
+
+
+def _blank(names: Sequence[str]) -> None:
+    """Overwrites variables in the block that the process was started with, which /proc/<pid>/environ shows for ever.
+
+    They must have been removed: nothing points there any more.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5); the command's name may hold spaces
+    block = ctypes.string_at(start, end - start)
+    prefixes = tuple(name.encode() + b"=" for name in names)
+    offset = 0
+    for entry in block.split(b"\0"):
+        if entry.startswith(prefixes):
+            ctypes.memset(start + offset, 0, len(entry))
+        offset += len(entry) + 1

@@ -1,0 +1,45 @@
+"""The most that one reward process may hold, and how a reward is told that it met that cap."""
+
+import resource
+
+DEFAULT = 4 << 30  # bytes: torch and a reward model of a billion parameters in 16 bits, or any number of checkers
+GIB = 1 << 30
+# What other languages say in place of a MemoryError.
+_SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "unable to allocate")
+
+
+def cap(memory_bytes: int) -> None:
+    """Limits the memory that this process, and each that it starts, can write to.
+
+    Not its address space, which CUDA, torch and thread pools reserve by tens of GB and never fill.
+    """
+    limit(resource.RLIMIT_DATA, memory_bytes)
+
+
+def limit(kind: int, value: int) -> None:
+    """Sets a limit for good, or the lower one that is there already."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def met(error: BaseException) -> bool:
+    """True if `error` says that memory could not be had (that of a GPU is none of ours)."""
+    if isinstance(error, MemoryError):
+        return True
+    try:
+        text = str(error).lower()
+    except BaseException:  # whatever the __str__ of somebody's exception does
+        return False
+    return "cuda" not in text and any(words in text for words in _SAID)
+
+
+def advice() -> str:
+    """In a reward process that met its cap: which, and what to set."""
+    bytes_ = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if bytes_ == resource.RLIM_INFINITY:
+        return "the machine has no more memory"
+    return (
+        f"its process may hold {bytes_ / GIB:g} GiB: raise rollout.reward_memory, for example to "
+        f"{2 * bytes_ / GIB:g}GiB, or let the function need less"
+    )

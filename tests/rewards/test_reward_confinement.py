@@ -1,0 +1,122 @@
+"""What a reward process may see of the environment and hold in memory, with real processes."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards import environment, memory
+from rewards.base import RewardError
+from rewards.check import try_rewards
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool, Scores
+
+SECRETS = ("RAY_AUTH_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy")
+REWARDS = """
+import os, subprocess
+from pathlib import Path
+
+def see(completions, where):
+    started = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
+    initial = Path("/proc/self/environ").read_text().split("\\0")
+    Path(where).write_text("\\n".join([*started, *(f"{k}={v}" for k, v in os.environ.items()), *initial]))
+    return [1.0] * len(completions)
+def ask(completions): return [float(len(os.environ["OPENAI_API_KEY"]))] * len(completions)
+def small_model(completions):
+    import torch
+    layers = [torch.nn.Embedding(300, 64), torch.nn.TransformerEncoderLayer(64, 4), torch.nn.Linear(64, 1)]
+    model = torch.nn.Sequential(*layers)
+    return [float(model(torch.ones(2, 16, dtype=torch.long)).isfinite().all())] * len(completions)
+def eat(completions):
+    eaten = []
+    while True: eaten.append(bytearray(16 << 20))
+def eat_tensor(completions):
+    import torch
+    return [float(torch.zeros(1 << 31).sum())]
+"""
+EAGER = (
+    "import os\nKEY = os.environ['OPENAI_API_KEY']\ndef f(completions): return [float(len(KEY))] * len(completions)\n"
+)
+
+
+@pytest.fixture
+def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A reward function of the file; every secret is set here, and its value is secret-<name>."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"secret-{name}")
+    (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "eager.py").write_text(EAGER)
+    return lambda function, file="mine", **more: RewardConfig(use=f"{tmp_path}/{file}.py:{function}", **more)
+
+
+def _scores(*rewards: RewardConfig, **options: Any) -> Scores:
+    async def main() -> Scores:
+        async with RewardPool(rewards, **options) as pool:
+            return await pool.score(["p"], ["c"], [[1]], {})
+
+    return asyncio.run(main())
+
+
+def test_a_reward_sees_what_it_names_and_no_other_secret(reward: Any, tmp_path: Path) -> None:
+    blind, knows = tmp_path / "blind", tmp_path / "knows"
+    rewards = [
+        reward("see", args={"where": str(knows)}, env=("OPENAI_API_KEY",)),
+        reward("see", args={"where": str(blind)}),  # after it, in the same process
+    ]
+    assert _scores(*rewards).reward == [2.0]
+    assert "secret" not in blind.read_text()
+    assert "OPENAI_API_KEY=secret-OPENAI_API_KEY" in knows.read_text()
+    assert knows.read_text().count("secret") == 2  # what it starts has it, too
+    for kept in ("PATH", "HOME"):
+        assert f"{kept}={os.environ[kept]}" in blind.read_text()
+
+
+def test_the_missing_variable_and_its_key_are_named(reward: Any) -> None:
+    sentence = r"OPENAI_API_KEY is kept from reward functions: name it with this reward, env: \[OPENAI_API_KEY\]"
+    assert _scores(reward("ask", env=("OPENAI_API_KEY",))).reward == [21.0]
+    assert _scores(reward("f", "eager", env=("OPENAI_API_KEY",))).reward == [21.0]
+    for config in (reward("ask"), reward("f", "eager")):
+        with pytest.raises(RewardError, match=sentence):
+            try_rewards([config], ["p"], ["c"], [[1]], {})
+
+
+def test_a_variable_that_is_not_set_is_refused_before_anything_starts(reward: Any) -> None:
+    with pytest.raises(RewardError, match=r"reward 'ask': env: .* and NO_SUCH_KEY is not; export it before the run"):
+        RewardPool([reward("ask", env=("NO_SUCH_KEY", "HF_TOKEN"))])
+
+
+def test_only_what_is_lent_is_there_and_only_while_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "before")
+    monkeypatch.delenv("B_KEY", raising=False)
+    with environment.lent({"A_KEY": "a", "B_KEY": "b"}):
+        assert (os.environ["A_KEY"], os.environ["B_KEY"]) == ("a", "b")
+    assert os.environ["A_KEY"] == "before"
+    assert "B_KEY" not in os.environ
+
+
+@pytest.mark.timeout(120)
+def test_a_small_model_runs_within_the_default_cap(reward: Any) -> None:
+    assert _scores(reward("small_model", timeout_s=100)).reward == [1.0]
+
+
+@pytest.mark.parametrize("function", ["eat", "eat_tensor"])
+def test_who_eats_memory_is_stopped_and_told_the_cap_and_its_key(reward: Any, function: str) -> None:
+    (failure,) = _scores(reward(function, timeout_s=60), memory_bytes=1 << 30).failures
+    assert "its process may hold 1 GiB: raise rollout.reward_memory, for example to 2GiB" in failure
+
+
+@pytest.mark.parametrize(
+    ("error", "is_ours"),
+    [
+        (MemoryError(), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20 GiB"), False),
+        (RuntimeError("cuda: cannot allocate memory"), False),
+        (ValueError("boom"), False),
+    ],
+)
+def test_which_failures_are_those_of_the_cap(error: Exception, is_ours: bool) -> None:
+    assert memory.met(error) is is_ours
