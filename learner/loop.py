@@ -111,6 +111,11 @@ class Loop:
             if reason:
                 raise GuardStopped(f"step {self.step}: {reason}")
         await delivery
+        if self._done and self.step < self.total_steps:
+            self.sinks.progress.note(
+                f"epochs: {self.pipes.cursor.consumed} problems were consumed by step {self.step}, since dynamic "
+                "sampling replaced groups: the run ends here"
+            )
         if self.checkpoints.saved != self.step and self.step > 0:
             await self._save()
 

@@ -163,8 +163,11 @@ def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int
     return ids
 
 
-def completion_params(sampling: Sampling, settings: EngineSettings) -> Any:
-    """vllm SamplingParams: all n completions at once when the last is done, with the sampled tokens' logprobs."""
+def completion_params(sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> Any:
+    """vllm SamplingParams: all n completions at once when the last is done, with the sampled tokens' logprobs.
+
+    stop_ids, stop: as of EngineSettings; strings need an engine that has its tokenizer.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -175,12 +178,12 @@ def completion_params(sampling: Sampling, settings: EngineSettings) -> Any:
         top_p=sampling.top_p,
         seed=sampling.seed,
         # Without its tokenizer vLLM knows the end tokens of the model's configuration only.
-        stop_token_ids=list(settings.stop_ids),
-        stop=list(settings.stop),
+        stop_token_ids=list(stop_ids),
+        stop=list(stop),
         include_stop_str_in_output=True,  # else it leaves the end token out of the text that it compares
         logprobs=0,  # of the sampled token and no other
         flat_logprobs=True,  # one list of floats, not a dictionary and an object for each token
-        detokenize=bool(settings.stop),
+        detokenize=bool(stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
