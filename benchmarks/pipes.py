@@ -113,7 +113,7 @@ async def measure(groups: int) -> list[dict[str, Any]]:
     try:
         role = Role("source", 1, 0)
         await session.reserve([role], DEADLINE_S)
-        source = session.spawn(role, Source, [], {}, restarts=0)
+        source = session.spawn(role, Source, [], {})
         await source.ready(DEADLINE_S)
         rows += [await through_actor(name, groups, source) for name in LENGTHS]
         rows += [await pushed(name, max(2, groups // 40), source) for name in ADAPTERS]

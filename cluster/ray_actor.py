@@ -1,18 +1,24 @@
 """The Ray end of an actor: a plain object made by `factory(*args)` in another process, and the handle to it.
 
 Its `async def` methods take and return values. `Remote` and `cluster.actor.Local` have one interface, so the same loop
-runs with and without a cluster.
+runs with and without a cluster. Ray restarts nothing by itself: it would not say so while a constructor runs, and who
+counts losses must see each of them.
 """
 
 import asyncio
 import gc
 import logging
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from cluster.actor import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Shared
+from cluster.actor import ActorDied, ClusterLost, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
+from cluster.last_words import LastWords
+
+MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
 
 
 @contextmanager
@@ -26,50 +32,62 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+class Started(NamedTuple):
+    """What a process says of its start; exceptions travel as text, since not all can be pickled."""
+
+    pid: int
+    error: str | None = None  # of the constructor, on one line
+    wrong_input: bool = False
+    story: str = ""  # its traceback
+
+
 class Host:
     """The one Ray actor class: holds any object."""
 
     def __init__(self, factory: Callable[..., Any], args: Sequence[Any]) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-        with uncollected():
-            self._object = factory(*args)
+        self._object: Any = None
+        try:
+            with uncollected():
+                self._object = factory(*args)
+        except Exception as error:  # told by started(), since of a constructor Ray says only that the process died
+            self._started = Started(os.getpid(), in_one_line(error), _is_of_input(error), traceback.format_exc())
+        else:
+            self._started = Started(os.getpid())
+
+    async def started(self) -> Started:
+        return self._started
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._object, method)(*args)
 
-    async def ping(self) -> float:
-        return time.time()
-
 
 class Remote:
-    """An object in another process."""
+    """An object in another process. start: makes the process, and its handle; words: what dead ones left."""
 
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self._handle = handle
+    def __init__(self, name: str, start: Callable[[], Any], words: LastWords, lost: Callable[[], str | None]) -> None:
+        self.name, self._start, self._words, self._lost = name, start, words, lost
+        self._handle = start()
+        self._pid: int | None = None
         self._last_answer = time.monotonic()
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         sent = [_reference(arg) if isinstance(arg, Shared) else arg for arg in args]
         return await self._await(self._handle.call.remote(method, *sent), method, deadline_s)
 
-    async def revive(self, hung: bool, deadline_s: float) -> None:
-        if hung:  # Ray never notices a hung process; one that died it restarts by itself
-            import ray
-
-            ray.kill(self._handle, no_restart=False)
-        give_up = time.monotonic() + deadline_s
-        while True:
-            try:
-                return await self.ready(max(give_up - time.monotonic(), 1.0))
-            except ActorRestarting:
-                if time.monotonic() > give_up:
-                    raise
-                await asyncio.sleep(0.5)  # Ray refuses calls while it restarts a process, instead of queueing them
+    async def revive(self, deadline_s: float) -> None:
+        await self.kill()  # Ray never notices a hung process
+        self._handle, self._pid = self._start(), None
+        await self.ready(deadline_s)
 
     async def ready(self, deadline_s: float) -> None:
-        """Waits for the constructor; its exception arrives as RemoteError."""
-        await self._await(self._handle.ping.remote(), "start", deadline_s)
+        """Waits for the constructor; StartFailed if it raised."""
+        started: Started = await self._await(self._handle.started.remote(), "start", deadline_s)
+        self._pid = started.pid
+        if started.error is not None:
+            failed = StartFailed(f"{self.name}: {started.error}", started.error, started.wrong_input)
+            failed.add_note(f"In the process of {self.name} (pid {started.pid}):\n{started.story}")
+            raise failed
 
     async def kill(self) -> None:
         import ray
@@ -83,6 +101,9 @@ class Remote:
             async with asyncio.timeout(deadline_s):
                 result = await ref
         except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Unusable):
+                raise ActorDied(f"{self.name}: {cause}", reason=str(cause)) from error
             raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
         except asyncio.CancelledError:  # nobody wants the answer any more; over there it is cancelled, too
             ray.cancel(ref)
@@ -93,12 +114,34 @@ class Remote:
             raise DeadlineExceeded(
                 f"{self.name}: {method} gave no answer within {deadline_s:g} s (last answer {silent:.0f} s ago)"
             ) from None
-        except ray.exceptions.ActorUnavailableError as error:
-            raise ActorRestarting(f"{self.name}: process died during {method}; it is being restarted") from error
         except ray.exceptions.RayActorError as error:
-            raise ActorDied(f"{self.name}: process died during {method}: {error}") from error
+            raise await self._died(method, str(error)) from error
         self._last_answer = time.monotonic()
         return result
+
+    async def _died(self, method: str, ray_says: str) -> Exception:
+        """Why the process is gone: since Ray itself is, or what can be found out of its own end."""
+        for _ in range(5):  # of the end of its node an actor hears a moment before this process does
+            if text := self._lost():
+                return ClusterLost(text)
+            await asyncio.sleep(0.1)
+        found = self._words.of(ray_says, self._pid)
+        return ActorDied(f"{self.name}: process died during {method}: {found.text}", reason=found.reason)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The text of an exception without line breaks, cut where it grows long; with its type, unless that is a plain
+    ValueError or RuntimeError, whose texts are whole sentences."""
+    text = " ".join(str(error).split())
+    if len(text) > MAX_SENTENCE:
+        text = text[:MAX_SENTENCE] + "..."
+    return text if text and type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {text}"
+
+
+def _is_of_input(error: Exception) -> bool:
+    """Files that are not there or not right, and values that are refused. A bare OSError, without a number of the
+    operating system, is how transformers says that a model folder lacks something."""
+    return isinstance(error, ValueError | FileNotFoundError) or (isinstance(error, OSError) and error.errno is None)
 
 
 def _reference(shared: Shared[Any]) -> Any:

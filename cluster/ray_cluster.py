@@ -9,15 +9,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cluster.actor import DeadlineExceeded
+from cluster.last_words import LastWords
 from cluster.placement import Placement, PlacementError, Role, place
 from cluster.ray_actor import Host, Remote
 from cluster.ray_private import SYSTEM_CONFIG, check_doors, close_doors
 from cluster.ray_temp_dir import RuntimeFolder
+from cluster.ray_watch import RayProcesses
 
 OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
+PATIENCE_S = 3.0  # with which a reservation is waited for without a word
 
 
 # Of roles, whose lines reach the driver: no progress bars, and no notes from one library to the authors of another.
@@ -35,6 +39,12 @@ class Session:
         self._actors: list[Remote] = []
         self._group: Any = None
         self._placement: Placement | None = None
+        import ray
+
+        node: Any = ray._private.worker._global_node
+        logs = Path(node.get_logs_dir_path())
+        self.ray_processes = RayProcesses(node, logs)
+        self._words = LastWords(logs)
 
     def nodes(self) -> list[Mapping[str, float]]:
         """Total resources of each living node."""
@@ -42,25 +52,36 @@ class Session:
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    async def reserve(self, roles: Sequence[Role], deadline_s: float) -> None:
-        """Reserves room for every role, or raises PlacementError / TimeoutError instead of waiting for ever."""
-        import ray
+    async def reserve(self, roles: Sequence[Role], deadline_s: float, note: Callable[[str], None] = print) -> None:
+        """Reserves room for every role: PlacementError at once if there can be none, DeadlineExceeded if none becomes
+        free in time. `note` is told what is waited for."""
         from ray.util.placement_group import placement_group
 
         self._placement = place(roles, self.nodes())
         self._group = placement_group(self._placement.bundles)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._group.ready()
-        except TimeoutError:
+        free = asyncio.ensure_future(self._group.ready())
+        await asyncio.wait({free}, timeout=min(PATIENCE_S, deadline_s))
+        if not free.done():
+            note(f"waiting up to {deadline_s:g} s for room on the cluster: {self._missing()}")
+            await asyncio.wait({free}, timeout=deadline_s)
+        if not free.done():
+            free.cancel()
             raise DeadlineExceeded(
-                f"placement: {self._placement.bundles} not free after {deadline_s:g} s; free now: "
-                f"{ray.available_resources()}. Stop other jobs or ask for less"
-            ) from None
+                f"placement: no room after {deadline_s:g} s: {self._missing()}. Stop other jobs or ask for less"
+            )
+        free.result()
 
-    def spawn(
-        self, role: Role, factory: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], restarts: int
-    ) -> Remote:
+    def _missing(self) -> str:
+        import ray
+
+        assert self._placement is not None
+        need = {kind: sum(b.get(kind, 0.0) for b in self._placement.bundles) for kind in ("CPU", "GPU")}
+        have = ray.available_resources()
+        return ", ".join(
+            f"{need[kind]:g} {kind} asked for, {have.get(kind, 0.0):g} free" for kind in need if need[kind]
+        )
+
+    def spawn(self, role: Role, factory: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str]) -> Remote:
         """Starts a process for a reserved role; `env` is set before anything is imported there."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -70,27 +91,37 @@ class Session:
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
-            "max_restarts": restarts,
+            "max_restarts": 0,  # Remote.revive starts another, and its caller counts
             "max_task_retries": 0,  # a call that may have run is never run again behind our back
+            "enable_task_events": False,  # Ray keeps one of each call for ever: 40 kB a step
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
             ),
             "runtime_env": {"env_vars": {**QUIET, **self._role_env, **env, "OMP_NUM_THREADS": threads}},
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
-        remote = Remote(role.name, ray.remote(named).options(**options).remote(factory, list(args)))
+        actor_class: Any = ray.remote(named).options(**options)
+        sent = list(args)
+        remote = Remote(role.name, lambda: actor_class.remote(factory, sent), self._words, self.ray_processes.lost)
         self._actors.append(remote)
         return remote
 
-    async def close(self) -> None:
-        """Kills what this run started, leaves the cluster, and removes a private cluster's folder."""
-        import ray
+    async def release(self) -> None:
+        """Kills what this run started and gives its room back."""
         from ray.util.placement_group import remove_placement_group
 
-        for actor in self._actors:
-            await actor.kill()
-        if self._group is not None:
-            remove_placement_group(self._group)
+        if self.ray_processes.lost() is None:  # else it could only be asked in vain, and the processes go with it
+            for actor in self._actors:
+                await actor.kill()
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._actors, self._group = [], None
+
+    async def close(self) -> None:
+        """Releases everything, leaves the cluster, and removes a private cluster's folder."""
+        import ray
+
+        await self.release()
         ray.shutdown()
         if self._folder is not None:
             self._folder.remove()

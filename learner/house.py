@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.actor import Actor
 from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.latest import Latest
+from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from learner import checkpoint
@@ -29,6 +30,7 @@ from rollout.engine import EngineSettings
 from rollout.engine_env import required_env
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import group_position
+from rollout.supervised_worker import until_started
 from rollout.types import Sampling
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
@@ -62,7 +64,7 @@ async def live(prepared: Prepared) -> int:
         session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
         workers: list[Actor] = []
         try:
-            workers, trainer = await _processes(prepared, session)
+            workers, trainer = await _processes(prepared, session, progress.note)
             loop = _wire(prepared, workers, trainer, progress)
             _obey_signals(loop)
             try:
@@ -98,25 +100,25 @@ def _where_it_goes_on(config: RunConfig) -> str:
     return f"the run ends; the same command goes on from its checkpoint of step {checkpoint.step_of(newest)}"
 
 
-async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor], Actor]:
+async def _processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> tuple[list[Actor], Actor]:
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     *generators, learner = roles(config)
-    await session.reserve([*generators, learner], deadline_s=start)
+    await session.reserve([*generators, learner], start, note)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     workers = [
-        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env, restarts=-1)
+        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env)
         for rank, role in enumerate(generators)
     ]
     settled = config.model_copy(update={"learner": prepared.budgets.learner})
     wanted = [settled, prepared.total_steps, prepared.budgets.learner_bytes]
-    spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {}, restarts=0)
+    spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {})
     if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
         trainer = spawn_trainer()
-        await asyncio.gather(*(actor.ready(start) for actor in [*workers, trainer]))
+        await asyncio.gather(*(_started(worker, start) for worker in workers), trainer.ready(start))
     else:
         for worker in workers:
-            await worker.ready(start)
+            await _started(worker, start)
             if prepared.budgets.alternating:
                 await worker.call("sleep", deadline_s=start)
         trainer = spawn_trainer()
@@ -126,6 +128,11 @@ async def _processes(prepared: Prepared, session: Session) -> tuple[list[Actor],
         fits = await trainer.call("rehearse", longest, deadline_s=config.cluster.deadlines.step)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     return list(workers), trainer
+
+
+async def _started(generator: Remote, deadline_s: float) -> None:
+    """A generator that is lost as it starts is tried again, as one that is lost later."""
+    await until_started(generator.name, partial(generator.ready, deadline_s), partial(generator.revive, deadline_s))
 
 
 def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:

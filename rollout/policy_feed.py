@@ -31,6 +31,12 @@ class PolicyFeed:
         self._proof = asyncio.Condition()
         worker.rearm = self._bring_newest
 
+    async def first(self) -> Push:
+        """Waits for the first policy and delivers it."""
+        push = await self.latest.wait_newer(-1)
+        await self._bring(self.deliver, push)
+        return push
+
     async def follow(self, push: Push) -> None:
         """Proves the policy that was delivered, then waits for the next, for ever."""
         while True:

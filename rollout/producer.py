@@ -81,8 +81,7 @@ class Producer:
 
     async def run(self, workers: int) -> None:
         """Produces until cancelled; returns only by exception (a fault that restarts do not cure)."""
-        first = await self.pipes.latest.wait_newer(-1)
-        await self.feed.deliver(first)
+        first = await self.feed.first()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.feed.follow(first))
             for _ in range(ceil(self.pipes.buffer.slots / workers)):

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from cluster.actor import Actor, ActorDied, DeadlineExceeded
+from cluster.actor import Actor, ActorDied, DeadlineExceeded, StartFailed
 from cluster.config import DeadlineConfig
 
 log = logging.getLogger("rollout")
@@ -13,6 +13,48 @@ log = logging.getLogger("rollout")
 T = TypeVar("T")
 
 MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
+
+
+class GivenUp(RuntimeError):
+    """A worker was lost for a reason that fresh processes do not cure; the text names it and the last cause."""
+
+
+class Losses:
+    """How often in a row a worker was lost, and of what."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+        self._reason: str | None = None
+
+    def forget(self) -> None:
+        """It has done something useful since."""
+        self.count, self._reason = 0, None
+
+    def add(self, error: ActorDied | DeadlineExceeded) -> None:
+        """GivenUp if no fresh process is worth trying: after too many, or as soon as it is known to end alike."""
+        self.count += 1
+        if isinstance(error, StartFailed) and error.wrong_input:
+            raise error
+        before, self._reason = self._reason, error.reason if isinstance(error, ActorDied) else None
+        if self._reason is not None and self._reason == before:
+            raise GivenUp(f"{error} (twice in a row, so it is not tried again)") from error
+        if self.count > MAX_REVIVALS:
+            raise GivenUp(
+                f"{self.name}: lost {self.count} times in a row without finishing a group; last: {error}"
+            ) from error
+        log.warning("%s; starting a fresh process (%d of %d)", error, self.count, MAX_REVIVALS)
+
+
+async def until_started(name: str, start: Callable[[], Awaitable[None]], again: Callable[[], Awaitable[None]]) -> None:
+    """Awaits start(), and again() for as long as the process is lost by it; GivenUp, StartFailed,
+    DeadlineExceeded."""
+    losses = Losses(name)
+    while True:
+        try:
+            return await start()
+        except ActorDied as error:
+            losses.add(error)
+            start = again
 
 
 async def _nothing() -> None:
@@ -31,7 +73,7 @@ class SupervisedWorker:
         self.rearm: Callable[[], Awaitable[None]] = _nothing
         self.restarts = 0
         self._life = 0
-        self._revivals = 0  # since the last finished group
+        self._losses = Losses(actor.name)  # since the last finished group
         self._reviving = asyncio.Lock()
 
     async def attempt(self, ask: Callable[[], Awaitable[T]]) -> T | None:
@@ -56,25 +98,20 @@ class SupervisedWorker:
 
     def finished_group(self) -> None:
         """Losses before this are not held against the worker."""
-        self._revivals = 0
+        self._losses.forget()
 
-    async def _revive(self, life: int, error: Exception) -> None:
-        """One fresh process for all calls that were lost together."""
+    async def _revive(self, life: int, error: ActorDied | DeadlineExceeded) -> None:
+        """One fresh process for all calls that were lost together; groups that it had are issued again."""
         async with self._reviving:
-            while self._life == life:
-                self._revivals += 1
-                if self._revivals > MAX_REVIVALS:
-                    raise RuntimeError(
-                        f"{self.name}: lost {self._revivals} times in a row without finishing a group; last: {error}"
-                    ) from error
-                log.warning(
-                    "%s; restarting it (%d of %d), its groups are issued again", error, self._revivals, MAX_REVIVALS
-                )
+            if self._life != life:
+                return
+            while True:
+                self._losses.add(error)
                 try:
-                    await self.actor.revive(isinstance(error, DeadlineExceeded), self.deadlines.start)
+                    await self.actor.revive(self.deadlines.start)
                     await self.rearm()
+                    break
                 except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
                     error = again
-                else:
-                    self.restarts += 1
-                    self._life += 1
+            self.restarts += 1
+            self._life += 1

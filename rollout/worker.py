@@ -1,7 +1,6 @@
 """RolloutWorker: a problem in, a scored group out, as one Arrow table. Knows nothing of GRPO."""
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from cluster.actor import Unusable
 from cluster.telemetry import peak_memory
 from rewards.base import case_of
 from rewards.config import RewardConfig
@@ -96,13 +96,12 @@ class RolloutWorker:
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:
-        """Within it the death of the engine is that of the process: a fresh one takes its place."""
+        """Within it the death of the engine is that of the process, in the engine's own words."""
         try:
             yield
-        except EngineDied:
-            log.exception("the engine died; this process ends, and a fresh one takes its place")
-            logging.shutdown()
-            os._exit(1)
+        except EngineDied as error:
+            log.exception("the engine died; a fresh process takes the place of this one")
+            raise Unusable(" ".join(str(error).split())) from None
 
     def _facts(
         self, problem: Problem, sampling: Sampling, attempt: int, completions: Sequence[Completion], generate_ms: float

@@ -1,6 +1,7 @@
 """Real Ray processes: death, hanging and errors of an actor, seen from the caller."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from cluster.actor import ActorDied, ActorRestarting, DeadlineExceeded, RemoteError, Shared
+from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
 from cluster.placement import PlacementError, Role
 from cluster.ray_cluster import Session, connect
 
@@ -27,11 +28,15 @@ class Letter:
 
 
 class Toy:
-    """Counts its calls, so that a fresh process is told from an old one."""
+    """Counts its calls, so that a fresh process is told from an old one. trouble: what its constructor comes to."""
 
-    def __init__(self, broken: bool = False) -> None:
-        if broken:
-            raise ValueError("the constructor does not like this")
+    def __init__(self, trouble: str = "none") -> None:
+        if trouble == "refuses":
+            raise ValueError("lora.targets: no layer is\nnamed q_porj")
+        if trouble == "breaks":
+            raise KeyError("no such thing")
+        if trouble == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         self.calls = 0
 
     async def count(self) -> int:
@@ -56,10 +61,26 @@ class Toy:
     async def size(self, letter: Letter) -> int:
         return len(letter.text)
 
-    async def die(self) -> None:
-        os._exit(1)
+    async def die(self, how: str) -> None:
+        if how == "worn out":
+            raise Unusable("the engine died of it")
+        if how == "crash":
+            ctypes.string_at(0)
+        if how == "sys.exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
+DEATHS = [  # how, what is said of it, and what is compared with the next death
+    ("kill", r"^toy: process died during die: pid \d+: it was killed by a signal", None),
+    ("crash", "pid [0-9]+: Fatal Python error: Segmentation fault$", "Fatal Python error: Segmentation fault"),
+    ("sys.exit", "process died during die: pid [0-9]+: exit code 3$", "exit code 3"),
+    (
+        "worn out",
+        "^toy: the engine died of RuntimeError: no more of this$",
+        "the engine died of RuntimeError: no more of this",
+    ),
+]
 ROLES = [Role("toy", 1, 0), Role("once", 0.5, 0), Role("broken", 0.5, 0)]
 
 
@@ -79,7 +100,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
-    toy = session.spawn(ROLES[0], Toy, [], {"GREETING": "hello"}, restarts=-1)
+    toy = session.spawn(ROLES[0], Toy, [], {"GREETING": "hello"})
     await toy.ready(60)
     assert [await toy.call("count", deadline_s=10) for _ in range(2)] == [1, 2]
     assert (await toy.call("title", deadline_s=10)).startswith("ray::toy")
@@ -90,30 +111,26 @@ async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     with pytest.raises(RemoteError, match="give_up failed: TimeoutError.*own wait"):  # not a deadline of the call
         await toy.call("give_up", deadline_s=10)
 
-    with pytest.raises(ActorRestarting, match="toy: process died during die"):
-        await toy.call("die", deadline_s=10)
-    await toy.revive(hung=False, deadline_s=60)
-    assert await toy.call("count", deadline_s=10) == 1
+    for how, said, reason in DEATHS:
+        with pytest.raises(ActorDied, match=said) as died:
+            await toy.call("die", how, deadline_s=10)
+        assert died.value.reason == reason
+        with pytest.raises(ActorDied, match="toy: "):  # nothing comes back behind the caller's back
+            await toy.call("die", how, deadline_s=10)
+        await toy.revive(deadline_s=60)
+        assert await toy.call("count", deadline_s=10) == 1
 
     hung = await toy.call("pid", deadline_s=10)
     os.kill(hung, signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded, match=r"toy: count gave no answer within 1 s \(last answer \d s ago\)"):
         await toy.call("count", deadline_s=1)
-    await toy.revive(hung=True, deadline_s=60)
+    await toy.revive(deadline_s=60)
     assert await toy.call("pid", deadline_s=10) != hung
     await toy.kill()
 
 
-async def test_what_must_not_be_restarted_stays_dead(session: Session) -> None:
-    once = session.spawn(ROLES[1], Toy, [], {}, restarts=0)
-    await once.ready(60)
-    with pytest.raises(ActorDied) as error:
-        await once.call("die", deadline_s=10)
-    assert not isinstance(error.value, ActorRestarting)
-
-
 async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Session) -> None:
-    toys = [session.spawn(role, Toy, [], {}, restarts=0) for role in ROLES[:2]]
+    toys = [session.spawn(role, Toy, [], {}) for role in ROLES[:2]]
     shared = Shared(Letter(bytes(2**20)))
     for _ in range(2):
         answers = await asyncio.gather(*(toy.call("size", shared, deadline_s=60) for toy in toys))
@@ -126,12 +143,41 @@ async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Ses
         await toy.kill()
 
 
-async def test_a_failing_constructor_tells_why(session: Session) -> None:
-    broken = session.spawn(ROLES[2], Toy, [True], {}, restarts=-1)
-    with pytest.raises((ActorDied, RemoteError), match="does not like this"):
-        await broken.ready(60)
+async def test_a_constructor_says_in_its_own_words_why_it_failed(session: Session) -> None:
+    refuses = session.spawn(ROLES[2], Toy, ["refuses"], {})
+    with pytest.raises(StartFailed) as refused:
+        await refuses.ready(60)
+    assert (str(refused.value), refused.value.wrong_input) == ("broken: lora.targets: no layer is named q_porj", True)
+    assert "in __init__" in refused.value.__notes__[0]  # where it happened
+    await refuses.kill()
+    breaks = session.spawn(ROLES[2], Toy, ["breaks"], {})
+    with pytest.raises(StartFailed) as broke:
+        await breaks.ready(60)
+    assert (str(broke.value), broke.value.wrong_input) == ("broken: KeyError: 'no such thing'", False)
+    await breaks.kill()
+    dies = session.spawn(ROLES[2], Toy, ["dies"], {})
+    for again in (dies.ready, dies.revive):
+        with pytest.raises(ActorDied, match="broken: process died during start: pid [0-9]+: it was killed by a signal"):
+            await again(60)
 
 
 async def test_more_than_the_cluster_has_is_refused_at_once(session: Session) -> None:
     with pytest.raises(PlacementError, match="needs 1 CPU and 1 GPU"):
         await session.reserve([Role("greedy", 1, 1.0)], deadline_s=5)
+
+
+async def test_a_full_cluster_says_what_is_waited_for(session: Session) -> None:
+    import ray
+
+    notes: list[str] = []
+    busy = Session("local", None)  # beside the module's, on the same cluster
+    everything = ray.available_resources()["CPU"]
+    await busy.reserve([Role("all", everything, 0)], 30, notes.append)
+    late = Session("local", None)
+    with pytest.raises(
+        DeadlineExceeded, match=r"placement: no room after 4 s: 1 CPU asked for, 0 free. Stop other jobs"
+    ):
+        await late.reserve([Role("late", 1, 0)], 4, notes.append)
+    assert notes == ["waiting up to 4 s for room on the cluster: 1 CPU asked for, 0 free"]
+    await busy.release()
+    await late.release()

@@ -81,8 +81,8 @@ async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
     await session.reserve(roles, deadline_s=60)
     budgets = settle(config, Chat.load(config.model.path).config)
     spec = dataclasses.replace(worker_spec(config, 0, budgets), make_engine=forgetful)
-    generator = session.spawn(roles[0], RolloutWorker, [spec], required_env(cuda=False), restarts=0)
-    learner = session.spawn(roles[1], make_trainer, [config, 10, None], {}, restarts=0)
+    generator = session.spawn(roles[0], RolloutWorker, [spec], required_env(cuda=False))
+    learner = session.spawn(roles[1], make_trainer, [config, 10, None], {})
     await asyncio.gather(generator.ready(120), learner.ready(120))
     yield generator, learner
     await generator.call("close", deadline_s=30)

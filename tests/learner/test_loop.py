@@ -179,7 +179,7 @@ class Stuck(Local):
             raise ActorDied(self.name)
         return await super().call(method, *args, deadline_s=deadline_s)
 
-    async def revive(self, hung: bool, deadline_s: float) -> None:
+    async def revive(self, deadline_s: float) -> None:
         await asyncio.Event().wait()
 
 

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from cluster.actor import ActorDied, Local
+from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.latest import Latest
@@ -19,6 +19,7 @@ from rollout.delivery import Answer, Push, Receipt
 from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
+from rollout.supervised_worker import GivenUp, until_started
 from rollout.types import Adapter, Sampling
 from tests.groups import make_group, make_problem
 from tests.pushes import expect, said
@@ -34,12 +35,15 @@ class Story:
         self.faults = faults
         self.lives = 0
         self.empty: set[int] = set()  # lives whose process was replaced, as they were idle, by one without a policy
+        self.refuses = False  # later lives do not begin
         self.gate = asyncio.Event()  # opens what is to be `slow`
 
     async def happen(self, method: str, a: int, b: int) -> None:
         fault = self.faults.get(method, lambda a, b: None)(a, b)
         if fault == "die":
             raise ActorDied(f"{method} {a} {b}")
+        if fault == "break":
+            raise ActorDied(f"generator-0: it broke in life {a}", reason="it broke")
         if fault in ("hang", "slow"):
             await self.gate.wait()
 
@@ -51,6 +55,8 @@ class Worker:
         self.story, self.version = story, -1
         story.lives += 1
         self.life = story.lives
+        if story.refuses and self.life > 1:
+            raise StartFailed("generator-0: no such model", "no such model", wrong_input=True)
 
     async def take_policy(self, adapter: Adapter) -> Receipt:
         await self.story.happen("take_policy", self.life, adapter.version)
@@ -74,9 +80,9 @@ class Worker:
 class Process(Local):
     """Local, with its revivals on record."""
 
-    async def revive(self, hung: bool, deadline_s: float) -> None:
-        self._object.story.events.append("hung" if hung else "died")
-        await super().revive(hung, deadline_s)
+    async def revive(self, deadline_s: float) -> None:
+        self._object.story.events.append("fresh")
+        await super().revive(deadline_s)
 
 
 class Stream:
@@ -121,10 +127,8 @@ async def consume(producer: Producer, count: int) -> list[tuple[int, int]]:
     return groups
 
 
-@pytest.mark.parametrize(("fault", "recorded"), [("die", "died"), ("hang", "hung")])
-async def test_what_was_in_flight_is_issued_again_under_the_newest_policy(
-    tmp_path: Path, fault: str, recorded: str
-) -> None:
+@pytest.mark.parametrize("fault", ["die", "hang"])
+async def test_what_was_in_flight_is_issued_again_under_the_newest_policy(tmp_path: Path, fault: str) -> None:
     story = Story(rollout=lambda position, attempt: fault if (position, attempt) == (1, 0) else None)
     async with producing(story, 2, tmp_path) as producer:
         groups = await consume(producer, 6)
@@ -133,8 +137,8 @@ async def test_what_was_in_flight_is_issued_again_under_the_newest_policy(
     assert len({position for position, _ in groups}) == len(groups)
     assert [group for group in groups if group[1] > 0] == [(1, 1)]
     assert story.events[0] == "life 1: v3"
-    start = story.events.index(recorded)
-    assert story.events[start : start + 2] == [recorded, "life 2: v3"]
+    start = story.events.index("fresh")
+    assert story.events[start : start + 2] == ["fresh", "life 2: v3"]
     assert producer.worker.restarts == 1
     assert producer.feed.receipt is not None
     assert producer.feed.receipt.peak_memory == 200.0  # of life 2
@@ -153,12 +157,12 @@ async def test_nobody_asks_a_fresh_process_before_it_has_its_policy(tmp_path: Pa
         await producer.pipes.latest.publish(4, push(4))
         for _ in range(50):
             await asyncio.sleep(0)
-        assert story.events[-1] == "died"  # a group from life 2 would be None; v4 would be overtaken by v3
+        assert story.events[-1] == "fresh"  # a group from life 2 would be None; v4 would be overtaken by v3
         story.gate.set()
         assert sorted(p for p, _ in await taken) == list(range(6))
         await producer.pipes.latest.acknowledged(4, ["generator-0"], 5)
     assert [event for event in story.events if isinstance(event, str)] == [
-        "life 1: v3", "died", "life 2: v3", "life 2: v4"
+        "life 1: v3", "fresh", "life 2: v3", "life 2: v4"
     ]  # fmt: skip
 
 
@@ -166,7 +170,7 @@ async def test_a_process_that_was_replaced_while_idle_gets_its_policy(tmp_path: 
     story = Story()
     async with producing(story, 1, tmp_path) as producer:
         assert await consume(producer, 1) == [(0, 0)]
-        await producer.worker.actor.revive(False, 1)  # by Ray, behind the producer's back
+        await producer.worker.actor.revive(1)  # by Ray, behind the producer's back
         groups = await consume(producer, 3)
     assert sorted(position for position, _ in groups) == [1, 2, 3]
     assert producer.worker.restarts == 1
@@ -191,7 +195,7 @@ async def test_a_process_that_is_lost_between_load_and_proof_gets_both_again(tmp
     story.empty = {1} if lost == "before" else set()
     async with producing(story, 1, tmp_path) as producer:
         assert len(await consume(producer, 2)) == 2
-    assert [event for event in story.events if isinstance(event, str)] == ["life 1: v3", "died", "life 2: v3"]
+    assert [event for event in story.events if isinstance(event, str)] == ["life 1: v3", "fresh", "life 2: v3"]
     assert producer.worker.restarts == 1
 
 
@@ -200,6 +204,60 @@ async def test_losses_with_groups_in_between_are_no_pattern(tmp_path: Path) -> N
     async with producing(story, 1, tmp_path) as producer:
         assert await consume(producer, 6) == [(position, 1) for position in range(6)]
     assert producer.worker.restarts >= 6
+
+
+async def test_a_process_that_is_lost_with_its_first_policy_gets_it_again(tmp_path: Path) -> None:
+    story = Story(take_policy=lambda life, version: "die" if life < 3 else None)
+    async with producing(story, 1, tmp_path) as producer:
+        assert await consume(producer, 1) == [(0, 0)]
+    assert [event for event in story.events if isinstance(event, str)] == ["fresh", "fresh", "life 3: v3"]
+
+
+@pytest.mark.parametrize("where", ["take_policy", "probe"])
+async def test_what_ends_a_process_twice_in_the_same_words_is_not_tried_a_third_time(
+    tmp_path: Path, where: str
+) -> None:
+    story = Story(**{where: lambda life, version: "break"})
+    with pytest.raises(GivenUp, match=r"^generator-0: it broke in life 2 \(twice in a row, so it is not"):
+        async with producing(story, 1, tmp_path) as producer:
+            await consume(producer, 1)
+    assert story.lives == 2
+
+
+async def test_a_constructor_that_refuses_what_it_is_given_is_not_asked_again(tmp_path: Path) -> None:
+    story = Story(rollout=lambda position, attempt: "die")
+    story.refuses = True
+    with pytest.raises(StartFailed, match="^generator-0: no such model$"):
+        async with producing(story, 1, tmp_path) as producer:
+            await consume(producer, 1)
+    assert story.lives == 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "tries", "said"),
+    [
+        ([ActorDied("g: killed")] * 9, 4, "^g: lost 4 times in a row without finishing a group; last: g: killed$"),
+        ([ActorDied("g: killed"), None], 2, None),
+        ([StartFailed("g: no card", "no card", wrong_input=False)] * 9, 2, r"^g: no card \(twice in a row"),
+        ([StartFailed("g: no model", "no model", wrong_input=True)] * 9, 1, "^g: no model$"),
+        ([DeadlineExceeded("g: start")] * 9, 1, "^g: start$"),
+    ],
+)
+async def test_a_worker_that_is_lost_as_it_starts_is_counted(
+    ends: list[Exception | None], tries: int, said: str | None
+) -> None:
+    tried = iter(ends)
+    count = 0
+
+    async def start() -> None:
+        nonlocal count
+        count += 1
+        if error := next(tried):
+            raise error
+
+    with pytest.raises(RuntimeError, match=said) if said else nullcontext():
+        await until_started("g", start, start)
+    assert count == tries
 
 
 @pytest.mark.parametrize("where", ["rollout", "take_policy"])

@@ -1,0 +1,49 @@
+"""Whether Ray's own processes live: those of a private cluster, which are children of this process.
+
+Ray says of their loss late (of the GCS after 60 s, and ends this process with it) or something else (that an actor
+died, that its owner did).
+"""
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cluster.actor import ClusterLost
+
+EVERY_S = 1.0
+NEEDED = ("gcs_server", "raylet")  # the others only serve the dashboard and the logs
+NEXT_STEP = "start the same command again: it goes on from the last checkpoint"
+
+
+class RayProcesses:
+    """Of this node. node: Ray's own record of what it has started here."""
+
+    def __init__(self, node: Any, logs: Path) -> None:
+        self._node, self._logs = node, logs
+
+    def lost(self) -> str | None:
+        """The sentence that tells of the first one that has ended, or None."""
+        for kind, process in self._node.dead_processes():
+            if kind in NEEDED:
+                code = process.returncode
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return (
+                    f"Ray's {kind} (pid {process.pid} on {os.uname().nodename}) has ended ({how}{self._agent(kind)}), "
+                    f"and no process of the run can go on without it; {NEXT_STEP}"
+                )
+        return None
+
+    def _agent(self, kind: str) -> str:
+        """The raylet ends by itself as soon as one of its agents has."""
+        log = self._logs / "raylet.out"
+        found = kind == "raylet" and log.exists() and re.findall(r"agent_name = (\w+)", log.read_text(errors="replace"))
+        return f", as its {found[-1]} had" if found else ""
+
+    async def watch(self) -> NoReturn:
+        """Returns only by ClusterLost."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if text := self.lost():
+                raise ClusterLost(text)
