@@ -34,6 +34,7 @@ class DeadlineConfig(Frozen):
     group: Annotated[float, Field(gt=0)] = 900.0
     step: Annotated[float, Field(gt=0)] = 3600.0
     push: Annotated[float, Field(gt=0)] = 120.0
+    heartbeat: Annotated[float, Field(gt=0)] = 300.0  # without a finished micro-batch (on a CPU: any computation)
 
 
 class ClusterConfig(Frozen):

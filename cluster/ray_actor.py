@@ -68,7 +68,7 @@ class Remote:
     def __init__(self, name: str, start: Callable[[], Any], words: LastWords, lost: Callable[[], str | None]) -> None:
         self.name, self._start, self._words, self._lost = name, start, words, lost
         self._handle = start()
-        self._pid: int | None = None
+        self.pid: int | None = None  # once it has started
         self._last_answer = time.monotonic()
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
@@ -77,13 +77,13 @@ class Remote:
 
     async def revive(self, deadline_s: float) -> None:
         await self.kill()  # Ray never notices a hung process
-        self._handle, self._pid = self._start(), None
+        self._handle, self.pid = self._start(), None
         await self.ready(deadline_s)
 
     async def ready(self, deadline_s: float) -> None:
         """Waits for the constructor; StartFailed if it raised."""
         started: Started = await self._await(self._handle.started.remote(), "start", deadline_s)
-        self._pid = started.pid
+        self.pid = started.pid
         if started.error is not None:
             failed = StartFailed(f"{self.name}: {started.error}", started.error, started.wrong_input)
             failed.add_note(f"In the process of {self.name} (pid {started.pid}):\n{started.story}")
@@ -125,7 +125,7 @@ class Remote:
             if text := self._lost():
                 return ClusterLost(text)
             await asyncio.sleep(0.1)
-        found = self._words.of(ray_says, self._pid)
+        found = self._words.of(ray_says, self.pid)
         return ActorDied(f"{self.name}: process died during {method}: {found.text}", reason=found.reason)
 
 

@@ -110,19 +110,21 @@ class Session:
         """Kills what this run started and gives its room back."""
         from ray.util.placement_group import remove_placement_group
 
-        if self.ray_processes.lost() is None:  # else it could only be asked in vain, and the processes go with it
-            for actor in self._actors:
-                await actor.kill()
-            if self._group is not None:
-                remove_placement_group(self._group)
+        for actor in self._actors:
+            await actor.kill()
+        if self._group is not None:
+            remove_placement_group(self._group)
         self._actors, self._group = [], None
 
     async def close(self) -> None:
         """Releases everything, leaves the cluster, and removes a private cluster's folder."""
         import ray
 
-        await self.release()
-        ray.shutdown()
+        if self.ray_processes.lost() is None:
+            await self.release()
+            ray.shutdown()
+        else:
+            self.ray_processes.end([actor.pid for actor in self._actors])
         if self._folder is not None:
             self._folder.remove()
 

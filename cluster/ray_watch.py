@@ -5,8 +5,11 @@ died, that its owner did).
 """
 
 import asyncio
+import atexit
 import os
 import re
+import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,3 +50,24 @@ class RayProcesses:
             await asyncio.sleep(EVERY_S)
             if text := self.lost():
                 raise ClusterLost(text)
+
+    def end(self, pids: Iterable[int | None]) -> None:
+        """Ends what is left of a cluster of which a part is lost, these processes of actors first.
+
+        Ray's own way out asks the lost part for a minute, also as this interpreter exits; it is closed.
+        """
+        import ray
+
+        atexit.unregister(ray._private.worker.shutdown)
+        for pid in pids:
+            if pid is not None and _is_of_ray(pid):
+                os.kill(pid, signal.SIGKILL)
+        self._node.kill_all_processes(check_alive=False)
+
+
+def _is_of_ray(pid: int) -> bool:
+    """False if the process ended, and another one has its number by now."""
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False

@@ -116,6 +116,7 @@ class LearnerConfig(Frozen):
     checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"  # k: of the layers
     offload_boundaries: bool = False  # what checkpointing: full keeps goes to host memory; for very long sequences
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    restarts: Annotated[int, Field(ge=0)] = 0  # times that a learner which died or hangs goes on from a checkpoint
 
     @property
     def pushes_adapters(self) -> bool:

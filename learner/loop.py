@@ -9,22 +9,24 @@ has room for k more batches, and generation goes on while this loop trains.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
 
-from cluster.actor import Actor
+from cluster.actor import Actor, ClusterLost
 from cluster.buffer import MAX_REFILLS, Batch
 from learner.advantage import has_signal
 from learner.config import RunConfig
 from learner.evaluate import Evaluation, evaluate
+from learner.failure import first_of, sentence_of
 from learner.guard import MismatchGuard
 from learner.journal import Journal, Sinks
 from learner.metrics import batch_metrics
 from learner.run_checkpoints import RunCheckpoints
+from learner.watched_learner import LearnerError
 from rollout import ledger
 from rollout.delivery import Answer, Expected, Push
 from rollout.producer import Pipes, Producer
@@ -35,6 +37,7 @@ log = logging.getLogger("learner")
 T = TypeVar("T")
 
 PROBE_TOKENS = 64
+LOST_S = 8.0  # that a last checkpoint may take when Ray is about to end the processes
 
 
 class GuardStopped(RuntimeError):
@@ -66,6 +69,8 @@ class Loop:
         self.checkpoints = checkpoints
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
+        self._agrees = True  # the learner has learned from what is counted, and from nothing else
+        self._learning: asyncio.Task[tuple[dict[str, float], Push]] | None = None
         self.evaluations: list[Evaluation] = []
         self._problems = config.num_problems(len(pipes.problems))
         prompt = pipes.problems.at(0).prompt_ids
@@ -73,14 +78,26 @@ class Loop:
         self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
         self._answer: Answer | None = None  # of the newest policy to the probe
 
-    async def run(self, resume_from: Path | None) -> None:
-        """The whole run, from `resume_from` or from the start, to the last step or until stopped."""
+    async def run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
+        """The whole run, from `resume_from` or from the start, to the last step or until stopped. An exception of what
+        runs `beside` it ends it. Whatever does, but for the learner's own failure: no step is lost by it."""
+        try:
+            await self._run(resume_from, *beside)
+        except Exception as error:
+            await self._save_after(first_of(error))
+            raise
+        finally:
+            if self._learning is not None:
+                self._learning.cancel()
+
+    async def _run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
         await self.checkpoints.check_shared()
         if resume_from is not None:
             self.step, self.evaluations = await self.checkpoints.load(resume_from)
         ledger.forget_after(self.sinks.folder / "rollouts", self.step)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
+            background += [tasks.create_task(other) for other in beside]
             await self._train(tasks)
             for task in background:
                 task.cancel()
@@ -97,7 +114,8 @@ class Loop:
             batch = await self._unless_stopped(self._take())
             if batch is None:
                 break
-            metrics, push = await self._learn(batch, tasks)
+            self._learning = asyncio.create_task(self._learn(batch, tasks))
+            metrics, push = await asyncio.shield(self._learning)  # what the learner has begun it ends
             await delivery  # of the policy before this one
             delivery = tasks.create_task(self._deliver(push, release=len(batch.groups)))
             metrics |= self.journal.times(metrics["rollout/tokens"])
@@ -173,21 +191,25 @@ class Loop:
             metrics = batch_metrics(generated, self.step, self._oldest)
             metrics["rollout/refilled_groups"] = float(len(batch.useless))
             async with self._the_card():
-                learned, push = await self._update(batch.groups, tasks)
+                self._agrees = False
+                metrics |= await self._update(batch.groups)
+                await at_rest
+                for group in generated:
+                    self.pipes.cursor.finish(group_position(group)[0])
+                self.step += 1
+                self._agrees = True
+                with self.sinks.timeline.span("policy", "learner", version=self.step):
+                    push, spent = await self._policy(tasks)
         finally:
             await at_rest
-        for group in generated:
-            self.pipes.cursor.finish(group_position(group)[0])
-        self.step += 1
-        return metrics | learned, push
-
-    async def _update(self, groups: list[pa.Table], tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
-        timeline, deadline = self.sinks.timeline, self.config.cluster.deadlines.step
-        with timeline.span("train", "learner", step=self.step + 1):
-            metrics = await self.trainer.call("step", groups, self._oldest, deadline_s=deadline)
-        with timeline.span("policy", "learner", version=self.step + 1):
-            push, spent = await self._policy(tasks)
         return metrics | spent, push
+
+    async def _update(self, groups: list[pa.Table]) -> dict[str, float]:
+        with self.sinks.timeline.span("train", "learner", step=self.step + 1):
+            metrics: dict[str, float] = await self.trainer.call(
+                "step", groups, self._oldest, deadline_s=self.config.cluster.deadlines.step
+            )
+        return metrics
 
     @asynccontextmanager
     async def _the_card(self) -> AsyncIterator[None]:
@@ -235,6 +257,20 @@ class Loop:
         if self.step == 0:
             self.journal.write(0, result.metrics)
         return result.metrics
+
+    async def _save_after(self, error: BaseException) -> None:
+        """A checkpoint before a run ends by an error that is not the learner's."""
+        if isinstance(error, LearnerError):
+            return
+        patience = LOST_S if isinstance(error, ClusterLost) else self.config.cluster.deadlines.step
+        try:
+            async with asyncio.timeout(patience):
+                if self._learning is not None:
+                    await asyncio.wait({self._learning})
+                if self._agrees and self.step > (self.checkpoints.saved or 0):
+                    await self._save()
+        except Exception as also:
+            self.sinks.progress.note(f"no checkpoint of step {self.step} could be written: {sentence_of(also)}")
 
     async def _save(self) -> None:
         await self.checkpoints.save(self.step, self.evaluations)

@@ -2,11 +2,12 @@
 
 import argparse
 import asyncio
+import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-from learner import settings
+from cluster.actor import ClusterLost
+from learner import failure, settings
 
 EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
 
@@ -47,24 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except preflight.PROBLEMS as error:  # some of them only a cluster that was joined can tell
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BaseExceptionGroup as group:
-        return _fail(_first(group))
-    except Exception as error:
-        return _fail(error)
+    except (Exception, BaseExceptionGroup) as error:
+        return _fail(failure.first_of(error))
 
 
 def _fail(error: BaseException) -> int:
     """The whole story for whoever debugs, and its one sentence last, where the eye is."""
-    traceback.print_exception(error, file=sys.stderr)
-    print(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
-    return 1
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    text, code = failure.tell(error)
+    print(text, file=sys.stderr, flush=True)
+    if isinstance(error, ClusterLost):
+        sys.stdout.flush()
+        os._exit(code)  # Ray's threads in here crash on the way out, once a part of Ray is gone
+    return code
 
 
 if __name__ == "__main__":

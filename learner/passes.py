@@ -31,6 +31,7 @@ class Passes:
     ) -> None:
         self._policy, self._loss, self._split = policy, config.loss, config.updates_per_batch > 1
         self._temperature, self._device, self._scale = temperature, device, scale
+        self.passed = 0  # micro-batches so far
 
     def learn(
         self, batches: Sequence[MicroBatch], *, version: int, proximal: Tensor | None = None
@@ -58,6 +59,7 @@ class Passes:
             torch.autograd.backward(logprobs, self._scale(slopes))
             self._policy.collect_gradients()
             parts.append(part)
+            self.passed += 1
         return parts
 
     def score(self, batches: Sequence[MicroBatch], *, tokens: int) -> Tensor:
@@ -73,6 +75,7 @@ class Passes:
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
+        self.passed += 1
         moved = batch.to(self._device)
         states, policy = self._policy.predicting(moved), self._policy
         return token_logprobs(states, policy.head, moved.targets, self._temperature, logits=policy.logits)

@@ -4,11 +4,9 @@ A plain class with `async` methods, so that it may live in another process. The 
 one thread of its own, in the order of the calls, and the event loop stays free to answer meanwhile.
 """
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -36,6 +34,7 @@ from learner.passes import Passes
 from learner.random_state import random_state, set_random_state
 from learner.rounding import updater_for, wants_masters
 from learner.rows import Rows, read
+from learner.work_thread import WorkThread
 from rollout.types import Adapter, Weights
 
 MAX_NONFINITE = 3  # skipped updates in a row
@@ -97,7 +96,8 @@ class Trainer:
         self._passes = Passes(self._policy, learner, temperature, self._device, self._updater.scale)
         self._version = 0
         self._nonfinite = 0  # skipped updates in a row
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._thread = WorkThread()
+        self._run = self._thread.run
 
     async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
         """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
@@ -158,6 +158,11 @@ class Trainer:
         """Between two steps the device's free memory is others' (memory.layout: alternating)."""
         await self._run(torch.cuda.empty_cache)
 
+    async def pulse(self) -> float:
+        """A number that grows as long as a step gets on: micro-batches so far, and on a CPU, where one takes long,
+        seconds of computation (a thread that waits for a CUDA device computes, so there they would say nothing)."""
+        return self._passes.passed + (self._thread.computed() if self._device.type == "cpu" else 0.0)
+
     async def sees(self, file: Path) -> bool:
         """Whether this process finds a file that another has made: on another node it may see another disk."""
         return file.exists()
@@ -179,9 +184,6 @@ class Trainer:
             FileNotFoundError: the folder is not a checkpoint.
         """
         await self._run(lambda: self._load(folder))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries

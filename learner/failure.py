@@ -1,0 +1,37 @@
+"""What is said of a run that failed: one sentence, last, where the eye is; and the exit code."""
+
+import traceback
+from collections.abc import Iterator
+
+from cluster.actor import ClusterLost, StartFailed
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Of a group the exception that tells most: the loss of the cluster, which brings others with it, else the first
+    that came."""
+    found = list(_leaves(error))
+    return next((leaf for leaf in found if isinstance(leaf, ClusterLost)), found[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
+
+
+def sentence_of(error: BaseException) -> str:
+    """Its first line; with the type, where that says more than a text which was not written to be read alone."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    bare = type(error).__module__ == "builtins" and not isinstance(error, RuntimeError | TimeoutError | ValueError)
+    return f"{type(error).__name__}: {lines[0]}" if bare else lines[0]
+
+
+def tell(error: BaseException) -> tuple[str, int]:
+    """All that is printed, and the exit code: 2 if a process refused what the configuration gave it, else 1."""
+    story = "".join(traceback.format_exception(error))
+    wrong_input = isinstance(error, StartFailed) and error.wrong_input
+    return f"{story}error: {sentence_of(error)}", 2 if wrong_input else 1

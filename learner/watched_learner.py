@@ -1,0 +1,73 @@
+"""The learner as the loop sees it: every call is watched, and a failure says that it was the learner's."""
+
+import asyncio
+import time
+from typing import Any, NoReturn
+
+from cluster.actor import Actor, ActorDied, DeadlineExceeded, RemoteError
+
+ADVANCES = ("step", "rehearse")  # calls that are long and tell how they get on; others are held by their deadline
+MOST_S = 15.0  # between two looks
+
+
+class LearnerError(RuntimeError):
+    """A call of the learner failed: what it holds is not to be trusted, so it is not saved."""
+
+
+class LearnerLost(LearnerError):
+    """The learner's process died or hangs; another one can go on from the last checkpoint."""
+
+
+class WatchedLearner:
+    """An Actor around the learner's. silence_s: after which a process that does not answer, or a step that does not
+    get on (Trainer.pulse), counts as hung (cluster.deadlines.heartbeat)."""
+
+    def __init__(self, actor: Actor, silence_s: float) -> None:
+        self.actor, self._silence_s = actor, silence_s
+        self.name = actor.name
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        """As Actor.call, but raises LearnerLost or LearnerError."""
+        work = asyncio.ensure_future(self.actor.call(method, *args, deadline_s=deadline_s))
+        watch = asyncio.ensure_future(self._watch(method))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            return await (work if work.done() else watch)
+        except (ActorDied, DeadlineExceeded) as error:
+            raise LearnerLost(str(error)) from error
+        except RemoteError as error:
+            raise LearnerError(str(error)) from error
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    async def _watch(self, method: str) -> NoReturn:
+        """Returns only by LearnerLost. A call that ends before the first look costs nothing."""
+        every = min(self._silence_s / 4, MOST_S)
+        before: float | None = None
+        moved = time.monotonic()
+        while True:
+            await asyncio.sleep(every)
+            answered = True
+            try:
+                pulse = await self.actor.call("pulse", deadline_s=every)
+                if pulse != before or method not in ADVANCES:
+                    before, moved = pulse, time.monotonic()
+            except (ActorDied, DeadlineExceeded):
+                answered = False  # if it died, the call itself says so, and of what
+            silent = time.monotonic() - moved
+            if silent > self._silence_s:
+                what = "has not got on" if answered else "is without an answer, and so is its process,"
+                raise LearnerLost(
+                    f"{self.name}: {method} {what} for {silent:.0f} s: it hangs (py-spy dump tells where; raise "
+                    f"cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
+                )
+
+    async def revive(self, deadline_s: float) -> None:
+        """See Actor.revive."""
+        await self.actor.revive(deadline_s)
+
+    async def kill(self) -> None:
+        """See Actor.kill."""
+        await self.actor.kill()
