@@ -70,6 +70,7 @@ class Loop:
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
         self._agrees = True  # the learner has learned from what is counted, and from nothing else
+        self._unwritten: dict[str, float] | None = None  # metrics of the newest step
         self._learning: asyncio.Task[tuple[dict[str, float], Push]] | None = None
         self.evaluations: list[Evaluation] = []
         self._problems = config.num_problems(len(pipes.problems))
@@ -119,10 +120,11 @@ class Loop:
             await delivery  # of the policy before this one
             delivery = tasks.create_task(self._deliver(push, release=len(batch.groups)))
             metrics |= self.journal.times(metrics["rollout/tokens"])
+            self._unwritten = metrics
             if self._due(self.config.data.eval.every) or self._done:
                 await delivery  # what is evaluated must be with every generator
                 metrics |= await self._evaluate()
-            self.journal.write(self.step, metrics)
+            self._write(metrics)
             reason = self.guard.check(metrics)
             if reason or self._due(self.config.checkpoint.every) or self._done:
                 await self._save()
@@ -136,6 +138,14 @@ class Loop:
             )
         if self.checkpoints.saved != self.step and self.step > 0:
             await self._save()
+
+    def _write(self, metrics: dict[str, float] | None) -> None:
+        """The metrics of the newest step, unless they are written."""
+        if metrics is not None:
+            if "time/step" not in metrics:
+                metrics |= self.journal.times(metrics["rollout/tokens"])
+            self.journal.write(self.step, metrics)
+        self._unwritten = None
 
     @property
     def _done(self) -> bool:
@@ -197,7 +207,7 @@ class Loop:
                 for group in generated:
                     self.pipes.cursor.finish(group_position(group)[0])
                 self.step += 1
-                self._agrees = True
+                self._agrees, self._unwritten = True, metrics
                 with self.sinks.timeline.span("policy", "learner", version=self.step):
                     push, spent = await self._policy(tasks)
         finally:
@@ -268,6 +278,7 @@ class Loop:
                 if self._learning is not None:
                     await asyncio.wait({self._learning})
                 if self._agrees and self.step > (self.checkpoints.saved or 0):
+                    self._write(self._unwritten)
                     await self._save()
         except Exception as also:
             self.sinks.progress.note(f"no checkpoint of step {self.step} could be written: {sentence_of(also)}")

@@ -18,7 +18,7 @@ from learner.fingerprints import FILE, Fingerprints
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
 FREE = (
     "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.reward_memory",
-    "learner.token_budget", "learner.checkpointing", "data.eval",
+    "learner.token_budget", "learner.checkpointing", "learner.restarts", "data.eval",
 )  # fmt: skip
 BY_CONTENT = ("model.path", "model.adapter", "model.reference", "data.path", "data.split", "data.args", "data.size")
 # The saved weights and optimizer states are made for these.

@@ -1,0 +1,159 @@
+"""How a run ends that fails: which steps are kept, and what is said last."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed
+from learner import checkpoint, failure
+from learner.watched_learner import LearnerError, LearnerLost, WatchedLearner
+from rollout.supervised_worker import GivenUp
+from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
+
+
+class Dying(Local):
+    """A generator whose every process dies at the policy `version`, or at once with it."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__("generator-0", Worker, [0.0, None])
+        self.version = version
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        if method == "take_policy" and args[0].value.version >= self.version:
+            raise ActorDied("generator-0: process died during take_policy")
+        return await super().call(method, *args, deadline_s=deadline_s)
+
+
+async def test_a_generator_that_is_given_up_costs_no_step(tmp_path: Path) -> None:
+    """Checkpoints come every 100 steps; the sixth is under way when the generator is given up."""
+    config = configure(max_staleness=1, checkpoint={"every": 100})
+    loop = build(tmp_path, config, 50, workers=[Dying(5)], trainer_s=0.02)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(loop)
+    assert isinstance(first(caught.value), GivenUp)
+    newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert not skipped
+    trainer = loop.trainer._object  # type: ignore[attr-defined]
+    assert checkpoint.step_of(newest) == loop.step == trainer.version >= 5
+    assert [line["step"] for line in lines(tmp_path)] == list(range(loop.step + 1))
+    assert len(consumed(tmp_path)) == loop.step
+
+    resumed = build(tmp_path, config, loop.step + 3, resume_step=loop.step)
+    await finish(resumed, newest)
+    positions = [p for step in consumed(tmp_path) for p in step]
+    assert len(positions) == len(set(positions)) == 3 * resumed.total_steps
+
+
+async def test_what_runs_beside_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(checkpoint={"every": 100}), 10**6)
+
+    async def beside() -> None:
+        while loop.step < 3:
+            await asyncio.sleep(0)
+        raise ClusterLost("Ray's gcs_server (pid 1) has ended")
+
+    with pytest.raises(BaseExceptionGroup):
+        await loop.run(None, beside())
+    loop.sinks.metrics.close()
+    loop.sinks.timeline.close()
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert checkpoint.step_of(newest) == loop.step >= 3
+
+
+class Failing(Trainer):
+    """Its third step comes to no good end."""
+
+    ends: BaseException | None = None
+
+    async def step(self, groups: list[Any], oldest_version: int) -> dict[str, float]:
+        if self.version == 2:
+            assert self.ends is not None
+            raise self.ends
+        return await super().step(groups, oldest_version)
+
+
+@pytest.mark.parametrize(
+    ("ends", "comes_out"),
+    [(ActorDied("learner: died"), LearnerLost), (RemoteError("learner: step failed"), LearnerError)],
+)
+async def test_what_a_failed_learner_holds_is_not_saved(
+    tmp_path: Path, ends: BaseException, comes_out: type[BaseException]
+) -> None:
+    loop = build(tmp_path, configure(checkpoint={"every": 100}), 9)
+    failing = Local("learner", Failing, [0.0, 0.0])
+    failing._object.ends = ends
+    loop.trainer = loop.checkpoints._trainer = WatchedLearner(failing, 60)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(loop)
+    assert type(first(caught.value)) is comes_out
+    assert checkpoint.newest(tmp_path / "checkpoints") == (None, [])
+
+
+class Stuck:
+    """A learner whose step lasts, and gets on or not."""
+
+    def __init__(self, gets_on: bool, answers: bool = True) -> None:
+        self.gets_on, self.answers, self.beats = gets_on, answers, 0
+
+    async def step(self) -> str:
+        await asyncio.sleep(0.5)
+        return "done"
+
+    save = step
+
+    async def pulse(self) -> float:
+        if not self.answers:
+            await asyncio.Event().wait()
+        self.beats += self.gets_on
+        return float(self.beats)
+
+
+@pytest.mark.parametrize(
+    ("method", "gets_on", "answers", "said"),
+    [
+        ("step", True, True, None),
+        ("save", False, True, None),  # it tells nothing of itself, and its process answers
+        ("step", False, True, "^learner: step has not got on for 0 s: it hangs"),
+        ("step", True, False, "^learner: step is without an answer, and so is its process, for 0 s: it hangs"),
+        ("save", True, False, "^learner: save is without an answer"),
+    ],
+)
+async def test_a_learner_that_hangs_is_told_from_one_that_takes_long(
+    method: str, gets_on: bool, answers: bool, said: str | None
+) -> None:
+    learner = WatchedLearner(Local("learner", Stuck, [gets_on, answers]), silence_s=0.15)
+    began = time.monotonic()
+    if said is None:
+        assert await learner.call(method, deadline_s=5) == "done"
+        return
+    with pytest.raises(LearnerLost, match=said):
+        await learner.call(method, deadline_s=5)
+    assert time.monotonic() - began < 0.45
+    assert len(asyncio.all_tasks()) == 1  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (StartFailed("learner: no such layer", "no such layer", wrong_input=True), "learner: no such layer", 2),
+        (
+            StartFailed("learner: RuntimeError: no card", "no card", wrong_input=False),
+            "learner: RuntimeError: no card",
+            1,
+        ),
+        (GivenUp("\n  generator-0: lost\nremote traceback"), "generator-0: lost", 1),
+        (KeyError("a"), "KeyError: 'a'", 1),
+        (RuntimeError(), "RuntimeError", 1),
+    ],
+)
+def test_the_last_line_is_the_cause(error: Exception, line: str, code: int) -> None:
+    lost = ClusterLost("Ray's raylet has ended")
+    assert failure.first_of(ExceptionGroup("a", [ExceptionGroup("b", [error, ValueError()])])) is error
+    assert failure.first_of(ExceptionGroup("a", [error, ExceptionGroup("b", [lost])])) is lost
+    text, exit_code = failure.tell(error)
+    assert (text.splitlines()[-1], exit_code) == (f"error: {line}", code)
