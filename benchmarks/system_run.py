@@ -120,7 +120,7 @@ def run_gleaner(tree: Tree, mode: Mode, limit_s: float) -> Record:
         more: Tree = {"name": "run", "output_dir": folder, "max_staleness": mode.staleness, "cluster": {"cpus": cores}}
         more["rollout"] = tree["rollout"] | {"in_flight": mode.in_flight}
         load, started = os.getloadavg()[0], time.time()
-        _command(tree | more, ["-m", "learner.main", "--config"], [], limit_s)
+        command(tree | more, ["-m", "learner.main", "--config"], [], limit_s)
         wall = time.time() - started
         run = Path(folder) / "run"
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -174,7 +174,7 @@ def run_trl(tree: Tree, micro_batch: int, limit_s: float) -> Record:
     with tempfile.TemporaryDirectory(prefix="trl-bench-") as folder:
         out = Path(folder) / "out.json"
         load, started = os.getloadavg()[0], time.time()
-        _command(tree, ["-m", "benchmarks.trl_system"], [str(out), "--micro-batch", str(micro_batch)], limit_s)
+        command(tree, ["-m", "benchmarks.trl_system"], [str(out), "--micro-batch", str(micro_batch)], limit_s)
         wall, told = time.time() - started, json.loads(out.read_text())
     return Record(
         system="TRL",
@@ -190,16 +190,17 @@ def run_trl(tree: Tree, micro_batch: int, limit_s: float) -> Record:
     )
 
 
-def _command(tree: Tree, before: Sequence[str], after: Sequence[str], limit_s: float) -> None:
-    """python BEFORE config.yaml AFTER in the repository's root, in a session of its own that ends with it."""
+def command(tree: Tree, before: Sequence[str], after: Sequence[str], limit_s: float, root: Path = ROOT) -> None:
+    """python BEFORE config.yaml AFTER in a checkout's root, in a session of its own that ends with it. RunFailed."""
     with tempfile.TemporaryDirectory() as folder:
         config, said = Path(folder) / "config.yaml", Path(folder) / "said.txt"
         config.write_text(yaml.safe_dump(tree))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        environment["PYTHONPATH"] = f"{root}:{environment.get('PYTHONPATH', '')}"
         with said.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, *before, str(config), *after],
-                stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True,
+                stdout=file, stderr=subprocess.STDOUT, cwd=root, env=environment, start_new_session=True,
             )  # fmt: skip
             try:
                 code = process.wait(timeout=limit_s)
