@@ -1,4 +1,7 @@
-"""Rollout rows at rest: one Parquet file a step, read back for replay, reports and re-scoring."""
+"""Rollout rows at rest: one Parquet file a step, read back for replay, reports and re-scoring.
+
+The columns of rollout.schema, but that `reward_parts` is a list of {name, value}: `datasets` and others read no maps.
+"""
 
 import os
 import re
@@ -9,7 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cluster.files import writing
-from rollout.schema import check
+from rollout.schema import SCHEMA, check
+
+PARTS = "reward_parts"
+PARTS_AT_REST = pa.list_(pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32())]))
 
 
 def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
@@ -18,14 +24,14 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
     path = folder / f"step-{step:06d}.parquet"
     partial = path.with_suffix(".partial")
     with writing(partial):
-        pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk for each group costs more
+        pq.write_table(_at_rest(pa.concat_tables(groups).combine_chunks()), partial)  # a chunk a group costs more
     os.replace(partial, path)
     return path
 
 
 def read(path: Path) -> pa.Table:
-    """One step file, checked against the schema."""
-    return check(pq.read_table(path))
+    """One step file as a table of rollout.schema; also one of a version that wrote maps. Raises ValueError."""
+    return check(_as_sent(pq.read_table(path)))
 
 
 def steps(folder: Path) -> list[Path]:
@@ -38,3 +44,21 @@ def forget_after(folder: Path, step: int) -> None:
     for path in steps(folder):
         if int(path.stem.removeprefix("step-")) > step:
             path.unlink()
+
+
+def _at_rest(rows: pa.Table) -> pa.Table:
+    field = pa.field(PARTS, PARTS_AT_REST, nullable=False)
+    return rows.set_column(rows.schema.get_field_index(PARTS), field, rows.column(PARTS).cast(PARTS_AT_REST))
+
+
+def _as_sent(rows: pa.Table) -> pa.Table:
+    index = rows.schema.get_field_index(PARTS)
+    found = rows.schema.field(index).type if index >= 0 else pa.null()
+    if not pa.types.is_list(found) or found.value_type != PARTS_AT_REST.value_type:
+        return rows  # a map already, or no rollouts: `check` tells
+    maps = [
+        pa.MapArray.from_arrays(chunk.offsets, chunk.values.field("name"), chunk.values.field("value"))
+        for chunk in rows.column(index).chunks
+    ]
+    field = SCHEMA.field(PARTS)
+    return rows.set_column(index, field, pa.chunked_array(maps, type=field.type))

@@ -1,0 +1,58 @@
+"""Rollouts at rest: read by others' tools, and by this project also where an older version wrote them."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout import ledger
+from rollout.schema import parts_of
+from tests.groups import make_group
+
+PARTS = [[("format", 0.5), ("answer", None)], [], [("format", 1.0)]]
+
+
+def group(position: int = 0) -> pa.Table:
+    return make_group(position, rewards=(1.0, None, 0.25), reward_parts=PARTS)
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("offline")
+def test_datasets_reads_rollouts(tmp_path: Path) -> None:
+    import datasets
+
+    for step in (1, 2):
+        ledger.write(tmp_path / "rollouts", step, [group(step), group(step + 1)])
+    rows: Any = datasets.load_dataset("parquet", data_dir=str(tmp_path / "rollouts"), split="train")
+    assert len(rows) == 12
+    assert rows[0]["reward_parts"] == [{"name": "format", "value": 0.5}, {"name": "answer", "value": None}]
+    assert rows["reward"][:3] == [1.0, None, 0.25]
+    assert [rows[i]["reward_parts"] for i in (1, 2)] == [[], [{"name": "format", "value": 1.0}]]
+
+
+def test_what_is_read_is_what_was_sent(tmp_path: Path) -> None:
+    sent = pa.concat_tables([group(0), group(1)])
+    for rows in (sent, sent.slice(1, 4)):  # a slice keeps the values before it
+        read = ledger.read(ledger.write(tmp_path, 1, [rows]))
+        assert read.equals(rows)
+        assert parts_of(read) == parts_of(rows)
+
+
+def test_rollouts_of_the_version_that_wrote_maps_are_read(tmp_path: Path) -> None:
+    old = tmp_path / "step-000001.parquet"
+    pq.write_table(group(), old)
+    assert pa.types.is_map(pq.read_schema(old).field("reward_parts").type)
+    assert ledger.read(old).equals(group())
+
+
+def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "step-000001.parquet"
+    pq.write_table(pa.table({"reward_parts": [[1.0]], "x": [1]}), other)
+    with pytest.raises(ValueError, match="schema version must be 1, got none"):
+        ledger.read(other)
