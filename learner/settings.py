@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from learner.config import RunConfig
 from learner.yaml_tree import ConfigError, parse_value, read_yaml
+from rewards.secret_values import masked
 
 __all__ = ["ConfigError", "describe", "load", "parse_value", "sentences", "to_yaml"]
 
@@ -84,10 +85,10 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """`value` in at most SHOWN characters and one line, however large it is."""
+    """`value` in at most SHOWN characters and one line, however large it is, and without secrets."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = SHOWN
-    return brief.repr(value)[:SHOWN]
+    return brief.repr(masked(value))[:SHOWN]
 
 
 def _keys_at(root: type[BaseModel], location: Sequence[Any]) -> list[str]:

@@ -1,9 +1,11 @@
 """What the user writes about a reward. Light: needs pydantic and nothing else."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from rewards.secret_values import Arguments
 
 
 class RewardConfig(BaseModel):
@@ -24,8 +26,8 @@ class RewardConfig(BaseModel):
     """fail: stop the run. skip: the samples concerned get no reward, and a status that says why."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name in the metrics; by default the built-in's or the function's name."""
-    args: dict[str, Any] = {}
-    """Keyword arguments given to the reward on every call."""
+    args: Arguments = {}
+    """Keyword arguments given to the reward on every call. `env:NAME` is the value of an environment variable."""
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Environment variables that the reward may see, such as OPENAI_API_KEY; others that may hold a secret are kept
     from it (rewards.environment says which are not)."""

@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from rewards import memory
-from rewards.base import RewardFailed
+from rewards.base import RewardError, RewardFailed
 from rewards.call import Group, Status, Verdict
 from rewards.config import RewardConfig, resolved_names
 from rewards.environment import values_of
+from rewards.secret_values import SecretError, resolved
 from rewards.slot import Call, Slot
 
 _WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
@@ -60,7 +61,7 @@ class RewardPool:
         self.names = resolved_names(rewards)
         self._rewards = tuple(rewards)
         self._calls = [
-            Call(r.use, r.args, values_of(r.env, f"reward {name!r}"), r.timeout_s)
+            Call(r.use, _arguments(r, name), values_of(r.env, f"reward {name!r}"), r.timeout_s)
             for name, r in zip(self.names, rewards, strict=True)
         ]
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
@@ -158,3 +159,10 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
+
+
+def _arguments(reward: RewardConfig, name: str) -> dict[str, Any]:
+    try:
+        return resolved(reward.args, f"reward {name!r}: args")
+    except SecretError as error:
+        raise RewardError(str(error)) from None

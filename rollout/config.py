@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from cluster.config import Frozen
 from rewards.memory import DEFAULT as DEFAULT_REWARD_MEMORY
+from rewards.secret_values import Arguments
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -79,7 +80,8 @@ class DataConfig(Frozen):
     # Variables of the model's chat template, e.g. {enable_thinking: false}; one that it does not read is refused.
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     size: Annotated[int, Field(ge=1)] | None = None  # use the first n problems; for rg: how many to generate
-    args: dict[str, Any] = Field(default_factory=dict)  # rg: the task's settings; hub: arguments of load_dataset
+    # rg: the task's settings; else arguments of load_dataset. A secret is best given as env:NAME, a variable's name.
+    args: Arguments = Field(default_factory=dict)
     overlong: Literal["fail", "drop"] = "fail"  # prompts above rollout.max_prompt_length; they are never cut
     eval: EvalConfig = EvalConfig()
 

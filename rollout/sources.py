@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from rewards.secret_values import SecretError, resolved, scrubbed
 from rollout import files
 from rollout.files import ProblemsError, Row
 from rollout.pace import Pace
@@ -38,6 +39,10 @@ def read(
         key: of the configuration, under which messages name `path` and `split`.
         deadline_s: seconds for making the problems of a task.
     """
+    try:
+        args = resolved(args, "data.args")
+    except SecretError as error:
+        raise ProblemsError(str(error)) from None
     if path.startswith(GENERATED):
         if split not in (None, "train"):
             raise ProblemsError(f"{key}.split: a reasoning_gym task has no splits, got {split!r}; leave it out")
@@ -83,7 +88,7 @@ def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: i
             "reached; download it where there is a network, or give a file"
         ) from error
     except Exception as error:  # readers of files that anybody may have written raise what they like
-        said = _first_line(error.__cause__ or error)
+        said = scrubbed(_first_line(error.__cause__ or error), args)
         raise ProblemsError(
             f"{key}.path: {path} (split {split or usual}{_named(args)}) cannot be read: {said}; check the name, "
             f"{key}.split and data.args"
@@ -123,7 +128,8 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, deadline
         made = reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
     except Exception as error:  # the task's own, about values that it did not expect
         raise ProblemsError(
-            f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: {_first_line(error)}; "
+            f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: "
+            f"{scrubbed(_first_line(error), args)}; "
             "correct data.args"
         ) from error
     rows: list[Row] = []

@@ -1,0 +1,86 @@
+"""Secrets among arguments are used and never shown."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.config import RewardConfig
+from rewards.secret_values import MASK, SecretError, masked, resolved, scrubbed
+
+HF = "hf_" + "a1B2" * 8
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["token", "use_auth_token", "hf_token", "password", "db_password", "api_key", "OPENAI_API_KEY", "credentials",
+     "aws_secret_access_key", "client_secret"],
+)  # fmt: skip
+def test_what_a_key_calls_a_secret_is_masked(key: str) -> None:
+    assert masked({key: "abc", "name": "main"}) == {key: MASK, "name": "main"}
+    assert masked({"deep": [{key: ["abc", 17]}]}) == {"deep": [{key: [MASK, MASK]}]}
+    assert masked({key: "env:MY_TOKEN"}) == {key: "env:MY_TOKEN"}  # a name, no secret
+    assert masked({key: True}) == {key: True}  # datasets': the one that is logged in
+    assert masked({key: None}) == {key: None}
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "eos_token", "stop_token", "tokenizer", "key", "monkey", "secretary"])
+def test_other_keys_are_not(key: str) -> None:
+    assert masked({key: "abc"}) == {key: "abc"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (HF, MASK),
+        (f"Bearer {HF}", f"Bearer {MASK}"),
+        ("sk-proj-" + "a" * 20, MASK),
+        ("AKIA" + "Q" * 16, MASK),
+        ("https://me:pa55@host/data.json", f"https://{MASK}@host/data.json"),
+        ("skill-level", "skill-level"),
+        ("s3://bucket/a:b", "s3://bucket/a:b"),
+    ],
+)
+def test_what_looks_like_a_secret_is_masked_under_any_key(text: str, shown: str) -> None:
+    assert masked({"x": [text]}) == {"x": [shown]}
+    assert scrubbed(f"error: {text}") == f"error: {shown}"
+
+
+def test_all_storage_options_are() -> None:
+    assert masked({"storage_options": {"anon": False, "client": {"id": "abc"}}}) == {
+        "storage_options": {"anon": False, "client": {"id": MASK}}
+    }
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    )
+)
+def test_arguments_without_secrets_stay_as_they_are(value: Any) -> None:
+    assert masked({"a": value}) == {"a": value}
+
+
+def test_messages_lose_the_secrets_of_the_arguments_they_are_about() -> None:
+    args = {"token": "opensesame", "name": "main"}
+    assert scrubbed("main: 401 for opensesame", args) == f"main: 401 for {MASK}"
+
+
+def test_a_variable_is_looked_up_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "opensesame")
+    args = {"token": "env:MY_TOKEN", "headers": {"a": ["env:MY_TOKEN"]}, "n": 1}
+    assert resolved(args, "data.args") == {"token": "opensesame", "headers": {"a": ["opensesame"]}, "n": 1}
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(SecretError, match="data.args: env:MY_TOKEN names .* not set; export MY_TOKEN"):
+        resolved(args, "data.args")
+    with pytest.raises(SecretError, match=r"data.args: \*\*\* is what stored configurations show .* env:NAME"):
+        resolved(masked({"token": "abc"}), "data.args")
+
+
+def test_neither_dump_nor_repr_of_a_reward_shows_it() -> None:
+    config = RewardConfig(use="number", args={"api_key": "opensesame"})
+    assert config.args["api_key"] == "opensesame"
+    for shown in (repr(config), str(config), config.model_dump_json(), str(config.model_dump())):
+        assert "opensesame" not in shown
