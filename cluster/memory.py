@@ -29,6 +29,7 @@ HEAD_TILE = 43 * 10**6  # learner.logprob: 512 x 8192 logits in float32, their w
 
 Parts = dict[str, int]
 Checkpointing = Literal["none", "mlp", "full"] | int
+ReferenceKind = Literal["none", "auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Learning:
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     checkpointing: Checkpointing = "full"
     frozen_adapters: int = 0  # reference and other roles
+    reference: ReferenceKind = "none"  # of mode full: a second set of weights
     offload: bool = False  # boundaries of checkpointing=full in host memory
     cuda: bool = True
 
@@ -97,6 +99,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     gradients: 4 n, of the masters; b n without masters.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
+    reference: of full fine-tuning with beta > 0 (learner.reference).
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)
@@ -110,6 +113,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
         "adapters": adapters,
         "gradients": (4 if masters else b) * n,
         "optimizer": states[learning.optimizer],
+        "reference": reference_bytes(shape, learning.reference, b),
     }
 
 
@@ -125,6 +129,17 @@ def base_bytes(shape: Shape, base: str, b: int) -> int:
     linear = shape.linear_params
     tables = 4 * 272 * len(LINEAR) * shape.layers
     return b * (shape.params - linear) + linear // 2 + linear // 64 + 4 * linear // (64 * 256) + tables
+
+
+def reference_bytes(shape: Shape, kind: ReferenceKind, b: int) -> int:
+    """b per parameter; int8: a byte per linear weight of the layers, and b per row of them for its scale. What is
+    multiplied out of it is one matrix at a time, in a pass that keeps nothing else: far below the step's peak."""
+    if kind == "none":
+        return 0
+    if kind == "auto":
+        return b * shape.params
+    rows = shape.layers * sum(out for _, out in map(shape.linear, LINEAR))
+    return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows
 
 
 def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:

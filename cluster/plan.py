@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster import memory
-from cluster.memory import Checkpointing, Parts
+from cluster.memory import Checkpointing, Parts, ReferenceKind
 from cluster.serving import asleep
 from cluster.shapes import LINEAR, Shape
 
 USABLE = 0.97  # of a device's bytes: the driver, a display and other processes have the rest
 # Of the learner, while the engine is awake: its cache is given back, but for segments that hold something still.
-BETWEEN = ("weights", "adapters", "gradients", "optimizer", "fragmentation", "context")
+BETWEEN = ("weights", "adapters", "gradients", "optimizer", "reference", "fragmentation", "context")
 
 Layout = Literal["separate", "slices", "alternating"]
 
@@ -59,6 +59,7 @@ class Wish:
     dtype: str = "bfloat16"
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     frozen_adapters: int = 0
+    reference: ReferenceKind = "none"
     offload: bool = False
     base: Literal["none", "nf4"] | None = None
     checkpointing: Checkpointing | None = None

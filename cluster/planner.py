@@ -76,7 +76,7 @@ def _plan(
 ) -> Plan:
     learning = Learning(
         wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters,
-        wish.offload, wish.cuda,
+        wish.reference, wish.offload, wish.cuda,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
@@ -144,10 +144,12 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         )
     if wish.mode == "full" and wish.optimizer == "adamw":
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
+    if wish.reference == "auto":
+        changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
     if wish.base == "none" and wish.mode == "lora":
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
-        changes.append(("learner.mode=lora", work, replace(wish, mode="lora", base="none")))
+        changes.append(("learner.mode=lora", work, replace(wish, mode="lora", base="none", reference="none")))
     half = max(1, work.completion // 2)
     changes.append((f"rollout.max_completion_length={half}", replace(work, completion=half), wish))
     yield from (text for text, w, asked in changes if _search(shape, device_bytes, w, asked) is not None)

@@ -14,13 +14,18 @@ from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
 
 class ModelConfig(Frozen):
-    """The base model (hub name or folder), its compute type, and an adapter to start from."""
+    """The base model (hub name or folder), its compute type, and an adapter to start from.
+
+    `reference`: what to stay close to (loss.beta). A folder of an adapter; null: `adapter`, or the base. With
+    learner.mode full a whole model; null: the weights that training starts from, kept beside those that are trained.
+    """
 
     path: str
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     base: Literal["none", "nf4"] = "none"  # nf4: QLoRA, the frozen base in 4 bits
     adapter: str | None = None  # folder of a PEFT LoRA adapter
-    reference: str | None = None  # folder of an adapter to stay close to (loss.beta); null: `adapter`, or the base
+    reference: str | None = None
+    reference_dtype: Literal["auto", "int8"] = "auto"  # of that second set of weights; auto: dtype
 
 
 class MemoryConfig(Frozen):
@@ -117,6 +122,12 @@ class RunConfig(Frozen):
             )
         if learner.mode == "full":
             self._full()
+        if self.model.reference_dtype != "auto" and (learner.mode != "full" or learner.loss.beta == 0):
+            raise ValueError(
+                "model.reference_dtype: int8 is for the reference of a model that is trained as a whole, which needs "
+                "learner.mode=full and learner.loss.beta > 0; leave it out (got "
+                f"mode={learner.mode}, beta={learner.loss.beta:g})"
+            )
         if self.model.reference is not None and learner.loss.beta == 0:
             raise ValueError("model.reference: without learner.loss.beta > 0 nothing is held close to it; got beta=0")
         return self
@@ -135,14 +146,13 @@ class RunConfig(Frozen):
             )
 
     def _full(self) -> None:
-        """What goes with learner.mode full: no adapter to set, no second copy of the model, no type that overflows."""
+        """What goes with learner.mode full: no adapter to set, no type that overflows."""
         wrong = {
             "learner.lora": self.learner.lora != LoraConfig(),
             "learner.push=merged": self.learner.push == "merged",
             "model.adapter": self.model.adapter is not None,
             "model.base=nf4": self.model.base != "none",
             "model.dtype=float16": self.model.dtype == "float16",
-            "learner.loss.beta > 0, whose reference would be a second copy of the model,": self.learner.loss.beta > 0,
         }
         named = [name for name, is_set in wrong.items() if is_set]
         if named:

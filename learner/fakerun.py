@@ -47,7 +47,7 @@ aten = torch.ops.aten
 class Footprint:
     """Bytes of a learner. The first four are alive between two steps, `peak` is the highest within a step."""
 
-    weights: int  # of the frozen base, buffers and scales of a 4-bit base included
+    weights: int  # of the base or the model, buffers and scales of 4 bits included, and the reference of a whole model
     adapters: int  # the copy that the model computes with (and a frozen reference), and float32 masters
     gradients: int  # of the masters
     optimizer: int  # its states
@@ -70,6 +70,7 @@ def footprint(
     *,
     dtype: str = "bfloat16",
     base: str = "none",
+    reference_dtype: str = "auto",
     cuda: bool = True,
 ) -> Footprint:
     """Of one optimizer step over `groups`, not the first: there the optimizer has no states yet.
@@ -83,7 +84,7 @@ def footprint(
     Raises:
         ValueError: the learner refuses the model or the settings.
     """
-    settings: dict[str, Any] = {"dtype": dtype, "base": base}
+    settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
     with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
         with torch.device("meta"):  # for the adapters that peft makes, too

@@ -1,5 +1,5 @@
 """The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to; or a model that is
-trained as a whole (learner.mode: full), which has no reference.
+trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.reference).
 
 Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
 a second, cast copy of each LoRA layer's input (24 instead of 15 bytes per token, layer and hidden unit, bfloat16), and
@@ -7,11 +7,13 @@ the adapter would not be, bit for bit, the one that vLLM serves. Updates of a bf
 rounded away, so the weights that the optimizer updates are float32 masters; the model holds their cast copy. With a
 float32 base masters and model share their memory. Trained as a whole, N bfloat16 weights cost 2N bytes for the model,
 4N for the masters, 4N for their gradients, 2N for those of a micro-batch and 8N for AdamW's states; with 8-bit states
-there are no masters (learner.rounding), and it is 2N for the model, 2N for gradients, 2N for states.
+there are no masters (learner.rounding), and it is 2N for the model, 2N for gradients, 2N for states. A reference is
+another 2N, or N.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from learner.head_check import check_head
 from learner.learner_config import LoraConfig
 from learner.logits import logits_of
 from learner.merging import merged
+from learner.reference import Reference
 from rollout.payload import Source
 
 
@@ -63,6 +66,7 @@ class Policy:
         device: torch.device,
         offload: bool = False,
         keep_masters: bool = True,
+        keep_reference: bool = False,
     ) -> None:
         self._lm = load_base(model, device, lora=lora is not None)
         self._offload = offload
@@ -71,11 +75,12 @@ class Policy:
         self.model_type, self.logits = text.model_type, logits_of(text)
         self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
         self.peft_config: dict[str, Any] | None = None
-        self._roles: dict[str, str | None] = {}
+        self._roles: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         if lora is not None:
             adapters = self._peft.peft_config
             self.peft_config = as_json(adapters[POLICY]) | {"base_model_name_or_path": model.path}
-            self._roles = {"policy": POLICY, "reference": REFERENCE if REFERENCE in adapters else None}
+            self._roles["policy"] = partial(acting_as, self._peft, POLICY)
+            self._roles["reference"] = partial(acting_as, self._peft, REFERENCE if REFERENCE in adapters else None)
         self._cast = [
             (name.replace(f".{POLICY}.", "."), weight)
             for name, weight in self._peft.named_parameters()
@@ -90,6 +95,9 @@ class Policy:
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing.enable(self._lm, self.head, self.logits, self.predicting)
+        if lora is None and keep_reference:
+            trial = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            self._roles["reference"] = Reference(self._lm, model, partial(self.hidden, trial)).acting
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
@@ -106,14 +114,13 @@ class Policy:
         """[N, H] states that predict the completion tokens of the batch."""
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
-    @contextmanager
-    def acting_as(self, role: str) -> Iterator[None]:
+    def acting_as(self, role: str) -> AbstractContextManager[None]:
         """Within it the model is another role on the same base: `reference`, or an adapter that `add_role` loaded.
 
-        The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes).
+        The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes); of
+        a model that is trained as a whole, model.reference or the weights that training started from.
         """
-        with acting_as(self._peft, self._roles[role]):
-            yield
+        return self._roles[role]()
 
     def add_role(self, role: str, folder: str) -> None:
         """Loads the LoRA adapter of a folder, frozen, to act as `role`; 2 bytes per weight of it in 16-bit types.
@@ -122,7 +129,7 @@ class Policy:
             ValueError: it is no LoRA adapter, or there is such a role.
         """
         add_frozen(self._peft, role, folder, self.head.dtype)
-        self._roles[role] = role
+        self._roles[role] = partial(acting_as, self._peft, role)
 
     def clear_gradients(self) -> None:
         """To be called before the first micro-batch; a step that failed half-way may have left some."""

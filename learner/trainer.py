@@ -90,6 +90,7 @@ class Trainer:
             device=self._device,
             offload=learner.offload_boundaries,
             keep_masters=wants_masters(learner),
+            keep_reference=learner.loss.beta > 0,
         )
         weights = list(self._policy.masters.values())
         self._updater = updater_for(weights, learner, dtype=model.dtype, device=self._device)

@@ -144,7 +144,6 @@ async def test_export_is_a_model_and_a_checkpoint_goes_on(tiny_path: str, tmp_pa
         ({}, {"push": "merged"}, "learner.push=merged"),
         ({"adapter": "x"}, {}, "model.adapter"),
         ({"dtype": "float16"}, {}, "model.dtype=float16"),
-        ({}, {"loss": {"beta": 0.1}}, "learner.loss.beta > 0"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(model: dict[str, Any], learner: dict[str, Any], named: str) -> None:

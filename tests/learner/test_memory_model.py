@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cluster.memory import Checkpointing, Learning, Micro, learner_static, step_bytes, total
+from cluster.memory import Checkpointing, Learning, Micro, ReferenceKind, learner_static, step_bytes, total
 from cluster.shapes import SHAPES
 from learner.fakerun import footprint
 from learner.learner_config import LearnerConfig
@@ -37,20 +38,31 @@ def test_the_model_is_the_step(
     learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy)
     micro = Micro.of(prompt, completion, count, settings["token_budget"])
     static = learner_static(shape, learning)
-    parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients}
+    parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "policy"),
-    [("Llama-3.1-8B", 2, "full"), ("Qwen2.5-0.5B", 8, "none"), ("Qwen3-0.6B", 8, "none"), ("Gemma-3-1B", 8, "none")],
+    ("name", "layers", "policy", "reference"),
+    [
+        ("Llama-3.1-8B", 2, "full", "none"),
+        ("Qwen2.5-0.5B", 8, "none", "none"),
+        ("Qwen3-0.6B", 8, "none", "auto"),
+        ("Gemma-3-1B", 8, "none", "none"),
+        ("Llama-3.1-8B", 2, "full", "int8"),
+    ],
 )
-def test_full_fine_tuning(name: str, layers: int, policy: Checkpointing) -> None:
+def test_full_fine_tuning(name: str, layers: int, policy: Checkpointing, reference: ReferenceKind) -> None:
     shape = replace(SHAPES[name], layers=layers)
-    settings = {"mode": "full", "checkpointing": policy, "token_budget": 3396}
-    fake = footprint(shape, LearnerConfig.model_validate(settings), [(256, [786] * 4), (257, [785] * 4)])
-    learning = Learning(mode="full", checkpointing=policy)
+    settings: dict[str, Any] = {"mode": "full", "checkpointing": policy, "token_budget": 3396}
+    settings["loss"] = {"beta": 0.04 if reference != "none" else 0}
+    kind = "int8" if reference == "int8" else "auto"
+    groups = [(256, [786] * 4), (257, [785] * 4)]
+    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, reference_dtype=kind)
+    learning = Learning(mode="full", checkpointing=policy, reference=reference)
+    static = learner_static(shape, learning)
+    assert static["weights"] + static["reference"] == pytest.approx(fake.weights, rel=0.01)
     predicted = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))
     assert predicted == pytest.approx(fake.peak, rel=0.02)
 

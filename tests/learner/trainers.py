@@ -21,10 +21,17 @@ TEMPERATURE, MAX_LENGTH = 0.8, 16
 REWARDS: list[list[float | None]] = [[0, 1, 1, 0.5], [1, 1, 1, 1], [0, None, 0, 2]]
 
 
-def make_trainer(path: str, *, adapter: str | None = None, dtype: Any = "float32", **learner: Any) -> Trainer:
+def make_trainer(
+    path: str,
+    *,
+    adapter: str | None = None,
+    dtype: Any = "float32",
+    model: dict[str, Any] | None = None,
+    **learner: Any,
+) -> Trainer:
     settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
     return Trainer(
-        ModelConfig(path=path, adapter=adapter, dtype=dtype),
+        ModelConfig(path=path, adapter=adapter, dtype=dtype, **model or {}),
         LearnerConfig(**settings),
         temperature=TEMPERATURE,
         max_completion_length=MAX_LENGTH,
