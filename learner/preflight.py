@@ -15,6 +15,7 @@ from learner.evaluate import accuracy_judge
 from learner.fingerprints import Fingerprints, fingerprints_of
 from learner.learner_config import LoraConfig
 from learner.memory_plan import Budgets, MemoryPlanError, settle
+from learner.reference_config import ReferenceConfigError, check_reference
 from learner.resume import ResumeError, check_allowed, check_same_run
 from learner.run_lock import RunFolderInUse
 from learner.settings import to_yaml
@@ -34,6 +35,7 @@ class PreflightError(ValueError):
 PROBLEMS = (
     PreflightError, PlacementError, MemoryPlanError, ArchitectureError, RewardError, ChatError, ProblemsError,
     checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError,
+    ReferenceConfigError,
 )  # fmt: skip
 
 
@@ -119,7 +121,9 @@ def report(prepared: Prepared) -> str:
 
 def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """With learner.lora as model.adapter has it where it is left open, and the line that says so."""
-    if config.model.reference is not None:
+    if config.model.reference is not None and config.learner.mode == "full":
+        check_reference(config.model.reference, config.model.path)
+    elif config.model.reference is not None:
         read_adapter(config.model.reference, "model.reference")
     if config.model.adapter is None:
         return config, ()

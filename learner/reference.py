@@ -8,21 +8,17 @@ bytes of 16 bits. What the rounding does to the reference is measured in tests/l
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft.utils import CONFIG_NAME
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig
 
 from learner.base_model import load_base
 from learner.config import ModelConfig
+from learner.reference_config import check_reference
 
 LEVELS = 127
-# Settings of a transformers config that say nothing of how it computes.
-FREE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "initializer_range"}
 
 
 class _Narrow(NamedTuple):
@@ -51,16 +47,14 @@ class Reference:
         try_out: a pass of any kind through lm.
 
     Raises:
-        ValueError: model.reference is another architecture than model.path; or int8 does not work with it.
-        OSError: model.reference was not found (raised by transformers).
+        ReferenceConfigError: model.reference is not of the architecture of model.path.
+        ValueError: int8 does not work with it.
     """
 
     def __init__(self, lm: Any, model: ModelConfig, try_out: Callable[[], object]) -> None:
-        own: dict[str, Tensor] = {}
-        for name, weight in lm.state_dict(keep_vars=True).items():
-            if not any(weight is other for other in own.values()):  # tied ones once
-                own[name] = weight
-        source = own if model.reference is None else _weights_of(model.reference, lm, model)
+        named = {id(weight): name for name, weight in lm.state_dict(keep_vars=True).items()}  # tied ones once
+        own = {name: weight for name, weight in lm.state_dict(keep_vars=True).items() if named[id(weight)] == name}
+        source = own if model.reference is None else _weights_of(model.reference, model)
         wide = {id(module.weight) for module in lm.modules() if isinstance(module, nn.Embedding)}
         wide.add(id(lm.get_output_embeddings().weight))
         self._whole: list[tuple[Tensor, Tensor]] = []
@@ -105,23 +99,10 @@ class Reference:
             ) from None
 
 
-def _weights_of(folder: str, lm: Any, model: ModelConfig) -> Mapping[str, Tensor]:
+def _weights_of(folder: str, model: ModelConfig) -> Mapping[str, Tensor]:
     """Of the model of a folder or hub name, in main memory."""
-    if (Path(folder) / CONFIG_NAME).exists():
-        raise ValueError(
-            f"model.reference: must be a whole model, as what is trained is (learner.mode=full), {folder} is an "
-            "adapter; give a model's folder, or null for what training starts from"
-        )
-    theirs, ours = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict(), lm.config.to_dict()
-    for name in sorted((theirs.keys() | ours.keys()) - FREE):
-        # Dropout is 0 in the learner; end tokens and the like are for generation.
-        if "drop" in name or name.endswith("_token_id") or theirs.get(name) == ours.get(name):
-            continue
-        raise ValueError(
-            f"model.reference: must be a whole model of the architecture of model.path, {name} of {folder} is "
-            f"{theirs.get(name)!r}, not {ours.get(name)!r}; give another, or null for what training starts from"
-        )
-    other = load_base(model.model_copy(update={"path": folder}), torch.device("cpu"))
+    check_reference(folder, model.path)
+    other = load_base(model.model_copy(update={"path": folder}), torch.device("cpu"), lora=False)
     weights: dict[str, Tensor] = other.state_dict()
     return weights
 

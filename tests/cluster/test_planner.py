@@ -78,20 +78,19 @@ def test_an_fp8_cache_holds_the_same_sequences_in_half_the_bytes() -> None:
 
 
 def test_a_reference_of_a_whole_model_is_planned_and_8_bits_are_advised() -> None:
-    """Of Llama 3.2 1B: 1,235,814,400 weights, of which 973,078,528 in the layers' matrices with 557,056 rows."""
+    """Of Llama 3.2 1B: 1,235,814,400 weights, of which 973,078,528 in the layers' matrices with 376,832 rows."""
     shape, wish = SHAPES["Llama-3.2-1B"], Wish(mode="full", optimizer="adamw_8bit", base="none", layouts=("slices",))
     needs = {}
     for kind, wanted in (
         ("none", 0),
         ("auto", 2 * 1_235_814_400),
-        ("int8", 2 * 262_735_872 + 973_078_528 + 2 * 557_056),
+        ("int8", 2 * 262_735_872 + 973_078_528 + 2 * 376_832),
     ):
         small = least(shape, 80 * GIB, PUBLISHED, replace(wish, reference=kind))
         assert small.learner["reference"] == wanted
         needs[kind] = small.device_peak
     assert needs["auto"] - needs["none"] == 2 * 1_235_814_400
-    between = (needs["int8"] + needs["auto"]) // 2
-    misfit = plan(shape, between, PUBLISHED, replace(wish, reference="auto"))
+    misfit = plan(shape, needs["auto"], PUBLISHED, replace(wish, reference="auto"))  # 3 % are not usable
     assert isinstance(misfit, Misfit)
     assert "model.reference_dtype=int8" in misfit.advice
 

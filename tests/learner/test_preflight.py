@@ -69,6 +69,10 @@ WRONG = {
     "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
     "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
     "judge named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
+    "reference that is no model": (
+        ["learner.mode=full", "learner.loss.beta=0.1", "model.reference=."],
+        "model.reference: must be a model's folder or hub name, got .*; give another, or null",
+    ),
     "checkpoint that is not there": (["resume=runs/run/checkpoints/step-000007"], "resume: .*not there"),
 }
 
