@@ -18,7 +18,7 @@ from learner.fingerprints import FILE, Fingerprints
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
 FREE = (
     "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.reward_memory",
-    "learner.token_budget", "learner.checkpointing", "learner.restarts", "data.eval",
+    "learner.token_budget", "learner.checkpointing", "learner.offload_boundaries", "learner.restarts", "data.eval",
 )  # fmt: skip
 BY_CONTENT = ("model.path", "model.adapter", "model.reference", "data.path", "data.split", "data.args", "data.size")
 # The saved weights and optimizer states are made for these.
@@ -100,7 +100,7 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
         key: value
         for section in DECIDING
         for key, value in _leaves(section, values[section])
-        if not _within(key, left_out)
+        if not _within(key, left_out) and not re.fullmatch(r"rewards\.\d+\.env", key)
     }
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
         found |= {key: Path(str(value)).name for key, value in found.items() if re.fullmatch(r"rewards\.\d+\.use", key)}

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -103,6 +104,8 @@ def load(
         name = sources.label(path, config.eval.split or "test")
         candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}", deadline_s)
         held_out = _unseen(candidates, items)[: config.eval.size] if fresh else candidates
+        if not fresh:
+            _check_apart(candidates, items, config)
         if not held_out:
             raise ProblemsError(
                 f"data.eval: {path} must have questions that training lacks, and all {len(candidates)} generated ones "
@@ -121,6 +124,23 @@ def _hold_out(items: list[Item], size: int, seed: int) -> tuple[list[Item], list
         )
     chosen = random.Random(f"held-out-{seed}").sample(distinct, min(size, max(1, len(distinct) // 10)))
     return _unseen(items, chosen, distinct=False), chosen
+
+
+def _check_apart(held_out: list[Item], items: list[Item], config: DataConfig) -> None:
+    """Raises ProblemsError if evaluation would score what was trained on: the same source, or one without a new prompt.
+    Single prompts in both are only warned of: other people's splits have them."""
+    known = len(held_out) - len(_unseen(held_out, items, distinct=False))
+    here, there = (Path(path).expanduser().resolve() for path in (config.path, config.eval.path or config.path))
+    # Without a split of its own a file is taken whole, and of a hub data set `test`.
+    same = here == there and (config.eval.split or (config.split if there.exists() else "test")) == config.split
+    told = f"{known} of {len(held_out)} held-out problems are in the training data"
+    if known and (same or known == len(held_out)):
+        raise ProblemsError(
+            f"data.eval: held-out problems must not be trained on, and {told} ({config.eval.path or config.path}); "
+            "give another file or split, or leave data.eval.path out: then a tenth of the training problems is held out"
+        )
+    if known:
+        log.warning("data.eval: %s, so they are scored after having been trained on", told)
 
 
 def _unseen(items: Iterable[Item], known: Iterable[Item], distinct: bool = True) -> list[Item]:

@@ -98,8 +98,8 @@ def test_processes_bytes_and_paths_of_equal_content_are_free(tmp_path: Path) -> 
     moved = configure(
         model={"path": "/copy-2/base"},
         data={"path": "/copy-2/train.jsonl", "size": 30, "eval": {"every": 7}},
-        rewards=[{"use": "/copy-2/rewards.py:ok"}, {"use": "format"}],
-        rollout={"workers": 3, "kv_cache": "1GiB"},
+        rewards=[{"use": "/copy-2/rewards.py:ok", "env": ["MY_KEY"]}, {"use": "format"}],
+        rollout={"workers": 3, "kv_cache": "1GiB", "reward_memory": "1GiB"},
         learner={"token_budget": 512},
     )
     assert check_same_run(moved, SAME, folder) == []

@@ -1,6 +1,8 @@
 """What a run saves is what it goes on from and what it publishes, wherever it was cut off, wherever its parts are."""
 
+import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,21 @@ async def test_a_learner_whose_folder_is_elsewhere_is_refused_and_nothing_is_sea
     assert not list(folder.glob("checkpoints/*"))
     assert not (folder / "adapter").exists()
     assert not list(folder.glob(".seen-*"))
+
+
+async def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    loop = build(folder, configure(checkpoint={"every": 100}), 100, pace_s=1e-3)
+    running = asyncio.create_task(finish(loop))
+    while loop.step < 3:
+        await asyncio.sleep(1e-3)
+    shutil.rmtree(folder, ignore_errors=True)  # the run may write into it meanwhile
+    if folder.exists():
+        folder.rename(tmp_path / "away")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await running
+    assert str(first(caught.value)).startswith(f"{folder}: the run folder was deleted or replaced while")
 
 
 async def test_a_disk_that_is_full_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,29 @@ def test_evaluation_from_its_own_file(tmp_path: Path, chat: Chat) -> None:
     assert held_out[0].id == "eval-test-0"
 
 
+def test_what_is_trained_on_is_not_held_out(
+    tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same file under whatever name, a copy of it; single rows in both are told and taken."""
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path, ROWS)
+    refused = r"data\.eval: held-out problems must not be trained on, and {} of {} .*; give .* leave data\.eval\.path"
+    for path, size, known, count in (
+        ("./train.jsonl", None, 40, 40),
+        (str(tmp_path / "train.jsonl"), 10, 10, 40),
+        (jsonl(tmp_path, ROWS[3:7], "copy.jsonl"), None, 4, 4),
+    ):
+        data = DataConfig(path="train.jsonl", size=size, eval={"path": path})
+        with pytest.raises(ProblemsError, match=refused.format(known, count)):
+            load(data, chat, 256, seed=0)
+    assert caplog.records == []
+    other = jsonl(tmp_path, [ROWS[3], {"question": "New?", "answer": "yes"}], "other.jsonl")
+    assert len(load(DataConfig(path="train.jsonl", eval={"path": other}), chat, 256, seed=0)[1]) == 2
+    assert "1 of 2 held-out problems are in the training data" in caplog.text
+    parts = DataConfig(path="train.jsonl", split="train[:30]", eval={"split": "train[30:]"})
+    assert len(load(parts, chat, 256, seed=0)[1]) == 10
+
+
 def test_a_reasoning_gym_task(chat: Chat) -> None:
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     data = DataConfig(path="rg:chain_sum", args=args, size=60, eval={"size": 10})
