@@ -109,7 +109,7 @@ def measure(folder: Path, name: str, setting: Setting) -> dict[str, float]:
             install_fast_cpu_lora()
         engine = build_engine(engine_arguments(settings, cuda=False) | setting.arguments)
     started = time.process_time()
-    lora = lora_request(Resident(0, "", folder / f"{name}-adapter", frozenset(), 1)) if setting.adapter else None
+    lora = lora_request(Resident(0, "", folder / f"{name}-adapter", frozenset(), 16, 1)) if setting.adapter else None
     if lora is not None:
         engine.add_lora(lora)
     tokens = generate(engine, name, setting, lora, batch=0)  # warms up

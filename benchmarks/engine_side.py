@@ -67,7 +67,7 @@ def vllm(folder: Path, options: dict[str, Any]) -> Generate:
 
     arguments = engine_arguments(settings(folder, options), bool(current_platform.is_cuda()))
     llm = LLM(**arguments)
-    adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), lora_id=1))
+    adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), rank=16, lora_id=1))
 
     def generate(work: Work) -> list[int]:
         outputs = llm.generate(

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
@@ -68,7 +67,7 @@ class Away:
         self.groups: Counter[int] = Counter()
         self._engine = FakeEngine(VOCAB)
         self._group: pa.Table | None = None
-        self._answers: dict[int, Any] = {}
+        self._answers: dict[int, Answer] = {}
 
     async def group(self, values: Sequence[int]) -> pa.Table:
         """The sampled group with these values in the columns STAMPED."""
@@ -81,11 +80,12 @@ class Away:
             group = group.set_column(index, kind, pa.array([value] * len(group), kind.type))
         return group
 
-    async def answer(self, adapter: Adapter, token_ids: Sequence[int]) -> Any:
+    async def answer(self, adapter: Adapter, token_ids: Sequence[int]) -> Answer:
         """What the fake engine says of the probe under this policy."""
         if adapter.version not in self._answers:
             await self._engine.load_adapter(adapter)
-            self._answers = {adapter.version: await self._engine.probe(token_ids)}
+            answer = Answer(await self._engine.probe(token_ids), await self._engine.held(), 0.0)
+            self._answers = {adapter.version: answer}
         return self._answers[adapter.version]
 
 
@@ -103,7 +103,7 @@ class Worker:
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         with self.away.clock:
-            return Answer(await self.away.answer(self._adapter, token_ids), 0.0)
+            return await self.away.answer(self._adapter, token_ids)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
         version = self._adapter.version
@@ -129,10 +129,10 @@ class IdleTrainer:
     async def policy(self) -> tuple[Adapter, float]:
         return Adapter.build(self.version, b"weights", {}), 0.0
 
-    async def probe(self, token_ids: list[int]) -> tuple[Any, float]:
+    async def probe(self, token_ids: list[int]) -> Answer:
         adapter, _ = await self.policy()
         with self.away.clock:
-            return await self.away.answer(adapter, token_ids), 0.0
+            return await self.away.answer(adapter, token_ids)
 
     async def sees(self, file: Path) -> bool:
         return file.exists()

@@ -25,10 +25,11 @@ from learner.failure import first_of, sentence_of
 from learner.guard import MismatchGuard
 from learner.journal import Journal, Sinks
 from learner.metrics import batch_metrics
+from learner.probe import Probe
 from learner.run_checkpoints import RunCheckpoints
 from learner.watched_learner import LearnerError
 from rollout import ledger
-from rollout.delivery import Answer, Expected, Push
+from rollout.delivery import Answer, Push
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position, rewards_of
 
@@ -36,7 +37,6 @@ log = logging.getLogger("learner")
 
 T = TypeVar("T")
 
-PROBE_TOKENS = 64
 LOST_S = 8.0  # that a last checkpoint may take when Ray is about to end the processes
 
 
@@ -74,10 +74,9 @@ class Loop:
         self._learning: asyncio.Task[tuple[dict[str, float], Push]] | None = None
         self.evaluations: list[Evaluation] = []
         self._problems = config.num_problems(len(pipes.problems))
-        prompt = pipes.problems.at(0).prompt_ids
-        length = min(PROBE_TOKENS, config.rollout.max_prompt_length + config.rollout.max_completion_length - 1)
-        self._probe_ids = (prompt * (length // len(prompt) + 1))[:length]
-        self._answer: Answer | None = None  # of the newest policy to the probe
+        longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
+        self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
+        self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
         """The whole run, from `resume_from` or from the start, to the last step or until stopped. An exception of what
@@ -164,6 +163,8 @@ class Loop:
         finally:
             task.cancel()
             stopped.cancel()
+            # Whatever ends the run, nothing of it may still write to a trace that is being closed.
+            await asyncio.gather(task, stopped, return_exceptions=True)
 
     async def _take(self) -> Batch:
         """One batch, in the order of the problem stream (so that a resumed run sums in the same order)."""
@@ -219,6 +220,7 @@ class Loop:
             metrics: dict[str, float] = await self.trainer.call(
                 "step", groups, self._oldest, deadline_s=self.config.cluster.deadlines.step
             )
+        self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self.producers))
         return metrics
 
     @asynccontextmanager
@@ -237,15 +239,17 @@ class Loop:
     async def _policy(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
         """The learner's policy as it is now. What it says of the probe tokens is worked out while that travels."""
         update, exported_s = await self.trainer.call("policy", deadline_s=self.config.cluster.deadlines.push)
-        before, expected = self._answer, tasks.create_task(self._expect(update.version))
-        spent = {"time/push_export": exported_s, "time/push_learner_probe": before.seconds if before else 0.0}
-        return Push(update, self._probe_ids, expected, self.config.kv_dtype), spent
+        spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
+        ids = self.probe.ids
+        expected = tasks.create_task(self._expect(update.version, ids))
+        return Push(update, ids, expected, self.config.kv_dtype), spent
 
-    async def _expect(self, version: int) -> Expected:
-        previous, deadline = self._answer, self.config.cluster.deadlines.push
+    async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
+        deadline = self.config.cluster.deadlines.push
         with self.sinks.timeline.span("probe", "learner", concurrent=True, version=version):
-            self._answer = Answer(*await self.trainer.call("probe", list(self._probe_ids), deadline_s=deadline))
-        return Expected(self._answer, previous)
+            answer: Answer = await self.trainer.call("probe", list(ids), deadline_s=deadline)
+        self._answered_s = answer.seconds
+        return answer
 
     async def _deliver(self, push: Push, release: int) -> None:
         """Up to every generator; only then may the groups it learned from make room for new ones."""

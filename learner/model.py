@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -171,6 +172,11 @@ class Policy:
     def merged(self) -> dict[str, Source]:
         """The base's weights that the adapter changes, as they are with it (learner.merging); the base's stay."""
         return merged(self._lm)
+
+    def scalings(self) -> dict[str, float]:
+        """PEFT's name of each layer with an adapter -> what B A is multiplied with, alpha / r."""
+        layers = ((name, module) for name, module in self._peft.named_modules() if isinstance(module, LoraLayer))
+        return {name: float(layer.scaling[POLICY]) for name, layer in layers}
 
     def save_config(self, folder: Path) -> None:
         """Writes the base model's config.json and generation_config.json."""

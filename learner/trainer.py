@@ -25,7 +25,6 @@ from learner.config import ModelConfig
 from learner.exports import update_of
 from learner.headroom import MemoryLimit, TokenBudget, longest_rows
 from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
-from learner.logprob import token_logprobs
 from learner.loss import metrics_of
 from learner.model import Policy
 from learner.opinions import Opinions, opinions_of
@@ -34,7 +33,9 @@ from learner.passes import Passes
 from learner.random_state import random_state, set_random_state
 from learner.rounding import updater_for, wants_masters
 from learner.rows import Rows, read
+from learner.sent import answer_of
 from learner.work_thread import WorkThread
+from rollout.delivery import Answer
 from rollout.types import Adapter, Weights
 
 MAX_NONFINITE = 3  # skipped updates in a row
@@ -145,15 +146,16 @@ class Trainer:
         merged = self._config.push == "merged"
         return await self._run(partial(_timed, lambda: update_of(self._policy, self._version, merged=merged)))
 
-    async def probe(self, token_ids: list[int]) -> tuple[npt.NDArray[np.float32], float]:
-        """What the present policy says of the tokens, and the seconds that it took.
+    async def probe(self, token_ids: list[int]) -> Answer:
+        """What the present policy says of the tokens, and what a generator that has it holds (learner.sent).
 
         [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1.
 
         Raises:
             ValueError: fewer than two tokens, or an id beyond the vocabulary.
         """
-        return await self._run(partial(_timed, lambda: self._probe(token_ids)))
+        merged = self._config.push == "merged"
+        return await self._run(lambda: answer_of(self._policy, self._version, token_ids, merged=merged))
 
     async def release_cache(self) -> None:
         """Between two steps the device's free memory is others' (memory.layout: alternating)."""
@@ -267,16 +269,6 @@ class Trainer:
                 f"{self._nonfinite} steps in a row (last: step {self._version}, loss {loss}, norm {norm}); the weights "
                 "are those before them. Lower learner.learning_rate, or look at the last steps' rollouts"
             )
-
-    @torch.no_grad()
-    def _probe(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        if len(token_ids) < 2:
-            raise ValueError(f"token_ids: at least two are needed for a logprob, got {len(token_ids)}")
-        self._policy.check_ids(max(token_ids))
-        ids = torch.tensor(token_ids, device=self._device)
-        states, policy = self._policy.hidden(ids[None, :-1]), self._policy
-        logprobs = token_logprobs(states, policy.head, ids[1:], 1.0, logits=policy.logits)
-        return np.asarray(logprobs.cpu().numpy())
 
     def _save(self, folder: Path) -> dict[str, Digest]:
         state = {

@@ -21,13 +21,15 @@ _CONFIG = "adapter_config.json"
 class Resident:
     """One version on disk.
 
-    lora_id: vLLM's integer id, at least 1; users: the requests that began with it and still decode.
+    keys: names of its tensors; rank: of the adapter, 0 for weights; lora_id: vLLM's integer id, at least 1; users: the
+    requests that began with it and still decode.
     """
 
     version: int
     digest: str
     folder: Path
     keys: frozenset[str]
+    rank: int
     lora_id: int
     users: int = 0
 
@@ -70,11 +72,12 @@ class AdapterWindow:
         folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
         lora_id = 1 if self._capacity == 1 else adapter.version + 1
         if isinstance(adapter, Weights):
-            return Resident(adapter.version, adapter.digest, folder, keys, lora_id)
+            return Resident(adapter.version, adapter.digest, folder, keys, 0, lora_id)
         weights = folder / _WEIGHTS
         weights.write_bytes(adapter.payload)
         (folder / _CONFIG).write_text(json.dumps(adapter.config))
-        return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys, lora_id)
+        rank = int(adapter.config["r"])
+        return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys, rank, lora_id)
 
     def check(self, staged: Resident) -> None:
         """Raises AdapterRefused for a version that is not newer, or for modules other than the first adapter's."""

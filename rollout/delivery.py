@@ -1,6 +1,14 @@
-"""Proof that a generator holds the policy it was sent: digest of the bytes, and logprobs of fixed tokens.
+"""Proof that a generator holds the policy it was sent. Silent non-delivery is the costliest bug of this field: an
+adapter that never reaches the sampler looks like staleness.
 
-Silent non-delivery is the costliest bug of this field: an adapter that never reaches the sampler looks like staleness.
+Three layers, each for what those before it let pass:
+
+    digest      of the bytes that arrived (Push.check_digest): a transport that corrupts or mixes up policies.
+    tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing, in
+                part, or into another slot; a copy that was not renewed. Any step that changes one bit of one tensor.
+    logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
+                (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says of its
+                tensors, answers that do not go with the learner's over the versions (rollout.evidence).
 """
 
 import asyncio
@@ -12,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.actor import Shared
+from rollout.evidence import Evidence
+from rollout.held import Held, base_name
 from rollout.types import Adapter, Weights
 
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
@@ -19,10 +29,6 @@ from rollout.types import Adapter, Weights
 # once more: on the demo in bf16 the probe differs by 0.033 nats rms instead of 0.030, by 0.14 at most either way. With
 # keys and values in fp8 by 0.26 rms, 1.4 at most, on the demo in float32 (0.04 rms on the tokens that are sampled).
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1, "fp8": 5.0}
-# Standard deviation of that difference per token, on the safe side. A push is also refused when the generator answers
-# like the previous policy rather than like the new one, as soon as the two are SURE such deviations apart.
-NOISE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3, "fp8": 0.3}
-SURE = 10.0
 
 
 class DeliveryError(RuntimeError):
@@ -42,28 +48,25 @@ class Receipt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What learner or generator says of the N probe tokens: [N-1] nats under the newest policy, temperature 1; and the
-    seconds that it took."""
+    """What learner or generator says when it is asked about the newest policy.
+
+    logprobs: [N-1] nats of the N probe tokens, temperature 1. held: the tensors that it computes with; the learner says
+    those that a generator must. seconds: what it took.
+    """
 
     logprobs: npt.NDArray[np.float32]
+    held: Held
     seconds: float
-
-
-class Expected(NamedTuple):
-    """The learner's answers: of the new policy, and of the one before it (None at first)."""
-
-    new: Answer
-    previous: Answer | None
 
 
 @dataclass(frozen=True)
 class Push:
-    """An adapter (weights with learner.push merged or learner.mode full) on its way. `expected`: what the learner says
-    of the N tokens probe_ids, which it works out while the policy travels."""
+    """An adapter (weights with learner.push merged or learner.mode full) on its way. `expected`: the learner's answer
+    to the N tokens probe_ids, which it works out while the policy travels."""
 
     adapter: Adapter | Weights
     probe_ids: tuple[int, ...]
-    expected: asyncio.Future[Expected]
+    expected: asyncio.Future[Answer]
     dtype: str
 
     @cached_property
@@ -79,31 +82,54 @@ class Push:
                 f"{self.adapter.digest[:12]}: the transport corrupts adapters"
             )
 
-    async def verify(self, worker: str, answer: npt.NDArray[np.float32]) -> float:
-        """max |difference| on the probe; DeliveryError names worker, version and difference."""
-        version, expected = self.adapter.version, await asyncio.shield(self.expected)
-        difference = float(np.abs(answer - expected.new.logprobs).max())
+    async def verify(self, worker: str, answer: Answer, evidence: Evidence) -> None:
+        """DeliveryError names worker, version, and what differs. `evidence` is the worker's, and grows by this."""
+        expected = await asyncio.shield(self.expected)
+        self.check_held(worker, answer.held, expected.held)
+        self.check_logprobs(worker, answer.logprobs, expected.logprobs)
+        self.check_movement(worker, answer.logprobs, expected.logprobs, evidence)
+
+    def check_held(self, worker: str, found: Held, expected: Held) -> None:
+        """DeliveryError unless the engine computes with the very tensors that were sent, and with no others.
+
+        What it cannot read back (Held.unread) is left to the logprobs.
+        """
+        names = {base_name(name) for name in expected.tensors}
+        there = {base_name(name) for name in found.tensors}
+        wrong = {base_name(name) for name, digest in found.tensors.items() if expected.tensors.get(name) != digest}
+        differing = sorted(wrong | (names - there - set(found.unread)))
+        if differing:
+            raise DeliveryError(
+                f"{worker}: acknowledged v{self.adapter.version}, but its engine computes with other tensors than were "
+                f"sent: {len(differing)} of {len(names)} differ, first {differing[0]}. The run stops, since it would "
+                "learn from another policy's samples; start it again from its last checkpoint, and report this line "
+                "with the versions of vllm and torch if it comes back"
+            )
+
+    def check_logprobs(self, worker: str, found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
+        """DeliveryError if one differs by more than the compute type explains."""
+        difference = float(np.abs(found - expected).max())
         if not difference <= TOLERANCE[self.dtype]:
             raise DeliveryError(
-                f"{worker}: adapter v{version} is not what it generates with: max |logprob difference| on the probe is "
-                f"{difference:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). The run stops, since it "
-                "would learn from another policy's samples"
+                f"{worker}: adapter v{self.adapter.version} is not what it generates with: max |logprob difference| on "
+                f"the probe is {difference:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). The run "
+                "stops, since it would learn from another policy's samples"
             )
-        arrived = self._share_arrived(answer, expected)
-        if arrived is not None and arrived < 0.5:
-            raise DeliveryError(
-                f"{worker}: generates with adapter v{version - 1}, though it acknowledged v{version}: on the probe, "
-                f"{arrived:.0%} of the step between them has arrived (largest difference {difference:.3g} nats)"
-            )
-        return difference
 
-    def _share_arrived(self, answer: npt.NDArray[np.float32], expected: Expected) -> float | None:
-        """0 if the answer is the previous policy's, 1 if it is the new one's: the answer projected on the step between
-        the two, over all probe tokens. None while noise of the compute type could decide it."""
-        if expected.previous is None:
-            return None
-        step = (expected.new.logprobs - expected.previous.logprobs).astype(np.float64)
-        length = float(np.linalg.norm(step))
-        if length < SURE * NOISE[self.dtype]:
-            return None
-        return float((answer - expected.previous.logprobs) @ step) / length**2
+    def check_movement(
+        self,
+        worker: str,
+        found: npt.NDArray[np.float32],
+        expected: npt.NDArray[np.float32],
+        evidence: Evidence,
+    ) -> None:
+        """DeliveryError if over the versions the answers do not go where the learner's go."""
+        version = self.adapter.version
+        stuck = evidence.add(version, self.probe_ids, found, expected)
+        if stuck is not None:
+            raise DeliveryError(
+                f"{worker}: acknowledged v{version}, but generates as under v{stuck.since}: since then the learner's "
+                f"logprobs of the probe went {stuck.way:.2g} nats (rms), its own went {stuck.share:.0%} of that way. "
+                "The run stops, since it would learn from another policy's samples; start it again from its last "
+                "checkpoint, and report this line with the versions of vllm and torch if it comes back"
+            )

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.held import Held
 from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -144,6 +145,13 @@ class Engine(Protocol):
         """[len - 1] float32, nats: logprob of token i+1 given tokens <= i, newest adapter, temperature 1.
 
         Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def held(self) -> Held:
+        """The newest policy as it lies in the tensors that are computed with; nothing that was said of it on its way.
+
+        Raises NoAdapter, EngineAsleep, EngineDied, EngineClosed.
         """
         ...
 

@@ -10,12 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine import EngineAsleep, EngineClosed, NoAdapter
+from rollout.held import Held
 from rollout.types import Adapter, Completion, EngineError, Sampling, Weights, digest_of
 
 
 def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:
     """[vocab_size] logits of the token after `token` under policy version `policy`; the whole fake model."""
     return np.random.default_rng((policy, token)).standard_normal(vocab_size)
+
+
+def held_by_fake(policy: int) -> Held:
+    """What a fake engine under that policy holds, in place of tensors."""
+    return Held({"policy": digest_of(b"%d" % policy)})
 
 
 class FakeEngine:
@@ -87,6 +93,10 @@ class FakeEngine:
         if len(token_ids) < 2:
             raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
         return np.array([self._logprobs(a, self._policy, 1.0, 1.0)[b] for a, b in pairwise(token_ids)], np.float32)
+
+    async def held(self) -> Held:
+        self._newest()
+        return held_by_fake(self._policy)
 
     async def sleep(self) -> None:
         self._require_open()

@@ -1,7 +1,7 @@
 """PolicyFeed: supplies one worker with policies, each delivered, then proven.
 
     follow   waits for a newer policy in Latest -> delivers it, acknowledged by the digest of what was loaded -> proves
-             by a probe that the worker generates with it
+             that the worker generates with it: by its engine's tensors and by a probe
 
 The probe is one request more among those of the lanes, so nobody waits for it; but no group enters the Buffer before
 the policy that it was sampled from is proven (proof_of), hence nothing is learned from another.
@@ -15,6 +15,7 @@ from cluster.actor import ActorDied
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.delivery import Answer, Push, Receipt
+from rollout.evidence import Evidence
 from rollout.supervised_worker import SupervisedWorker
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class PolicyFeed:
         self.worker, self.latest, self.timeline = worker, latest, timeline
         self.receipt: Receipt | None = None  # of the newest policy that was delivered
         self.answer: Answer | None = None  # to the newest probe
+        self.evidence = Evidence()
         self._held = self._proven = -1  # versions of policies
         self._proof = asyncio.Condition()
         worker.rearm = self._bring_newest
@@ -67,14 +69,14 @@ class PolicyFeed:
         await self.latest.acknowledge(name, version)
 
     async def prove(self, push: Push) -> None:
-        """Asks the worker what the policy it generates with says of the probe tokens; DeliveryError if not the same as
-        the learner's."""
+        """Asks the worker which tensors it computes with and what they say of the probe; DeliveryError if that is not
+        the policy that was sent."""
         name, version = self.worker.name, push.adapter.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
             answer: Answer = self.present(
                 await self.worker.actor.call("probe", push.probe_ids, deadline_s=self.worker.deadlines.push)
             )
-            await push.verify(name, answer.logprobs)
+            await push.verify(name, answer, self.evidence)
         self.answer = answer
         async with self._proof:
             self._proven = version

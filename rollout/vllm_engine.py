@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rollout.engine import EngineSettings
 from rollout.engine_env import check_env
+from rollout.held import Held
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.vllm_calls import (
     check_can_continue,
@@ -23,7 +24,7 @@ from rollout.vllm_calls import (
     read_continued,
     read_probe,
 )
-from rollout.vllm_thread import EngineThread, Load, Request, Rest
+from rollout.vllm_thread import EngineThread, Load, Read, Request, Rest
 
 
 class VllmEngine:
@@ -73,6 +74,11 @@ class VllmEngine:
         request = Request(f"r{next(self._ids)}", prompt, probe_params(), read_probe)
         logprobs: NDArray[np.float32] = await self._thread.call(request)
         return logprobs
+
+    async def held(self) -> Held:
+        """See Engine.held. It waits for the current step and for nothing else."""
+        held: Held = await self._thread.call(Read())
+        return held
 
     async def load_adapter(self, adapter: Adapter) -> str:
         """See Engine.load_adapter. With in_flight "finish" it waits, and lets later calls wait behind it, while every

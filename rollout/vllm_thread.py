@@ -21,6 +21,7 @@ from rollout.adapter_window import AdapterWindow, Resident
 from rollout.engine import AdapterRefused, EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.types import EngineError
 from rollout.vllm_calls import abort, build_engine, lora_request
+from rollout.vllm_held import held_by
 from rollout.vllm_load import load_adapter, load_weights, replace_adapter
 from rollout.vllm_sleep import sleep, wake
 
@@ -59,7 +60,14 @@ class Rest:
     answer: Future[Any] = field(default_factory=Future)
 
 
-Command = Request | Load | Rest
+@dataclass(slots=True)
+class Read:
+    """held()."""
+
+    answer: Future[Any] = field(default_factory=Future)
+
+
+Command = Request | Load | Read | Rest
 
 
 class EngineThread:
@@ -178,6 +186,8 @@ class EngineThread:
                 return self._load(command)
             if isinstance(command, Rest):
                 self._rest(command)
+            elif isinstance(command, Read):
+                self._read(command)
             elif not command.answer.cancelled():
                 self._add(command)
         except (EngineError, ValueError) as error:  # this call's fault; anything else ends the engine
@@ -185,10 +195,7 @@ class EngineThread:
         return True
 
     def _add(self, request: Request) -> None:
-        self._require_awake()
-        adapter = self.window.newest
-        if adapter is None:
-            raise NoAdapter("no adapter is loaded; await load_adapter first")
+        adapter = self._newest()
         self._engine.add_request(
             request.id,
             # The salt keeps versions apart in the prefix cache; with adapters their names do that as well.
@@ -234,6 +241,17 @@ class EngineThread:
         if continues:
             self._engine.set_weight_version(str(staged.version))  # labels every token from the next step on
         return True
+
+    def _newest(self) -> Resident:
+        self._require_awake()
+        newest = self.window.newest
+        if newest is None:
+            raise NoAdapter("no adapter is loaded; await load_adapter first")
+        return newest
+
+    def _read(self, command: Read) -> None:
+        held = held_by(self._engine, self._newest(), adapters=self._settings.max_lora_rank > 0)
+        _settle(command.answer, held)
 
     def _rest(self, command: Rest) -> None:
         if command.asleep and not self._asleep:

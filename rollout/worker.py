@@ -144,14 +144,14 @@ class RolloutWorker:
         return Receipt(digest, time.perf_counter() - start, peak_memory())
 
     async def probe(self, token_ids: Sequence[int]) -> Answer | None:
-        """What the newest policy says of token_ids [N]; None from a process that has no policy yet."""
+        """What the newest policy says of token_ids [N], and the tensors in use; None from a process without one."""
         start = time.perf_counter()
         try:
             with self._engine_alive():
-                logprobs = await self.engine.probe(token_ids)
+                logprobs, held = await self.engine.probe(token_ids), await self.engine.held()
         except NoAdapter:
             return None
-        return Answer(logprobs, time.perf_counter() - start)
+        return Answer(logprobs, held, time.perf_counter() - start)
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout.delivery import Answer, Expected
+from rollout.delivery import Answer
+from rollout.held import Held
 
 
 def said(logprobs: Sequence[float]) -> Answer:
-    return Answer(np.array(logprobs, np.float32), 0.0)
+    return Answer(np.array(logprobs, np.float32), Held({"lora_A": "a", "lora_B": "b"}), 0.0)
 
 
-def expect(new: Answer, previous: Answer | None = None) -> asyncio.Future[Expected]:
+def expect(answer: Answer) -> asyncio.Future[Answer]:
     """Already worked out."""
-    expected: asyncio.Future[Expected] = asyncio.get_running_loop().create_future()
-    expected.set_result(Expected(new, previous))
+    expected: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    expected.set_result(answer)
     return expected

@@ -21,7 +21,7 @@ from learner.house import make_trainer, sampling_of, worker_spec
 from learner.memory_plan import settle
 from rollout.chat import Chat
 from rollout.cursor import Cursor
-from rollout.delivery import Answer, DeliveryError, Push
+from rollout.delivery import DeliveryError, Push
 from rollout.engine import Engine, EngineSettings
 from rollout.engine_env import required_env
 from rollout.problems import load
@@ -35,7 +35,7 @@ REWARD = "def spread(prompts, completions, **columns):\n    return [float(i) for
 
 
 class Forgetful:
-    """A real engine that acknowledges version 2 and goes on with version 1."""
+    """A real engine that acknowledges version 2, its bytes included, and goes on with version 1."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._engine = vllm_engine(settings)
@@ -89,11 +89,9 @@ async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
     await session.close()
 
 
-async def push_of(learner: Actor, ids: Sequence[int], before: Push | None) -> Push:
+async def push_of(learner: Actor, ids: Sequence[int]) -> Push:
     adapter, _ = await learner.call("policy", deadline_s=30)
-    answer = Answer(*await learner.call("probe", list(ids), deadline_s=30))
-    expected = expect(answer, before and before.expected.result().new)
-    return Push(adapter, tuple(ids), expected, "float32")
+    return Push(adapter, tuple(ids), expect(await learner.call("probe", list(ids), deadline_s=30)), "float32")
 
 
 async def deliver(producer: Producer, push: Push) -> None:
@@ -112,14 +110,14 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
     producer = Producer(generator, pipes, sampling_of(config), DeadlineConfig())
     ids = problems.at(0).prompt_ids
 
-    pushes = [await push_of(learner, ids, None)]
+    pushes = [await push_of(learner, ids)]
     await deliver(producer, pushes[0])
     for version in (1, 2):
         requests = [producer.request(problems.at(i), sampling_of(config)(i, 0), 0) for i in range(2)]
         groups = [group for group in await asyncio.gather(*requests) if group is not None]
         metrics = await learner.call("step", groups, deadline_s=60)
         assert metrics["policy/mismatch_max"] < 1e-3
-        pushes.append(await push_of(learner, ids, pushes[-1]))
+        pushes.append(await push_of(learner, ids))
         if version == 1:
             payload = bytes(pushes[1].adapter.payload)
             corrupt = dataclasses.replace(pushes[1].adapter, payload=payload[:-4] + b"\1\1\1\1")
@@ -128,9 +126,14 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
             ):
                 await producer.feed.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
             await deliver(producer, pushes[1])
-    new, previous = pushes[2].expected.result()
-    assert previous is not None
-    moved = abs(new.logprobs - previous.logprobs).max()
-    assert 1e-4 < moved < 1e-3  # one small step: the tolerance alone would let it pass
-    with pytest.raises(DeliveryError, match=r"generator-0: generates with adapter v1, though it acknowledged v2.*nats"):
+    new, old = (push.expected.result().logprobs for push in pushes[:0:-1])
+    assert 1e-4 < abs(new - old).max() < 1e-3  # one small step: the tolerance alone would let it pass
+    with pytest.raises(
+        DeliveryError, match=r"generator-0: acknowledged v2, but .* \d+ of \d+ differ, first .*layers\.0"
+    ):
         await deliver(producer, pushes[2])
+    # An engine that lies of its tensors too gives itself away by what it says of the probe.
+    answer = await generator.call("probe", ids, deadline_s=30)
+    lie = answer._replace(held=pushes[2].expected.result().held)
+    with pytest.raises(DeliveryError, match=r"generator-0: acknowledged v2, but generates as under v1: .* nats"):
+        await pushes[2].verify("generator-0", lie, producer.feed.evidence)

@@ -71,7 +71,7 @@ class Worker:
         return Receipt(await self.engine.load_adapter(adapter), 2.0, 1.0)
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
-        return Answer(await self.engine.probe(token_ids), 3.0)
+        return Answer(await self.engine.probe(token_ids), await self.engine.held(), 3.0)
 
 
 class Trainer:
@@ -96,11 +96,11 @@ class Trainer:
     async def policy(self) -> tuple[Adapter, float]:
         return Adapter.build(self.version, b"weights %d" % self.version, {}), 4.0
 
-    async def probe(self, token_ids: list[int]) -> tuple[Any, float]:
+    async def probe(self, token_ids: list[int]) -> Answer:
         adapter, _ = await self.policy()
         engine = FakeEngine(VOCAB)
         await engine.load_adapter(adapter)
-        return await engine.probe(token_ids), 5.0
+        return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
 
     async def release_cache(self) -> None:
         assert self.holds_the_card()

@@ -167,8 +167,31 @@ async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -
         await finish(build(tmp_path, configure(), 6, workers=workers))
     error = first(caught.value)
     assert isinstance(error, DeliveryError)
-    assert str(error).startswith("generator-1: adapter v3 is not what it generates with")
+    assert str(error).startswith("generator-1: acknowledged v3, but its engine computes with other tensors")
     assert len(consumed(tmp_path)) == 3  # nothing was learned after that
+
+
+async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that takes its time to end would write to a trace that is closed by then."""
+    workers = [Local("generator-0", Worker, [0.0, None]), Local("generator-1", Worker, [0.0, 1])]
+    loop = build(tmp_path, configure(), 6, workers=workers)
+    take, ended = loop.pipes.buffer.take, list[bool]()
+
+    async def slow_to_end(*how: Any) -> Any:
+        if loop.step == 0:
+            return await take(*how)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    monkeypatch.setattr(loop.pipes.buffer, "take", slow_to_end)
+    with pytest.raises(BaseExceptionGroup):
+        await finish(loop)
+    assert ended == [True]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 class Stuck(Local):

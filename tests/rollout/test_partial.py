@@ -112,7 +112,7 @@ class Worker:
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         await self.proving.wait()
-        return Answer(await self.engine.probe(token_ids), 0.0)
+        return Answer(await self.engine.probe(token_ids), await self.engine.held(), 0.0)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
         self.asked.append(begun)
@@ -152,7 +152,7 @@ class Team:
         self.version += 1
         teller = FakeEngine(VOCAB)
         await teller.load_adapter(adapter(self.version))
-        told = expect(Answer(await teller.probe((1, 2)), 0.0))
+        told = expect(Answer(await teller.probe((1, 2)), await teller.held(), 0.0))
         await self.pipes.latest.publish(self.version, Push(adapter(self.version), (1, 2), told, "float32"))
         await settle()
 
