@@ -108,7 +108,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
     timeline = Timeline(tmp_path / "timeline.json")
     pipes = Pipes(problems, Cursor(), Buffer(2, 0, 10**6, lambda group: None), Latest(), timeline)
     producer = Producer(generator, pipes, sampling_of(config), DeadlineConfig())
-    ids = problems.at(0).prompt_ids
+    ids = (problems.at(0).prompt_ids * 4)[:48]  # for the evidence of a few is none
 
     pushes = [await push_of(learner, ids)]
     await deliver(producer, pushes[0])

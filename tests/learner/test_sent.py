@@ -1,0 +1,47 @@
+"""What the learner says a generator must hold is what is in the payload, as an engine computes with it."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load
+
+from learner.learner_config import LoraConfig
+from rollout.held import COLUMNS, base_name, columns_name, columns_of, digest_of_tensor
+from tests.learner.trainers import make_trainer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("learner", [{}, {"push": "merged"}, {"mode": "full"}])
+async def test_it_is_what_the_payload_holds(
+    tiny_path: str, groups: list[pa.Table], dtype: str, learner: dict[str, str]
+) -> None:
+    # A factor of 11 / 8, which is rounded in 16 bits.
+    trainer = make_trainer(tiny_path, dtype=dtype, lora=LoraConfig(rank=8, alpha=11), **learner)
+    await trainer.step(groups)
+    update, held = (await trainer.policy())[0], (await trainer.probe([1, 2, 3])).held
+    sent = load(bytes(update.payload))
+    assert {base_name(name) for name in held.tensors} == sent.keys()
+    assert held.unread == ()
+    for name, tensor in sent.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        in_use = tensor * (11 / 8) if ".lora_B." in name else tensor
+        assert held.tensors[name] == digest_of_tensor(in_use)
+        if not learner or tensor.dim() < 2:
+            assert columns_name(name) not in held.tensors
+        else:
+            chosen = columns_of(1, tensor.shape[1])
+            assert len(chosen) == min(COLUMNS, tensor.shape[1])
+            assert held.tensors[columns_name(name)] == digest_of_tensor(tensor[:, chosen] + 0.0)
+    await trainer.step(groups)
+    later = (await trainer.probe([1, 2, 3])).held
+    assert sum(later.tensors[name] != digest for name, digest in held.tensors.items()) > len(sent) / 2
+
+
+def test_a_digest_is_of_type_shape_and_every_bit() -> None:
+    values = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    others = [values.reshape(2, 2), values.bfloat16(), torch.tensor([-0.0, 1.0, 2.0, 3.0]), values[[0, 2, 1, 3]]]
+    assert len({digest_of_tensor(tensor) for tensor in [values, *others]}) == 5
+    turned = torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])
+    assert digest_of_tensor(torch.arange(6.0).reshape(2, 3).T) == digest_of_tensor(turned)
