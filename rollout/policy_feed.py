@@ -8,6 +8,7 @@ the policy that it was sampled from is proven (proof_of), hence nothing is learn
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from cluster.telemetry import Timeline
 from rollout.delivery import Answer, Push, Receipt
 from rollout.evidence import Evidence
 from rollout.supervised_worker import SupervisedWorker
+
+log = logging.getLogger("rollout")
 
 T = TypeVar("T")
 
@@ -77,6 +80,13 @@ class PolicyFeed:
                 await self.worker.actor.call("probe", push.probe_ids, deadline_s=self.worker.deadlines.push)
             )
             await push.verify(name, answer, self.evidence)
+        if answer.held.unread and self.answer is None:
+            log.warning(
+                "%s: %d tensors cannot be read back from its engine, first %s: only logprobs prove that they arrive",
+                name,
+                len(answer.held.unread),
+                answer.held.unread[0],
+            )
         self.answer = answer
         async with self._proof:
             self._proven = version

@@ -24,7 +24,8 @@ from rollout.vllm_calls import (
     read_continued,
     read_probe,
 )
-from rollout.vllm_thread import EngineThread, Load, Read, Request, Rest
+from rollout.vllm_commands import Load, Read, Request, Rest
+from rollout.vllm_thread import EngineThread
 
 
 class VllmEngine:

@@ -10,24 +10,34 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.adapter_window import AdapterWindow
+from rollout.held import Held
 from rollout.vllm_calls import lora_request
+from rollout.vllm_held import held_by
 
 
-def sleep(engine: Any) -> None:
-    """Frees the device memory; nothing may be running, since vLLM would drop it without an answer."""
+def sleep(engine: Any, window: AdapterWindow, adapters: bool) -> Held | None:
+    """Frees the device memory; nothing may be running, since vLLM would drop it without an answer.
+
+    Returns the newest adapter as it lay in its slot, for wake; None for whole weights (gigabytes, and the next policy
+    that is delivered is read back anyhow) or before the first policy.
+    """
+    newest = window.newest
+    held = held_by(engine, newest, adapters) if adapters and newest else None
     engine.sleep(level=1)
+    return held
 
 
-def wake(engine: Any, window: AdapterWindow, adapters: bool) -> None:
-    """Device memory back, an empty prefix cache, and the newest adapter loaded again (adapters: there are some).
+def wake(engine: Any, window: AdapterWindow, before: Held | None) -> None:
+    """Device memory back, an empty prefix cache, and the newest adapter loaded again (before: what sleep returned).
 
-    Raises RuntimeError, which ends the engine, if vLLM keeps the blocks of a cache whose content is gone.
+    Raises RuntimeError, which ends the engine, if vLLM keeps the blocks of a cache whose content is gone, or if the
+    adapter is not what it was.
     """
     engine.wake_up()
     if not engine.reset_prefix_cache():
         raise RuntimeError("wake: vLLM kept the prefix cache, whose content was lost in sleep")
     newest = window.newest
-    if not adapters or newest is None:
+    if before is None or newest is None:
         return
     # Slots that came back wrong from a level-1 sleep are on record (vllm issue 53888), hence none is trusted.
     for resident in window.residents:
@@ -35,3 +45,5 @@ def wake(engine: Any, window: AdapterWindow, adapters: bool) -> None:
         if resident is not newest:
             window.drop(resident)
     engine.add_lora(lora_request(newest))
+    if held_by(engine, newest, adapters=True) != before:
+        raise RuntimeError(f"wake: the tensors of adapter v{newest.version} are not those that went to sleep")

@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.adapter_window import AdapterWindow, Resident
 from rollout.engine import AdapterRefused, EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
+from rollout.held import Held
 from rollout.types import EngineError
 from rollout.vllm_calls import abort, build_engine, lora_request
+from rollout.vllm_commands import Command, Load, Read, Request, Rest
 from rollout.vllm_held import held_by
 from rollout.vllm_load import load_adapter, load_weights, replace_adapter
 from rollout.vllm_sleep import sleep, wake
@@ -28,46 +29,6 @@ from rollout.vllm_sleep import sleep, wake
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 60.0
-
-
-@dataclass(slots=True)
-class Request:
-    """generate or probe. read turns vLLM's output and the version that it began with into the answer."""
-
-    id: str
-    prompt_ids: list[int]
-    params: Any
-    read: Callable[[Any, int], Any]
-    answer: Future[Any] = field(default_factory=Future)
-    stopped: bool = False  # the answer is what there is by now
-    adapter: Resident | None = None
-
-
-@dataclass(slots=True)
-class Load:
-    """A new policy."""
-
-    staged: Resident
-    payload: bytes | memoryview | None = None  # of whole weights; an adapter lies in its folder
-    answer: Future[Any] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class Rest:
-    """sleep(), or with asleep=False wake()."""
-
-    asleep: bool
-    answer: Future[Any] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class Read:
-    """held()."""
-
-    answer: Future[Any] = field(default_factory=Future)
-
-
-Command = Request | Load | Read | Rest
 
 
 class EngineThread:
@@ -89,6 +50,7 @@ class EngineThread:
         self._backlog: deque[Command] = deque()
         self._running: dict[str, Request] = {}
         self._asleep = False
+        self._slept: Held | None = None  # the newest adapter, when it went to sleep
         self._lock = threading.Lock()  # a call is either seen by the thread or refused, never lost in between
         self._end: Callable[[], EngineError] | None = None
         self._closing = False
@@ -261,9 +223,9 @@ class EngineThread:
                 )
             if self._running:
                 raise EngineError(f"sleep: nothing may be running, got {len(self._running)} calls; await them first")
-            sleep(self._engine)
+            self._slept = sleep(self._engine, self.window, adapters=self._settings.max_lora_rank > 0)
         elif self._asleep and not command.asleep:
-            wake(self._engine, self.window, adapters=self._settings.max_lora_rank > 0)
+            wake(self._engine, self.window, self._slept)
         self._asleep = command.asleep
         _settle(command.answer, None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.engine import EngineAsleep
+from rollout.engine import EngineAsleep, EngineDied
 from rollout.types import EngineError, Sampling
 from tests.rollout.house import PROMPT, House, run, settings
 from tests.tiny import make_tiny_model
@@ -57,6 +57,13 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
         for completion in after:
             house.check(completion, PROMPT, 1)
         await engine.load_adapter(late)
+        await engine.sleep()
+        # Layers that take nothing: the newest is loaded into another slot than it had, which holds an older one.
+        (worker,) = thread._engine.collective_rpc(lambda worker: worker)
+        for layer in worker.model_runner.lora_manager._adapter_manager.modules.values():
+            layer.set_lora = layer.reset_lora = lambda *_, **__: None
+        with pytest.raises(EngineDied, match="wake: the tensors of adapter v2 are not those that went to sleep"):
+            await engine.wake()
 
     try:
         run(story())
