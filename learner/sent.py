@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learner.logprob import token_logprobs
 from learner.model import Policy
+from learner.served_names import served_weights
 from rollout.delivery import Answer
 from rollout.held import Held, digests_of, forms_of
 
@@ -46,7 +47,9 @@ def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         sent = master.detach().to("cpu", policy.head.dtype, copy=True)
         module, _, matrix = name.removesuffix(".weight").rpartition(".")
         # In the engine's type, and rounded to it, as vLLM does it once on loading.
-        yield name, sent.mul_(scalings[module]) if matrix == "lora_B" else sent
+        if matrix == "lora_B":
+            sent.mul_(scalings[module])
+        yield from served_weights(policy.model_type, {name: sent}).items()
 
 
 def _weights(policy: Policy, merged: bool) -> Iterator[tuple[str, Tensor]]:

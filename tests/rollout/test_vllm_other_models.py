@@ -10,6 +10,7 @@ import torch
 
 from learner.exports import update_of
 from learner.logprob import token_logprobs
+from learner.sent import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm_engine import VllmEngine
 from tests.families import make_family
@@ -26,6 +27,7 @@ def test_sampler_and_learner_are_one_policy(name: str, tmp_path: Path) -> None:
     assert isinstance(update, Adapter)
     engine = VllmEngine(settings(tmp_path / "model"))
     assert run(engine.load_adapter(update)) == update.digest
+    assert run(engine.held()) == held_of(policy, 0, merged=False)
     for completion in run(engine.generate(PROMPT, Sampling(n=2, max_tokens=24, seed=0))):
         ids = torch.tensor(PROMPT + completion.token_ids.tolist())
         with torch.no_grad():

@@ -1,0 +1,47 @@
+"""What a feed says of a policy that it brought."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.actor import Local
+from cluster.config import DeadlineConfig
+from cluster.latest import Latest
+from cluster.telemetry import Timeline
+from rollout.delivery import Answer, DeliveryError, Push
+from rollout.held import Held
+from rollout.policy_feed import PolicyFeed
+from rollout.supervised_worker import SupervisedWorker
+from rollout.types import Adapter
+from tests.pushes import expect, said
+
+
+class Blind:
+    """A worker whose engine reads back one of two tensors."""
+
+    held = Held({"lora_A": "a"}, unread=("lora_B",))
+
+    async def probe(self, token_ids: tuple[int, ...]) -> Answer:
+        return said([-1.0])._replace(held=self.held)
+
+
+async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    worker = SupervisedWorker(Local("generator-0", Blind, []), DeadlineConfig())
+    feed = PolicyFeed(worker, Latest(), timeline)
+    for version in (3, 4):
+        await feed.prove(Push(Adapter.build(version, b"", {}), (1, 2), expect(said([-1.0])), "float32"))
+        await feed.proof_of(version)
+    sentence = (
+        "generator-0: 1 tensors cannot be read back from its engine, first lora_B: only logprobs prove that they arrive"
+    )
+    assert [record.getMessage() for record in caplog.records] == [sentence]
+    Blind.held = Held({"lora_A": "another"}, unread=("lora_B",))
+    with pytest.raises(DeliveryError, match="acknowledged v5, but .* 1 of 2 differ, first lora_A"):
+        await feed.prove(Push(Adapter.build(5, b"", {}), (1, 2), expect(said([-1.0])), "float32"))
+    assert feed._proven == 4
+    timeline.close()
