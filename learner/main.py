@@ -22,6 +22,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print config and placement, stop")
+    parser.add_argument(
+        "--assume-gpus", metavar="SIZE", help="with --dry-run: check as if cards of 80GiB, or 2x24GiB, were here"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of the file")
     args, more = parser.parse_known_args(argv)
     args.overrides += more  # --a.b=1 is taken like a.b=1
@@ -36,17 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.ConfigError as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         return 2
-    from learner import house, preflight, run_lock  # heavy imports wait until the configuration is known to be right
+    if args.assume_gpus is not None and not args.dry_run:
+        print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
+        return 2
+    # heavy imports wait until the configuration is known to be right
+    from learner import assumed_cards, house, preflight, run_lock
 
     try:
-        config = preflight.place_output(config)
         if args.dry_run:
-            print(preflight.report(preflight.prepare(config)))
+            cards = None if args.assume_gpus is None else assumed_cards.parse(args.assume_gpus)
+            print(preflight.report(preflight.rehearse(config, cards), cards))
             return 0
+        config = preflight.place_output(config)
         with run_lock.held(config.run_dir):
             return asyncio.run(house.live(preflight.prepare(config)))
     except preflight.PROBLEMS as error:  # some of them only a cluster that was joined can tell
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         return 2
     except (Exception, BaseExceptionGroup) as error:
         return _fail(failure.first_of(error))

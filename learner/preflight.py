@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.placement import PlacementError, local_node, place
+from cluster.plan import gib
 from cluster.ray_cluster import in_job
 from learner import checkpoint
 from learner.adapter_config import AdapterError, follow, read_adapter
+from learner.assumed_cards import Cards, planned_for
 from learner.config import RunConfig, roles
 from learner.evaluate import accuracy_judge
+from learner.findings import Findings, PreflightError
 from learner.fingerprints import Fingerprints, fingerprints_of
 from learner.learner_config import LoraConfig
 from learner.memory_plan import Budgets, MemoryPlanError, settle
@@ -19,23 +22,19 @@ from learner.reference_config import ReferenceConfigError, check_reference
 from learner.resume import ResumeError, check_allowed, check_same_run
 from learner.run_lock import RunFolderInUse
 from learner.settings import to_yaml
+from learner.trials import ENGINE, LEARNER, Trial
+from learner.weight_files import WeightsError, adapter_weights, model_weights
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rollout.architecture import ArchitectureError, check_architecture, check_length
-from rollout.chat import Chat, ChatError
+from rollout.chat import Chat, ChatError, Messages, Prompt
 from rollout.cursor import Cursor
 from rollout.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
-
-class PreflightError(ValueError):
-    """An input of the run is wrong."""
-
-
 PROBLEMS = (
     PreflightError, PlacementError, MemoryPlanError, ArchitectureError, RewardError, ChatError, ProblemsError,
-    checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError,
-    ReferenceConfigError,
+    checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError, WeightsError,
 )  # fmt: skip
 
 
@@ -58,38 +57,62 @@ class Prepared:
 
 def place_output(config: RunConfig) -> RunConfig:
     """The configuration with the output folder that it means, once that is known to be writable."""
-    if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
-        config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
-    there = next(path for path in [config.run_dir, *config.run_dir.parents] if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    try:
+        if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
+            config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
+        there = next(path for path in [config.run_dir, *config.run_dir.parents] if path.exists())
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (OSError, RuntimeError) as error:  # a name that is too long; a home folder of nobody
+        raise PreflightError(f"output_dir: {config.output_dir} is no folder ({error}); give another") from error
+    if not writable:
         raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
     return config
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Checks placement, checkpoints, model, memory, data and rewards, cheapest first."""
-    if config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
-        place(roles(config), [local_node(sum(role.cpus for role in roles(config)))])
-    resume_from, skipped = checkpoint.resolve(config.resume, config.run_dir / "checkpoints")
-    check_allowed(config)
-    if config.resume == "none" and any((config.run_dir / "checkpoints").glob("step-*")):
-        raise PreflightError(
-            f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
-        )
-    config, notes = _follow_adapter(_absolute(config))
-    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
-    chat.stops(config.rollout.stop)
-    _check_context(config, chat.context)
-    check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
-    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    check_length(chat.config, config.model.path, longest)
-    budgets = settle(config, chat.config)
-    problems, heldout = load(config.data, chat, config.rollout.max_prompt_length, config.seed)
+def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
+    """All checks of a start, and those which at a start the processes of generators and learner make themselves.
+
+    cards: to be assumed instead of those that are here. Raises PreflightError with one line per mistake.
+    """
+    found = Findings(PROBLEMS)
+    placed = found.of(place_output, config)
+    trials = [Trial(module, _absolute(config)) for module in (LEARNER, ENGINE)]
     try:
-        accuracy_judge(config.rewards, config.data.eval.judge)
-    except ValueError as error:
-        raise PreflightError(str(error)) from None
-    _check_rewards(config, problems.at(0))
+        prepared = found.of(prepare, config, cards) if placed is None else found.of(prepare, placed, cards)
+        for trial in trials:
+            found.of(trial.finish)
+    finally:
+        for trial in trials:
+            trial.close()
+    found.finish()
+    assert prepared is not None
+    return prepared
+
+
+def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
+    """Checks placement, checkpoints, model, memory, data and rewards; what is wrong with one hides no other.
+
+    Raises PreflightError with one line per mistake.
+    """
+    found = Findings(PROBLEMS)
+    found.of(_check_placement, config, cards)
+    resume_from, skipped = found.of(_checkpoint, config) or (None, [])
+    followed = found.of(_follow_adapter, _absolute(config))
+    config, notes = followed or (_absolute(config), ())
+    chat = found.of(_chat, config)
+    found.of(_check_weights, config, adapters=followed is not None)
+    budgets = None
+    if chat is not None and (planned := config if cards is None else found.of(planned_for, config, cards)):
+        budgets = found.of(settle, planned, chat.config)
+    longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
+    data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
+    found.of(_check_accuracy, config)
+    if chat is not None and data is not None:
+        found.of(_check_rewards, config, data[0].at(0))
+    found.finish()
+    assert data is not None
+    assert budgets is not None
+    problems, heldout = data
     fingerprints = fingerprints_of(config, problems.rows())
     changed = check_same_run(config, fingerprints, resume_from) if resume_from is not None else []
     return Prepared(
@@ -107,15 +130,16 @@ def prepare(config: RunConfig) -> Prepared:
     )
 
 
-def report(prepared: Prepared) -> str:
+def report(prepared: Prepared, cards: Cards | None) -> str:
     """What --dry-run prints."""
     config = prepared.config
+    assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, which nobody has seen"]
     lines = [to_yaml(config), f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
     lines += [f"resume       {prepared.resume_from or 'from the start'}"]
     lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
-    lines += [prepared.budgets.note, *prepared.notes]
+    lines += [*assumed, prepared.budgets.note, *prepared.notes]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
 
 
@@ -134,12 +158,74 @@ def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
 
 
+def _check_placement(config: RunConfig, cards: Cards | None) -> None:
+    cpus = sum(role.cpus for role in roles(config))
+    if cards is not None:
+        place(roles(config), [{"CPU": float(cpus), "GPU": float(cards.count)}])
+    elif config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
+        place(roles(config), [local_node(cpus)])
+
+
+def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and those that were passed over."""
+    try:
+        folder = config.run_dir / "checkpoints"
+    except RuntimeError:  # said by place_output
+        return None, []
+    check_allowed(config)
+    resume_from, skipped = checkpoint.resolve(config.resume, folder)
+    if config.resume == "none" and any(folder.glob("step-*")):
+        raise PreflightError(
+            f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
+        )
+    return resume_from, skipped
+
+
+def _chat(config: RunConfig) -> Chat:
+    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
+    chat.stops(config.rollout.stop)
+    _check_context(config, chat.context)
+    check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    check_length(chat.config, config.model.path, longest)
+    return chat
+
+
+def _check_weights(config: RunConfig, *, adapters: bool) -> None:
+    """Whether the files of base and adapters are whole. A hub model is looked for in the cache alone."""
+    found = Findings((WeightsError,))
+    found.of(model_weights, config.model.path)
+    if adapters and config.learner.mode == "lora":
+        for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
+            if folder is not None:
+                found.of(adapter_weights, folder, key)
+    found.finish()
+
+
+def _check_accuracy(config: RunConfig) -> None:
+    try:
+        accuracy_judge(config.rewards, config.data.eval.judge)
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
+
+
+class Untokenised:
+    """Stands for the model's chat where that cannot be loaded, so that the data is checked all the same."""
+
+    def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
+        """The text instead of token ids: of no length that counts, and different for different prompts."""
+        return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
+
+
 def _absolute(config: RunConfig) -> RunConfig:
     """Paths that exist here are made absolute, since the processes of the run have folders of their own."""
 
     def whole(text: str | None) -> str | None:
-        path = Path(text).expanduser() if text is not None else None
-        return str(path.absolute()) if path is not None and path.exists() else text
+        try:
+            path = Path(text).expanduser() if text is not None else None
+            return str(path.absolute()) if path is not None and path.exists() else text
+        except (OSError, RuntimeError):  # of what is no path: the check of that setting says so
+            return text
 
     model = config.model.model_copy(
         update={name: whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
@@ -162,8 +248,8 @@ def _check_context(config: RunConfig, context: int | None) -> None:
 
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:
-    """Each judge once, on a dummy completion of the first problem, in a worker process like those of the run."""
-    case = case_of(problem.messages, [""], [[0]], problem.columns)
+    """Each function once, on two dummy completions of the first problem, in a worker process like those of the run."""
+    case = case_of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
     try_rewards(config.rewards, **case, memory_bytes=config.rollout.reward_memory)
 
 

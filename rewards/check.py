@@ -1,4 +1,4 @@
-"""The trial: every judge is called once before any model loads, so that a broken one costs seconds and not a run."""
+"""The trial: every reward function is called before any model loads, so that a broken one costs seconds, not a run."""
 
 import asyncio
 import time
@@ -10,6 +10,12 @@ from rewards.base import RewardError
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 
+PATIENCE_S = 30.0  # for the first call of a late function
+FIRST_CALL = (
+    "Only its first call is late: what a function imports or loads within a call counts; move that to the top of its "
+    "file, whose loading is not charged."
+)
+
 
 def try_rewards(
     rewards: Sequence[RewardConfig],
@@ -19,15 +25,15 @@ def try_rewards(
     columns: Mapping[str, Sequence[Any]],
     memory_bytes: int = memory.DEFAULT,
 ) -> Scores:
-    """Loads each judge in a worker process and calls it on the first row. Not from inside an event loop.
+    """Loads each function in a worker process and calls it on these rows. Not from inside an event loop.
 
-    Raises RewardError with one line if a judge does not load, raises, dies, is late or returns the wrong shape.
-    A None or NaN is accepted: a judge may have no opinion on a dummy completion.
+    With two rows or more, a function that returns a list of length 1 for any group is seen. Raises RewardError, one
+    line for each function that does not load, raises, dies, is late or returns the wrong shape. A None or NaN is
+    accepted: a function may have no number for a dummy completion.
     """
     if not completions:
         raise ValueError("try_rewards: needs at least one completion, got none")
-    first = {name: values[:1] for name, values in columns.items()}
-    return asyncio.run(_try(rewards, prompts[:1], completions[:1], completion_ids[:1], first, memory_bytes))
+    return asyncio.run(_try(rewards, prompts, completions, completion_ids, columns, memory_bytes))
 
 
 async def _try(
@@ -39,10 +45,28 @@ async def _try(
     memory_bytes: int,
 ) -> Scores:
     begin = time.perf_counter()
+    group = (prompts, completions, completion_ids, columns)
     async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
-        verdicts = await pool.verdicts(prompts, completions, completion_ids, columns)
+        verdicts = await pool.verdicts(*group)
         ms = (time.perf_counter() - begin) * 1e3
+    wrong = []
     for i, verdict in enumerate(verdicts):
         if verdict.status in ("error", "timeout"):
-            raise RewardError(pool.sentence(i, verdict))
+            sentence = pool.sentence(i, verdict)
+            slow = verdict.status == "timeout" and await _slow_at_first(rewards[i], memory_bytes, *group)
+            wrong.append(f"{sentence} {FIRST_CALL}" if slow else sentence)
+    if wrong:
+        raise RewardError("\n".join(wrong))
     return pool.combine(verdicts, ms)
+
+
+async def _slow_at_first(reward: RewardConfig, memory_bytes: int, *group: Any) -> bool:
+    """Whether a late function answers in time once it has answered before: what it imports or loads within a call is
+    there then."""
+    patient = reward.model_copy(update={"timeout_s": max(PATIENCE_S, reward.timeout_s)})
+    async with RewardPool([patient], memory_bytes=memory_bytes) as pool:
+        first = await pool.verdicts(*group)
+        begin = time.perf_counter()
+        second = await pool.verdicts(*group)
+    late = time.perf_counter() - begin > reward.timeout_s
+    return all(verdict.status in ("ok", "nan") for verdict in [*first, *second]) and not late

@@ -24,12 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A configuration that is in order, in a working directory of its own."""
     monkeypatch.chdir(tmp_path)
-    Path("rewards.py").write_text(REWARD)
+    Path("my_rewards.py").write_text(REWARD)
     Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}", "answer": i}) + "\n" for i in range(30)))
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"path": "data.jsonl"},
-        "rewards": [{"use": "rewards.py:ok"}],
+        "rewards": [{"use": "my_rewards.py:ok"}],
         "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
     }
 
