@@ -82,14 +82,19 @@ def as_json(config: peft.PeftConfig) -> dict[str, Any]:
 
 
 def _fresh(lm: Any, lora: LoraConfig, seed: int) -> Any:
+    targets = lora_targets(lm, lora.targets)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=lora_targets(lm, lora.targets),
+        target_modules=targets,
         lora_dropout=0.0,
         bias="none",
         task_type=peft.TaskType.CAUSAL_LM,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return peft.get_peft_model(lm, settings, adapter_name=POLICY)
+        try:
+            return peft.get_peft_model(lm, settings, adapter_name=POLICY)
+        except ValueError as error:
+            first = str(error).partition(". ")[0].removeprefix("[PEFT:PeftType.LORA] ")
+            raise ValueError(f"learner.lora.targets: {first} (PEFT), got {', '.join(targets)}; name others") from None

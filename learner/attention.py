@@ -227,7 +227,9 @@ def _interface(packed: Any) -> Any:
         strange = sorted(name for name, x in others.items() if x is not None and name not in HARMLESS)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if strange or attention_mask is not None or dropout or not causal:
-            raise NotImplementedError(f"only plain causal attention is done here, got {strange}, {dropout=}, {causal=}")
+            raise NotImplementedError(
+                f"only plain causal attention is packed, got {', '.join(strange) or f'{dropout=}, {causal=}'}"
+            )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if packed_layout is None:
             return _plain(query, key, value, scale, sliding_window, softcap), None

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from learner.config import ModelConfig
 from learner.meta_base import without_weights
-from rollout.architecture import check_architecture
+from rollout.architecture import ArchitectureError, check_architecture
 
 
 def load_base(model: ModelConfig, device: torch.device, *, lora: bool) -> Any:
@@ -71,6 +71,11 @@ def to_eval(wrapped: Any) -> None:
 
 def head_of(lm: Any, path: str) -> Tensor:
     """[V, H] weight of the output embedding; ValueError if it has a bias or none can be found."""
+    if lm.base_model is lm:
+        raise ArchitectureError(
+            f"model.path: {path} (model_type {lm.config.model_type}) keeps its layers where base_model_prefix does not "
+            "say, so that its final states cannot be had without its logits; give another architecture (docs/models.md)"
+        )
     head = lm.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
         raise ValueError(f"model.path: {path} must end in a linear output embedding without bias, got {head}")

@@ -10,7 +10,10 @@ AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
 
 
 class LoraConfig(Frozen):
-    """LoRA (Hu et al. 2021): W + alpha/rank * B A on the target modules; lm_head and embeddings never."""
+    """LoRA (Hu et al. 2021): W + alpha/rank * B A on the target modules; lm_head and embeddings never.
+
+    With model.adapter, what is left out here is the adapter's.
+    """
 
     rank: Literal[8, 16, 32, 64, 128, 256] = 16  # the ranks that vLLM serves
     alpha: Positive = 32.0

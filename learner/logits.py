@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Names in transformers' configs, and the exponent of the scale that each stands for.
 SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
+MULTIPLIES = ("hyperclovax",)  # by what others call logits_scaling and divide by
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -38,5 +39,6 @@ def logits_of(config: Any) -> Logits:
     """By a transformers config of text. What its names do not tell, learner.model finds out by trying."""
     scale, caps = 1.0, [cap for name in CAPS if (cap := getattr(config, name, None))]
     for name, exponent in SCALES.items():
-        scale *= float(getattr(config, name, None) or 1.0) ** exponent
+        power = 1 if config.model_type in MULTIPLIES else exponent
+        scale *= float(getattr(config, name, None) or 1.0) ** power
     return Logits(scale, float(caps[0]) if caps else None)

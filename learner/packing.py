@@ -51,7 +51,7 @@ def enable(lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBat
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
-            reasons.append(f"{name}: {error!r}")
+            reasons.append(str(error) if isinstance(error, NotImplementedError) else f"{name}: {error!r}")
         if reasons[-1] == "":
             return True
     lm.set_attn_implementation(own)
@@ -64,7 +64,8 @@ def _by_config(config: Any) -> str:
     """What a trial of a few tokens cannot see: attention that changes with the distance. Empty if there is none."""
     strange = set(getattr(config, "layer_types", None) or []) - LAYER_TYPES
     chunk = getattr(config, "attention_chunk_size", None)
-    return f"layers of {sorted(strange)}, chunks of {chunk}" if strange or chunk else ""
+    reasons = [f"layers of {', '.join(sorted(strange))}"] if strange else []
+    return "; ".join([*reasons, f"attention in chunks of {chunk}"] if chunk else reasons)
 
 
 def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:

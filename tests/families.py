@@ -23,6 +23,13 @@ TINY: dict[str, Any] = {
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + i / 8 for i in range(16)],
+    "long_factor": [2.0 + i for i in range(16)],
+}
+
 # name -> (config class, class of the model, settings): small caps and scales far from 1, so that leaving one out shows
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
@@ -45,6 +52,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {"partial_rotary_factor": 0.5}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"original_max_position_embeddings": 512}),
+    "phi3_longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {"original_max_position_embeddings": 512, "max_position_embeddings": 2048, "rope_parameters": LONGROPE},
+    ),
 }
 
 

@@ -20,6 +20,7 @@ SMALL = Shape("small", "qwen2", 192, 512, 3, 6, 2, 32, 2000, tied=True, attentio
 WIDE = replace(SMALL, kind="llama", attention_bias=False, tied=False, vocab=20000, layers=2)
 NORMED = replace(SMALL, kind="qwen3", attention_bias=False, head_dim=64)
 GEMMA = replace(SMALL, kind="gemma3_text", attention_bias=False, head_dim=64)
+CAPPED = replace(SMALL, kind="gemma2", attention_bias=False, head_dim=64, softcap=30.0)
 
 CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any], list[tuple[int, list[int]]]]] = {
     "nothing twice": (SMALL, {}, {"checkpointing": "none"}, [(64, [200, 150, 100, 50])]),
@@ -32,6 +33,8 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any], list[tuple[int, li
     "bfloat16, nothing twice": (WIDE, {"dtype": "bfloat16"}, {"checkpointing": "none"}, [(64, [200] * 6)]),
     "two targets": (SMALL, {}, {"checkpointing": "full", "lora": {"targets": ["q_proj", "v_proj"]}}, [(9, [300] * 3)]),
     "reference": (GEMMA, {}, {"checkpointing": "full", "loss": {"beta": 0.1}}, [(64, [200] * 4)]),
+    "capped": (CAPPED, {}, {"checkpointing": "none"}, [(64, [200] * 4)]),
+    "capped, layers twice": (CAPPED, {}, {"checkpointing": "full"}, [(64, [200, 300] * 2)]),
     "great rank": (SMALL, {}, {"checkpointing": "none", "lora": {"rank": 64}}, [(64, [200] * 4)]),
 }  # fmt: skip
 

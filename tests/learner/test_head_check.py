@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    HyperCLOVAXConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -34,6 +35,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 4, 3]])
         (Gemma3TextConfig(**SMALL), PLAIN),
         (GraniteConfig(**SMALL, logits_scaling=4.0), Logits(scale=0.25)),
         (CohereConfig(**SMALL), Logits(scale=0.0625)),
+        (HyperCLOVAXConfig(**SMALL, logits_scaling=0.5), Logits(scale=0.5)),  # which others divide by
     ],
 )
 def test_logprobs_are_those_of_the_models_own_logits(tmp_path: Path, config: Any, logits: Logits) -> None:

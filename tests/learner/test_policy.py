@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, get_linear_schedule_with_warmup
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    get_linear_schedule_with_warmup,
+)
 
 from learner.config import ModelConfig
 from learner.learner_config import LoraConfig, ScheduleConfig
 from learner.logprob import token_logprobs
 from learner.model import Policy
 from learner.optimizer import rate_factor
+from rollout.architecture import ArchitectureError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -61,6 +69,18 @@ def test_llama_and_checkpointing(tmp_path: Path) -> None:
     assert len(policy.masters) == 2 * 7
     torch.autograd.backward(policy.hidden(torch.tensor([[1, 2, 3]])).sum())
     assert any(master.grad is not None and master.grad.abs().sum() > 0 for master in policy.masters.values())
+
+
+def test_layers_that_cannot_be_had_without_the_logits_are_a_sentence(tmp_path: Path) -> None:
+    config = Llama4TextConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=24)
+    with pytest.raises(ArchitectureError, match=r"model.path: .* \(model_type llama4_text\) keeps its layers where"):
+        make_policy(save_model(config, tmp_path))
+
+
+def test_targets_that_peft_refuses_are_named(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"learner.lora.targets: Module 'out_proj' is incompatible .*; name others"):
+        make_policy(save_model(config, tmp_path))
 
 
 def test_dropout_is_off_even_where_checkpointing_looks_like_training(tmp_path: Path) -> None:
