@@ -1,5 +1,6 @@
 """What users load is what the newest checkpoint holds, whenever the run was killed, and it is there at any moment."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -46,6 +47,27 @@ def test_a_whole_model_and_not_its_masters(tmp_path: Path) -> None:
     assert publish(commit(tmp_path, 1, files), tmp_path, whole_model=True) == tmp_path / "model"
     assert texts(tmp_path / "model") == {"config.json": "{}", "model.safetensors": "weights"}
     assert not (tmp_path / "adapter").exists()
+
+
+def test_content_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, events, fsync, replace = adapter(tmp_path, 1), [], os.fsync, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def recorded_replace(source: Path, target: Path) -> None:
+        events.append(f"rename to {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    publish(folder, tmp_path, whole_model=False)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    assert events[:-2] == [event for name in files for event in (f".partial-{name}", f"rename to {name}")]
+    assert events[-2:] == ["adapter", tmp_path.name]
 
 
 def test_who_looks_meanwhile_always_finds_a_whole_adapter(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ def test_processes_bytes_and_paths_of_equal_content_are_free(tmp_path: Path) -> 
     assert "data.eval (200, now 9)" in refusal(configure(data={"path": "d", "eval": {"size": 9}}), SAME, folder)
 
 
+def test_what_is_gone_is_a_difference_too(tmp_path: Path) -> None:
+    folder = saved(tmp_path, configure())
+    said = refusal(configure(rewards=[{"use": "rewards.py:ok"}]), Fingerprints(SAME.data, SAME.rewards, {}), folder)
+    assert "rewards.1.use (format, now none), rewards.1.weight (1.0, now none)" in said
+    assert "content of base (w.bin);" in said
+
+
 def test_values_of_arguments_are_not_printed(tmp_path: Path) -> None:
     folder = saved(tmp_path, configure(rewards=[{"use": "format", "args": {"key": "hunter2"}}]))
     said = refusal(configure(rewards=[{"use": "format", "args": {"key": "hunter3"}}]), SAME, folder)

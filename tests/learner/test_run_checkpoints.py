@@ -16,6 +16,27 @@ from learner.publishing import publish
 from tests.learner.loops import Trainer, build, configure, finish, first
 
 
+async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_needs(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 5)
+    trainer, saved = loop.trainer._object, []  # type: ignore[attr-defined]
+    save, trainer.save = trainer.save, lambda folder: saved.append(trainer.version) or save(folder)
+    loop.pipes.buffer.dropped_stale = 7
+    await finish(loop)
+    assert saved == [2, 4, 5]
+    folder = tmp_path / "checkpoints" / "step-000005"
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    trained = {"trainer/adapter_config.json", "trainer/adapter_model.safetensors"}
+    assert found == trained | {"config.json", "inputs.json", "manifest.json", "state.json"}
+    assert Fingerprints.from_json((folder / "inputs.json").read_text()) == Fingerprints({}, {}, {})
+
+    fresh = build(tmp_path, configure(), 9, resume_step=5)
+    assert await fresh.checkpoints.load(folder) == (5, loop.evaluations)
+    assert fresh.checkpoints.saved == 5
+    assert fresh.pipes.buffer.dropped_stale == 7
+    assert fresh.pipes.cursor.state() == loop.pipes.cursor.state()
+    assert fresh.trainer._object.version == 5  # type: ignore[attr-defined]
+
+
 class Killed(BaseException):
     """As SIGKILL: nothing after it runs."""
 

@@ -1,5 +1,6 @@
 """One writer per run folder: who comes second is told who is first, and a killed one leaves nothing in the way."""
 
+import fcntl
 import os
 import re
 import signal
@@ -69,6 +70,21 @@ def test_the_lock_of_another_writer_survives_the_end_of_one_whose_folder_was_rep
         folder.mkdir()
         (folder / run_lock.NAME).write_text(mine)
     assert (folder / run_lock.NAME).read_text() == mine
+
+
+def test_a_lock_on_a_file_that_its_owner_has_just_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, ended = fcntl.flock, [tmp_path / run_lock.NAME]
+
+    def late(descriptor: int, how: int) -> None:
+        if ended:
+            ended.pop().unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with run_lock.held(tmp_path), pytest.raises(run_lock.RunFolderInUse), run_lock.held(tmp_path):
+        pytest.fail("two writers")
 
 
 def test_lock_and_folder_come_and_go_under_many_hands_and_never_two_are_inside(tmp_path: Path) -> None:
