@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,25 @@ class Run:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
+    @contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """Within it, collects what this run's processes have in shared memory (not what is unlinked at once). Another
+        program's is none of ours: /dev/shm as a whole belongs to the machine."""
+        found: set[str] = set()
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.3):
+                found.update(*(_mapped(pid) for pid in self.processes()))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield found
+        finally:
+            over.set()
+            thread.join()
+
     def processes(self) -> dict[int, str]:
         """Living processes that descend from this run: pid -> command line."""
         found = {}
@@ -95,6 +116,14 @@ class Run:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # it ended while we looked
         return found
+
+
+def _mapped(pid: int) -> list[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line and "(deleted)" not in line]
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 120, process: Any = None) -> None:

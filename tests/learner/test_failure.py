@@ -97,11 +97,12 @@ async def test_what_a_failed_learner_holds_is_not_saved(
 class Stuck:
     """A learner whose step lasts, and gets on or not."""
 
-    def __init__(self, gets_on: bool, answers: bool = True) -> None:
+    def __init__(self, gets_on: bool, answers: bool = True, lasts_s: float = 0.5) -> None:
+        self.lasts_s = lasts_s
         self.gets_on, self.answers, self.beats = gets_on, answers, 0
 
     async def step(self) -> str:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(self.lasts_s)
         return "done"
 
     save = step
@@ -126,14 +127,15 @@ class Stuck:
 async def test_a_learner_that_hangs_is_told_from_one_that_takes_long(
     method: str, gets_on: bool, answers: bool, said: str | None
 ) -> None:
-    learner = WatchedLearner(Local("learner", Stuck, [gets_on, answers]), silence_s=0.15)
+    lasts_s = 0.5 if said is None else 600.0  # longer than any pause of a busy machine
+    learner = WatchedLearner(Local("learner", Stuck, [gets_on, answers, lasts_s]), silence_s=0.15)
     began = time.monotonic()
     if said is None:
         assert await learner.call(method, deadline_s=5) == "done"
         return
     with pytest.raises(LearnerLost, match=said):
-        await learner.call(method, deadline_s=5)
-    assert time.monotonic() - began < 0.45
+        await learner.call(method, deadline_s=900)
+    assert time.monotonic() - began < 60
     assert len(asyncio.all_tasks()) == 1  # nothing is left behind
 
 
