@@ -45,8 +45,8 @@ def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
     final.mkdir(exist_ok=True)
     for name, source in sorted(due.items()):
         _replace(folder / source, final / name)
-    fsync(final)
-    fsync(run_dir)
+    for changed in sorted({(final / name).parent for name in due} | {final, run_dir}, reverse=True):
+        fsync(changed)
     return final
 
 
