@@ -9,11 +9,13 @@ import atexit
 import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from cluster.actor import ClusterLost
+
+T = TypeVar("T")
 
 EVERY_S = 1.0
 NEEDED = ("gcs_server", "raylet")  # the others only serve the dashboard and the logs
@@ -50,6 +52,17 @@ class RayProcesses:
             await asyncio.sleep(EVERY_S)
             if text := self.lost():
                 raise ClusterLost(text)
+
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work returns or raises; or ClusterLost, and the work is cancelled."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return await (working if working.done() else watching)
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
 
     def end(self, pids: Iterable[int | None]) -> None:
         """Ends what is left of a cluster of which a part is lost, these processes of actors first.

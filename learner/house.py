@@ -23,8 +23,10 @@ from learner.memory_plan import Budgets, PlanFile
 from learner.preflight import Prepared
 from learner.progress import Progress
 from learner.publishing import publish
+from learner.restarts import Restarts
 from learner.run_checkpoints import RunCheckpoints
 from learner.settings import to_yaml
+from learner.watched_learner import WatchedLearner
 from rollout.cursor import Cursor
 from rollout.engine import EngineSettings
 from rollout.engine_env import required_env
@@ -62,25 +64,41 @@ async def live(prepared: Prepared) -> int:
             progress.note(note)
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
         session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
-        workers: list[Actor] = []
+        restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
-            workers, trainer = await _processes(prepared, session, progress.note)
-            loop = _wire(prepared, workers, trainer, progress)
-            _obey_signals(loop)
-            try:
-                await loop.run(prepared.resume_from)
-            finally:
-                loop.sinks.metrics.close()
-                loop.sinks.timeline.close()
+            while (loop := await _attempt(restarts, session, progress, stop)) is None:
+                await session.release()
         except BaseException:
             progress.note(_where_it_goes_on(config))
             raise
         finally:
-            # A generator that still can ends its judges and files itself; one that cannot is killed right after.
-            await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
             await session.close()
     progress.summary(loop.evaluations, config.run_dir, advice(loop.journal.idle, config))
     return 0
+
+
+async def _attempt(restarts: Restarts, session: Session, progress: Progress, stop: asyncio.Event) -> Loop | None:
+    """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
+    prepared, ray_processes = restarts.prepared, session.ray_processes
+    workers: list[Actor] = []
+    try:
+        workers, trainer = await ray_processes.beside(_processes(prepared, session, progress.note))
+        loop = _wire(prepared, workers, trainer, progress)
+        loop.stop = stop
+        _obey_signals(stop, progress.note)
+        try:
+            await loop.run(prepared.resume_from, ray_processes.watch())
+        except Exception as error:
+            if stop.is_set() or not restarts.after(error, loop.checkpoints.saved):
+                raise
+            return None
+        finally:
+            loop.sinks.metrics.close()
+            loop.sinks.timeline.close()
+        return loop
+    finally:
+        # A generator that still can ends its judges and files itself; one that cannot is killed right after.
+        await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
 
 
 def _publish(prepared: Prepared, progress: Progress) -> None:
@@ -114,15 +132,16 @@ async def _processes(prepared: Prepared, session: Session, note: Callable[[str],
     wanted = [settled, prepared.total_steps, prepared.budgets.learner_bytes]
     spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {})
     if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
-        trainer = spawn_trainer()
-        await asyncio.gather(*(_started(worker, start) for worker in workers), trainer.ready(start))
+        started = spawn_trainer()
+        await asyncio.gather(*(_started(worker, start) for worker in workers), started.ready(start))
     else:
         for worker in workers:
             await _started(worker, start)
             if prepared.budgets.alternating:
                 await worker.call("sleep", deadline_s=start)
-        trainer = spawn_trainer()
-        await trainer.ready(start)
+        started = spawn_trainer()
+        await started.ready(start)
+    trainer = WatchedLearner(started, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
         fits = await trainer.call("rehearse", longest, deadline_s=config.cluster.deadlines.step)
@@ -223,7 +242,7 @@ def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
     return sampling
 
 
-def _obey_signals(loop: Loop) -> None:
+def _obey_signals(stop: asyncio.Event, note: Callable[[str], None]) -> None:
     """First Ctrl-C or SIGTERM: finish the step, checkpoint, leave. Second: leave now. (Ray has set its own before.)
 
     Further ones are not heard: the clean-up must not be cut short.
@@ -232,9 +251,9 @@ def _obey_signals(loop: Loop) -> None:
     assert task is not None
 
     def on_signal() -> None:
-        if not loop.stop.is_set():
-            loop.stop.set()
-            loop.sinks.progress.note("stopping after this step, with a checkpoint; once more to stop at once")
+        if not stop.is_set():
+            stop.set()
+            note("stopping after this step, with a checkpoint; once more to stop at once")
         elif not task.cancelling():
             task.cancel()
 

@@ -53,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = preflight.place_output(config)
         with run_lock.held(config.run_dir):
             return asyncio.run(house.live(preflight.prepare(config)))
-    except preflight.PROBLEMS as error:  # some of them only a cluster that was joined can tell
-        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
-        return 2
-    except (Exception, BaseExceptionGroup) as error:
-        return _fail(failure.first_of(error))
+    except (Exception, BaseExceptionGroup) as several:
+        cause = failure.first_of(several)
+        if isinstance(cause, preflight.PROBLEMS):  # some of them only a cluster that was joined can tell
+            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
+            return 2
+        return _fail(cause)
 
 
 def _fail(error: BaseException) -> int:

@@ -60,10 +60,10 @@ class Run:
         self.folder = folder / "runs" / "run"
         self.marker = f"gleaner-test-{uuid.uuid4().hex}"
 
-    def start(self, *overrides: str) -> subprocess.Popen[str]:
-        """A new process of `python -m learner.main`."""
+    def start(self, *overrides: str, program: tuple[str, str] = ("-m", "learner.main")) -> subprocess.Popen[str]:
+        """A new process of `python -m learner.main`, or of another program with its arguments."""
         return subprocess.Popen(
-            [sys.executable, "-m", "learner.main", "--config", str(self.config), *overrides],
+            [sys.executable, *program, "--config", str(self.config), *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -13,7 +13,7 @@ SCRIPT = """
 import asyncio, os
 from cluster.placement import Role
 from cluster.ray_cluster import connect
-from tests.flow.sleeper import Sleeper
+from tests.flow.stand_ins import Sleeper
 
 async def main():
     session = connect("local", min_cpus=2)

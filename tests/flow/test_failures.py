@@ -1,0 +1,91 @@
+"""What a user sees when processes of a real run are lost: the last line, and how the run goes on."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollout import ledger
+from tests.flow.run import Run, wait_until
+from tests.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", family="Llama")
+
+
+def pid_of(run: Run, role: str) -> int:
+    (pid,) = [pid for pid, command in run.processes().items() if f"ray::{role}" in command]
+    return pid
+
+
+@pytest.mark.timeout(300)
+def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, model: Path) -> None:
+    """The third learner ends a run of as many steps, each of which stands there once."""
+    run = Run(tmp_path, model, steps=9, checkpoint={"every": 2}, cluster={"deadlines": {"heartbeat": 4}})
+    process = run.start("learner.restarts=2", "learner.learning_rate=1e-4")
+    for ends, after in ((signal.SIGKILL, 3), (signal.SIGSTOP, 5)):
+        wait_until(lambda after=after: len(run.metrics()) > after, f"step {after}", process=process)
+        os.kill(pid_of(run, "learner"), ends)
+        wait_until(lambda: _steps(run)[-1] <= 4, "the lines of steps that are taken again to go", process=process)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert re.search(
+        r"learner: process died during \w+: pid \d+: it was killed by a signal .*; restart 1 of 2, with fresh processes, "
+        r"from step 2\n",
+        output,
+    )
+    assert re.search(
+        r"learner: \w+ is without an answer, and so is its process, for \d s: it hangs .*; restart 2 of 2, with fresh "
+        r"processes, from step 4\n",
+        output,
+    )
+    assert _steps(run) == list(range(10))
+    rows = [ledger.read(path) for path in ledger.steps(run.folder / "rollouts")]
+    assert [position for step in rows for position in dict.fromkeys(step.column("position").to_pylist())] == [
+        *range(27)
+    ]
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+
+
+def _steps(run: Run) -> list[int]:
+    return [line["step"] for line in run.metrics()]
+
+
+WITH_STAND_INS = """
+import sys
+from learner import house, main
+from tests.flow import stand_ins
+house.RolloutWorker, house.make_trainer = stand_ins.{generator}, stand_ins.{learner}
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("generator", "learner", "code", "last"),
+    [
+        (
+            "Doomed", "Sleeper", 1,
+            r"error: generator-0: lost 4 times in a row without finishing a group; last: generator-0: process died "
+            r"during start: pid \d+: it was killed by a signal .*",
+        ),
+        (
+            "Sleeper", "refuse", 2,
+            r"error: learner: model.path: config sets logits_scaling=8.0, which the learner does not know",
+        ),
+    ],
+)  # fmt: skip
+def test_the_last_line_says_why_a_process_does_not_start(
+    tmp_path: Path, model: Path, generator: str, learner: str, code: int, last: str
+) -> None:
+    run = Run(tmp_path, model)
+    process = run.start(program=("-c", WITH_STAND_INS.format(generator=generator, learner=learner)))
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == code, output
+    assert re.fullmatch(last, output.splitlines()[-1]), output
+    assert not (run.folder / "checkpoints").exists()
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
