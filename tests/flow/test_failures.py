@@ -34,8 +34,8 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert re.search(
-        r"learner: process died during \w+: pid \d+: it was killed by a signal .*; restart 1 of 2, with fresh processes, "
-        r"from step 2\n",
+        r"learner: process died during \w+: pid \d+: it was killed by a signal .*; restart 1 of 2, with fresh "
+        r"processes, from step 2\n",
         output,
     )
     assert re.search(
@@ -62,23 +62,17 @@ from tests.flow import stand_ins
 house.RolloutWorker, house.make_trainer = stand_ins.{generator}, stand_ins.{learner}
 sys.exit(main.main(sys.argv[1:]))
 """
+DOOMED = (
+    r"error: generator-0: lost 4 times in a row without finishing a group; last: generator-0: process died during start: "
+    r"pid \d+: it was killed by a signal .*"
+)
+REFUSED = r"error: learner: model.path: config sets logits_scaling=8.0, which the learner does not know"
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("generator", "learner", "code", "last"),
-    [
-        (
-            "Doomed", "Sleeper", 1,
-            r"error: generator-0: lost 4 times in a row without finishing a group; last: generator-0: process died "
-            r"during start: pid \d+: it was killed by a signal .*",
-        ),
-        (
-            "Sleeper", "refuse", 2,
-            r"error: learner: model.path: config sets logits_scaling=8.0, which the learner does not know",
-        ),
-    ],
-)  # fmt: skip
+    ("generator", "learner", "code", "last"), [("Doomed", "Sleeper", 1, DOOMED), ("Sleeper", "refuse", 2, REFUSED)]
+)
 def test_the_last_line_says_why_a_process_does_not_start(
     tmp_path: Path, model: Path, generator: str, learner: str, code: int, last: str
 ) -> None:
