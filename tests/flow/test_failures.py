@@ -63,8 +63,8 @@ house.RolloutWorker, house.make_trainer = stand_ins.{generator}, stand_ins.{lear
 sys.exit(main.main(sys.argv[1:]))
 """
 DOOMED = (
-    r"error: generator-0: lost 4 times in a row without finishing a group; last: generator-0: process died during start: "
-    r"pid \d+: it was killed by a signal .*"
+    r"error: generator-0: lost 4 times in a row without finishing a group; last: generator-0: process died "
+    r"during start: pid \d+: it was killed by a signal .*"
 )
 REFUSED = r"error: learner: model.path: config sets logits_scaling=8.0, which the learner does not know"
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed
 from learner import checkpoint, failure
+from learner.preflight import Prepared
+from learner.restarts import Restarts
 from learner.watched_learner import LearnerError, LearnerLost, WatchedLearner
 from rollout.supervised_worker import GivenUp
 from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
@@ -159,3 +162,26 @@ def test_the_last_line_is_the_cause(error: Exception, line: str, code: int) -> N
     assert failure.first_of(ExceptionGroup("a", [error, ExceptionGroup("b", [lost])])) is lost
     text, exit_code = failure.tell(error)
     assert (text.splitlines()[-1], exit_code) == (f"error: {line}", code)
+
+
+def test_a_lost_learner_is_replaced_as_often_as_is_allowed_and_nothing_else_is(tmp_path: Path) -> None:
+    notes: list[str] = []
+    config = configure(learner={"groups_per_step": 3, "restarts": 3}, output_dir=str(tmp_path), name="r")
+    old, absent = tmp_path / "elsewhere" / "step-000020", cast(Any, None)
+    prepared = Prepared(config, absent, [], 40, old, 20, [], [], absent, absent)
+    restarts = Restarts(prepared, notes.append)
+    lost = ExceptionGroup("g", [LearnerLost("learner: step died\nmore")])
+    assert not restarts.after(LearnerError("learner: step failed"), 24)
+    assert not restarts.after(GivenUp("generator-0: lost"), 24)
+    went_on = []
+    for saved in (20, 24, 24):  # at first nothing was saved since the start
+        assert restarts.after(lost, saved)
+        went_on.append((restarts.prepared.resume_from, restarts.prepared.finished_steps))
+    newest = tmp_path / "r" / "checkpoints" / "step-000024"
+    assert went_on == [(old, 20), (newest, 24), (newest, 24)]
+    assert not restarts.after(lost, 26)
+    assert notes[1] == "learner: step died; restart 2 of 3, with fresh processes, from step 24"
+    assert len(notes) == 3
+    fresh = Restarts(replace(prepared, resume_from=None, finished_steps=0), notes.append)
+    assert fresh.after(lost, None)
+    assert notes[-1].endswith("restart 1 of 3, with fresh processes, from the start")
