@@ -241,7 +241,12 @@ class Loop:
         update, exported_s = await self.trainer.call("policy", deadline_s=self.config.cluster.deadlines.push)
         spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
-        expected = tasks.create_task(self._expect(update.version, ids))
+        expecting = self._expect(update.version, ids)
+        try:
+            expected = tasks.create_task(expecting)
+        except RuntimeError:  # the run is at its end, by another's error
+            expecting.close()
+            raise
         return Push(update, ids, expected, self.config.kv_dtype), spent
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
