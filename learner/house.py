@@ -133,7 +133,10 @@ async def _processes(prepared: Prepared, session: Session, note: Callable[[str],
     spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {})
     if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
         started = spawn_trainer()
-        await asyncio.gather(*(_started(worker, start) for worker in workers), started.ready(start))
+        async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
+            for worker in workers:
+                starting.create_task(_started(worker, start))
+            starting.create_task(started.ready(start))
     else:
         for worker in workers:
             await _started(worker, start)

@@ -25,7 +25,7 @@ def pid_of(run: Run, role: str) -> int:
 @pytest.mark.timeout(300)
 def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, model: Path) -> None:
     """The third learner ends a run of as many steps, each of which stands there once."""
-    run = Run(tmp_path, model, steps=9, checkpoint={"every": 2}, cluster={"deadlines": {"heartbeat": 4}})
+    run = Run(tmp_path, model, steps=9, checkpoint={"every": 2}, cluster={"deadlines": {"heartbeat": 10}})
     process = run.start("learner.restarts=2", "learner.learning_rate=1e-4")
     for ends, after in ((signal.SIGKILL, 3), (signal.SIGSTOP, 5)):
         wait_until(lambda after=after: len(run.metrics()) > after, f"step {after}", process=process)
@@ -39,7 +39,7 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
         output,
     )
     assert re.search(
-        r"learner: \w+ is without an answer, and so is its process, for \d s: it hangs .*; restart 2 of 2, with fresh "
+        r"learner: \w+ is without an answer, and so is its process, for \d+ s: it hangs .*; restart 2 of 2, with fresh "
         r"processes, from step 4\n",
         output,
     )
