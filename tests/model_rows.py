@@ -1,0 +1,91 @@
+"""The architectures of docs/models.md, each as the config of a tiny random model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.families import FAMILIES, TINY
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GPT: dict[str, Any] = {
+    "vocab_size": TINY["vocab_size"], "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512, "n_inner": 96,
+    "initializer_range": 0.1,
+}  # fmt: skip
+
+# model_type -> what its config needs beside TINY, or GPT where it has names of its own
+ROWS: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 260, "initializer_range": 0.1},
+    "cohere": FAMILIES["cohere"][2],
+    "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+        "first_k_dense_replace": 1, "num_key_value_heads": 2,
+    },
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "falcon": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 260, "ffn_hidden_size": 96,
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16},
+    "falcon_mamba": {"state_size": 8},
+    "gemma": {},
+    "gemma2": FAMILIES["gemma2"][2],
+    "gemma3_text": FAMILIES["gemma3"][2],
+    "glm": {},
+    "glm4": FAMILIES["glm4"][2],
+    "gpt2": GPT,
+    "gpt_neox": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": FAMILIES["granite"][2],
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+    "helium": {},
+    "hyperclovax": {"logits_scaling": 4.0},
+    "jamba": {
+        "mamba_d_state": 8, "mamba_dt_rank": 8, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "llama": {},
+    "llama4_text": {
+        "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "attention_chunk_size": 8,
+    },
+    "mamba": {"state_size": 8},
+    "minimax": {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8},
+    "mistral": {"sliding_window": 16},
+    "mixtral": FAMILIES["mixtral"][2],
+    "nemotron": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi": {},
+    "phi3": FAMILIES["phi3"][2],
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3": {},
+    "qwen3_moe": FAMILIES["qwen3_moe"][2],
+    "qwen3_next": EXPERTS | {
+        "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 48,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "recurrent_gemma": {"lru_width": 64, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": {"query_pre_attn_scalar": 32, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0},
+}  # fmt: skip
+
+# Refused by their config.json, so that no model is made: model_type -> class
+BY_CONFIG = {
+    "bert": "BertForMaskedLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+    "t5": "T5ForConditionalGeneration",
+}

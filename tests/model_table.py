@@ -1,0 +1,170 @@
+"""Makes docs/models.md: what the learner does with a tiny random model of each architecture, and what vLLM has for it.
+
+python -m tests.model_table        # writes docs/models.md; tests/test_model_table.py compares
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, as_table
+from tests.families import FAMILIES, TINY
+from tests.model_rows import BY_CONFIG, ROWS
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+OWN_NAMES = ("bloom", "falcon", "gpt2")  # their configs share no names with TINY
+HEADER = ("model_type", "learner", "why", "all-linear", "vLLM")
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def _heard(name: str) -> Iterator[list[str]]:
+    handler, logger = _Kept(), logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def row(kind: str, folder: Path) -> tuple[str, ...]:
+    """What the code that trains says of a tiny random model of that kind: a row of the table."""
+    import torch
+    import transformers
+
+    from learner.config import ModelConfig
+    from learner.learner_config import LoraConfig
+    from learner.model import Policy
+
+    hf: Any = transformers
+    settings = ROWS[kind] if kind in OWN_NAMES else TINY | ROWS[kind]
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **settings)).float()
+    model.save_pretrained(folder)
+    served = _served(type(model).__name__)
+    del model
+    try:
+        with _heard("learner.packing") as warnings:
+            policy = Policy(
+                ModelConfig(path=str(folder), dtype="float32"), LoraConfig(rank=8), checkpointing="none", seed=0,
+                device=torch.device("cpu"),
+            )  # fmt: skip
+    except ValueError as error:
+        return kind, "refused", _plain(str(error), folder), "", served
+    assert policy.peft_config is not None
+    leaves = sorted({name.rpartition(".")[2] for name in policy.peft_config["target_modules"]})
+    why = "" if policy.packed else _plain(warnings[-1].partition("(")[2].rpartition("): ")[0], folder)
+    return kind, "packed" if policy.packed else "padded", why, ", ".join(leaves), served
+
+
+def refused_by_config(kind: str) -> tuple[str, ...]:
+    """A row of the table for a model that its config.json alone refuses."""
+    import transformers
+
+    from rollout.architecture import ArchitectureError, check_architecture
+
+    hf: Any = transformers
+    config = hf.AutoConfig.for_model(kind).to_dict() | {"architectures": [BY_CONFIG[kind]]}
+    try:
+        check_architecture(config, "/it", lora=True)
+    except ArchitectureError as error:
+        return kind, "refused", _plain(str(error), Path("/it")), "", ""
+    raise AssertionError(f"{kind} is no longer refused: give it a row of its own")
+
+
+def _plain(text: str, folder: Path) -> str:
+    """Without what differs from machine to machine and without advice, on one line of Markdown."""
+    text = text.removeprefix("model.path: ").replace(str(folder), "this one")
+    text = re.sub(r"by \d\S* (nats|of)", r"by too many \1", re.split("; (give|name)|[.] Train", text)[0])
+    return " ".join(text.replace("|", "/").split())
+
+
+def _served(model_class: str) -> str:
+    """What the installed vLLM does with a class of transformers."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    entry = ModelRegistry.models.get(model_class)
+    if entry is None:
+        return "no class of its own"
+    own = entry.load_model_cls()
+    if "transformers" in own.__module__.split("."):
+        return "LoRA, by transformers' code"
+    return "LoRA" if supports_lora(own) else "without LoRA"
+
+
+def table() -> str:
+    """The content of docs/models.md."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for models this small a second one only waits
+    rows = []
+    try:
+        for kind in sorted([*ROWS, *BY_CONFIG]):
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(refused_by_config(kind) if kind in BY_CONFIG else row(kind, Path(folder)))
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads((RESULTS / "model_families.json").read_text())
+    proven = {name: one["steps"] for name, one in found.items()}
+    greatest = {name: max(step["policy/mismatch_max"] for step in steps) for name, steps in proven.items()}
+    lines = [
+        [f"{name} ({FAMILIES[name][1]})", f"{len(proven[name])}", f"{value:.1e}"] for name, value in greatest.items()
+    ]
+    return TEXT.format(table=as_table(HEADER, rows), proven=as_table(("family", "steps", "largest, nats"), lines))
+
+
+TEXT = """# Models
+
+Made by `python -m tests.model_table` from a tiny random model of each architecture; `tests/test_model_table.py`
+compares it with what the code says now.
+
+- **packed**: completions share their prompt in one row without padding, proven at the start of each run
+  (`learner/packing.py`).
+- **padded**: right, with transformers' own attention; each completion is computed with its own prompt and padding.
+- **refused**: the run ends before its first step, with that reason.
+- **all-linear**: the layers that `learner.lora.targets: all-linear` adapts. Of a model with experts the attention only:
+  vLLM has no LoRA for experts on a CPU, so experts and router are refused as targets, and `learner.mode: full` as well.
+- **vLLM**: what the installed one has for adapters of it. `without LoRA`: use `learner.push: merged` or
+  `learner.mode: full`. `no class of its own`: vLLM tries transformers' code.
+
+An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
+its logits must be cap and scale (`learner/logits.py`) of the products of an output embedding without bias.
+
+{table}
+
+Phi-3 with longrope: prompt and completion together up to `original_max_position_embeddings`; beyond that it is refused.
+An adapter of GLM-4's `gate_up_proj` is exported twice: `adapter/` for PEFT, `adapter/vllm/` for `vllm serve`, which has
+other names for that layer.
+
+## In the whole system
+
+Ray, vLLM on a CPU and the learner, float32, LoRA on all-linear: the largest difference between the sampler's and the
+learner's logprob of a token (`python -m benchmarks.model_families`).
+
+{proven}
+"""
+
+
+if __name__ == "__main__":
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(table())
