@@ -6,14 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cluster.actor import ClusterLost
-from learner import failure, settings
+from learner import called_from
 
 EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; --help lists every key of the configuration."""
+    from learner import settings  # here and below: once it is known that our packages are ours
+
     parser = argparse.ArgumentParser(
         prog="learner.main",
         description="GRPO with LoRA: train a model on your own reward.",
@@ -33,6 +34,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong."""
+    if wrong := called_from.hidden_package() or called_from.wrong_place():
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    from learner import failure, settings
+
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         config = settings.load(args.config, args.overrides)
@@ -42,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.assume_gpus is not None and not args.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
         return 2
+    from rollout import hub
+
+    hub.settle([config.model.path, config.data.path, config.data.eval.path])
     # heavy imports wait until the configuration is known to be right
     from learner import assumed_cards, house, preflight, run_lock
 
@@ -63,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(error: BaseException) -> int:
     """The whole story for whoever debugs, and its one sentence last, where the eye is."""
+    from cluster.actor import ClusterLost
+    from learner import failure
+
     text, code = failure.tell(error)
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, ClusterLost):

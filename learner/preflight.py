@@ -32,6 +32,8 @@ from rollout.cursor import Cursor
 from rollout.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
+TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
+
 PROBLEMS = (
     PreflightError, PlacementError, MemoryPlanError, ArchitectureError, RewardError, ChatError, ProblemsError,
     checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError, WeightsError,
@@ -183,6 +185,7 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
 
 def _chat(config: RunConfig) -> Chat:
     chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
+    chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
     check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")

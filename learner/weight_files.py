@@ -34,8 +34,12 @@ def model_weights(path: str) -> dict[str, Stored] | None:
 
     Raises WeightsError.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError):  # what no folder is called: rollout.chat says so
+        return None
+    if not is_folder:
         cached = next((file for name in (INDEX, SINGLE) if isinstance(file := _cached(path, name), str)), None)
         if cached is None:
             return None

@@ -9,6 +9,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 
+from rollout.bounded import fails_within
 from rollout.remote_code import needs_own_code
 from rollout.stopping import StopError, split
 from rollout.template import TemplateKwargsError, check_kwargs
@@ -74,6 +75,8 @@ class Chat:
                 f"model.path: {path} needs Python code that comes with the model ({own}), and such code is never run; "
                 "give a model whose architecture transformers itself has"
             )
+        if not isinstance(config.get("text_config", {}), dict):
+            raise ChatError(f"model.path: text_config in config.json of {path} must be a mapping; copy the file again")
         vocabulary = _text_config(config).get("vocab_size")
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
@@ -82,6 +85,8 @@ class Chat:
         generation = _read_json(path, "generation_config.json") or _text_config(config)
         ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+        context = _text_config(config).get("max_position_embeddings", 0)
+        _check_whole(path, {"vocab_size": [vocabulary], "eos_token_id": flat, "max_position_embeddings": [context]})
         known = [i for i in dict.fromkeys(flat) if i < int(vocabulary)]  # another can never be sampled
         return cls(tokenizer, known, int(vocabulary), config, template_kwargs)
 
@@ -101,13 +106,28 @@ class Chat:
             ids = self._tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, return_dict=False, **self._template_kwargs
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
             roles = ", ".join(message["role"] for message in prompt)
+            said = " ".join(str(error).split())[:300]
+            said = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
             raise ChatError(
-                f"data: the model's chat template must accept the roles {roles}, and says: {error}; where it knows no "
+                f"data: the model's chat template must accept the roles {roles}, and says: {said}; where it knows no "
                 "system role, set data.system: null and put the instruction into data.prompt"
             ) from error
         return prompt, tuple(ids)
+
+    def try_template(self, seconds: float, roles: Sequence[str]) -> None:
+        """Renders a short conversation of these roles in a process that can be killed. Raises ChatError if the template
+        does not come to an end in `seconds`; what it says to the roles, `render` tells."""
+        messages = [{"role": role, "content": "1+1?"} for role in roles]
+
+        def rendered() -> object:  # as text: the tokenizer's own threads are not there in a copy of this process
+            return self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+            )
+
+        if self.has_template and (wrong := fails_within(seconds, rendered)):
+            raise ChatError(f"model.path: the model's chat template {wrong}; correct it, or give another model")
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """What ends a completion: the model's end tokens and those of rollout.stop that are special tokens, by id; and
@@ -133,6 +153,15 @@ class Chat:
         return "\n\n".join(message["content"] for message in messages)
 
 
+def _check_whole(path: str, numbers: Mapping[str, Sequence[Any]]) -> None:
+    for name, values in numbers.items():
+        if not all(isinstance(value, int) for value in values):
+            raise ChatError(
+                f"model.path: {name} of {path} must be given in whole numbers (config.json, generation_config.json), "
+                f"got {str(values)[:80]}; copy the files again"
+            )
+
+
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Where a model of several kinds of input keeps what concerns text."""
     text: Mapping[str, Any] = config.get("text_config", {})
@@ -148,8 +177,10 @@ def _tokenizer(path: str) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except ChatError:
+        raise
+    except Exception as error:  # the tokenizers library has no exceptions of its own
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         if "custom code" in reason:
             raise ChatError(
                 f"model.path: the tokenizer of {path} needs Python code that comes with it, and such code is never "
@@ -158,9 +189,16 @@ def _tokenizer(path: str) -> Any:
         raise ChatError(f"model.path: {path} must hold a tokenizer that transformers can load: {reason}") from error
 
 
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):  # a name that is too long
+        return False
+
+
 def _read_json(path: str, name: str) -> dict[str, Any]:
     """One JSON file of a model folder or of a hub model; empty where the model has no such file."""
-    if Path(path).is_dir():
+    if _is_folder(path):
         file = Path(path) / name
     elif Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise ChatError(f"model.path: folder must exist, got {path}; check the path, or give a hub name like org/model")
@@ -176,10 +214,16 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
             return {}
         except (HfHubHTTPError, HFValidationError) as error:
             raise ChatError(
-                f"model.path: must be a folder or a hub model that you may read, got {path}: "
-                f"{str(error).strip().splitlines()[0]}; check the name, or log in with: hf auth login"
+                f"model.path: must be a folder or a hub model that you may read, got {path[:100]}: "
+                f"{str(error).strip().splitlines()[0][:200]}; check the name, or log in with: hf auth login"
             ) from error
     if not file.is_file():
         return {}
-    content: dict[str, Any] = json.loads(file.read_text())
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ChatError(f"model.path: {file} cannot be read as JSON: {said}; copy it again") from error
+    if not isinstance(content, dict):
+        raise ChatError(f"model.path: {file} must hold a mapping, got {type(content).__name__}; copy it again")
     return content

@@ -31,3 +31,17 @@ def groups(tiny_path: str, adapter_path: str) -> list[pa.Table]:
     from tests.learner import naive, trainers  # here: torch is slow to import
 
     return trainers.groups_near(naive.load(tiny_path, adapter_path))
+
+
+class _NoTrial:
+    def __init__(self, *_: object) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--dry-run without the two processes that import torch and vLLM, which test_dry_run.py tries once."""
+    monkeypatch.setattr("learner.preflight.Trial", _NoTrial)

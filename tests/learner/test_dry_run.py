@@ -84,10 +84,8 @@ def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(lines) == 7
 
 
-def test_a_gpu_config_on_a_laptop(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("learner.preflight.Trial", _NoTrial)  # tried above
+@pytest.mark.usefixtures("no_trials")
+def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(model, cluster={"gpus": {"generator": 0.5, "learner": 0.5}})
     Path("config.yaml").write_text(yaml.safe_dump(config))
     assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", "80GiB"]) == 0
@@ -105,14 +103,6 @@ def test_a_gpu_config_on_a_laptop(
     assert line == "error: --assume-gpus: a run needs the cards themselves; give it with --dry-run"
     (line,) = refused(config_of(model), "--dry-run", "--assume-gpus", "80GiB", capsys=capsys)
     assert "--assume-gpus: this configuration runs on CPUs alone" in line
-
-
-class _NoTrial:
-    def __init__(self, *_: object) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(

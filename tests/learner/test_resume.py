@@ -140,13 +140,13 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with a checkpoint of its last step, as the real run leaves it, in a working directory of its own."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, "tiny")
-    Path("rewards.py").write_text(REWARD)
+    Path("my_rewards.py").write_text(REWARD)
     Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}", "answer": i}) + "\n" for i in range(30)))
     config = {
         "steps": 6,
         "model": {"path": "tiny", "dtype": "float32"},
         "data": {"path": "data.jsonl"},
-        "rewards": [{"use": "rewards.py:ok"}],
+        "rewards": [{"use": "my_rewards.py:ok"}],
         "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
     }
     Path("config.yaml").write_text(yaml.safe_dump(config))
@@ -177,7 +177,7 @@ def _other_data() -> None:
 
 
 def _other_reward() -> None:
-    Path("rewards.py").write_text(REWARD.replace("0.5", "0.25"))
+    Path("my_rewards.py").write_text(REWARD.replace("0.5", "0.25"))
 
 
 def _other_weights() -> None:
@@ -188,12 +188,13 @@ def _other_weights() -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.usefixtures("no_trials")
 @pytest.mark.parametrize(
     ("change", "name", "words"),
     [
         (_less_data, "data", "content of data (number of rows 27, now 23, rows)"),
         (_other_data, "data", "content of data (rows)"),
-        (_other_reward, "rewards", "content of rewards (ok of rewards.py)"),
+        (_other_reward, "rewards", "content of rewards (ok of my_rewards.py)"),
         (_other_weights, "base", "content of base (model.safetensors)"),
     ],
     ids=["less data", "other data", "reward", "weights"],
