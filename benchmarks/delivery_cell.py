@@ -34,6 +34,7 @@ class Cell:
         path = str(make_tiny_model(folder))
         self.kind, self.random = kind, np.random.default_rng(0)
         self.seconds: dict[str, list[float]] = {}
+        self._made: dict[tuple[int, int, tuple[int, ...]], pa.Table] = {}
         self.engine: Any = VllmEngine(
             EngineSettings(
                 path,
@@ -71,17 +72,24 @@ class Cell:
             )  # fmt: skip
 
     def groups(self, version: int) -> list[pa.Table]:
+        """Half of the completions of a group are rewarded, which ones is drawn anew."""
+        batch = version % BATCHES
+        wins = [tuple(sorted(self.random.permutation(COMPLETIONS)[: COMPLETIONS // 2].tolist())) for _ in range(GROUPS)]
+        return [self._group(batch, position, won) for position, won in enumerate(wins)]
+
+    def _group(self, batch: int, position: int, won: tuple[int, ...]) -> pa.Table:
         from tests.groups import make_group
 
-        return [
-            make_group(
+        key = (batch, position, won)
+        if key not in self._made:
+            prompt, completions = self.batches[batch][position]
+            self._made[key] = make_group(
                 position,
                 completions=completions,
                 prompt_ids=[prompt] * COMPLETIONS,
-                rewards=[float(reward) for reward in self.random.permutation([0, 0, 1, 1])],
+                rewards=[float(j in won) for j in range(COMPLETIONS)],
             )
-            for position, (prompt, completions) in enumerate(self.batches[version % BATCHES])
-        ]
+        return self._made[key]
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
