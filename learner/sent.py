@@ -11,7 +11,7 @@ from learner.logprob import token_logprobs
 from learner.model import Policy
 from learner.served_names import served_weights
 from rollout.delivery import Answer
-from rollout.held import Held, digests_of, forms_of
+from rollout.held import Held, digests_of, read_of
 
 
 @torch.no_grad()
@@ -35,9 +35,7 @@ def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
     """Of the policy as learner.exports.update_of sends it. Made from the weights again, one tensor at a time, not from
     the payload: so a fault in that is found as well."""
     if merged or policy.peft_config is None:
-        return Held(
-            digests_of(form for name, weight in _weights(policy, merged) for form in forms_of(name, weight, version))
-        )
+        return Held(digests_of((name, read_of(weight, version)) for name, weight in _weights(policy, merged)))
     return Held(digests_of(_adapter(policy)))
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cluster.actor import Shared
 from rollout.evidence import Evidence
-from rollout.held import Held, base_name
+from rollout.held import Held
 from rollout.types import Adapter, Weights
 
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
@@ -94,10 +94,9 @@ class Push:
 
         What it cannot read back (Held.unread) is left to the logprobs.
         """
-        names = {base_name(name) for name in expected.tensors}
-        there = {base_name(name) for name in found.tensors}
-        wrong = {base_name(name) for name, digest in found.tensors.items() if expected.tensors.get(name) != digest}
-        differing = sorted(wrong | (names - there - set(found.unread)))
+        names = expected.tensors.keys()
+        wrong = {name for name, digest in found.tensors.items() if expected.tensors.get(name) != digest}
+        differing = sorted(wrong | (names - found.tensors.keys() - set(found.unread)))
         if differing:
             raise DeliveryError(
                 f"{worker}: acknowledged v{self.adapter.version}, but its engine computes with other tensors than were "

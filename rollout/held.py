@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COLUMNS = 64  # of a repacked matrix that are read back; see columns_of
-_COLUMNS = " (columns)"
+COLUMNS = 64  # of a matrix that are read back; see columns_of
 _SMALL = 1 << 20  # bytes; below that a thread costs more than it saves
 
 
 class Held(NamedTuple):
     """A policy as one process holds it.
 
-    tensors: name -> sha256 hex (see digest_of_tensor). unread: names of what an engine holds in a layout that it cannot
-    read back.
+    tensors: name -> sha256 hex (digest_of_tensor) of an adapter's tensor, or of what read_of takes of a weight. unread:
+    names of what an engine holds in a layout that it cannot read back.
     """
 
     tensors: dict[str, str]
@@ -60,30 +59,20 @@ def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return found
 
 
-def columns_name(name: str) -> str:
-    """Under which the digest of a matrix's columns_of goes, where an engine cannot read all of it at little cost."""
-    return name + _COLUMNS
-
-
-def base_name(name: str) -> str:
-    """The name of the tensor itself."""
-    return name.removesuffix(_COLUMNS)
-
-
-def forms_of(name: str, weight: Tensor, version: int) -> Iterator[tuple[str, Tensor]]:
-    """The forms in which an engine may give a weight: as it is, and a matrix by its columns_of."""
-    yield name, weight
-    if weight.dim() == 2:
-        # A sum that begins with zero has no -0.0, hence the second zero.
-        yield columns_name(name), weight[:, columns_of(version, weight.shape[1]).to(weight.device)] + 0.0
+def read_of(weight: Tensor, version: int) -> Tensor:
+    """What is read back of one of the weights of a whole model: of a matrix its columns_of, in memory of their own."""
+    if weight.dim() != 2:
+        return weight
+    # A sum that begins with zero has no -0.0 (see columns_of), hence the second zero.
+    return weight[:, columns_of(version, weight.shape[1]).to(weight.device)] + 0.0
 
 
 def columns_of(version: int, width: int) -> Tensor:
     """[min(width, COLUMNS)] int64, ascending: columns of a matrix, other ones for each version.
 
-    A kernel's repacked copy is read by multiplying with unit vectors, which is exact; COLUMNS of them cost as much as a
-    prompt of that many tokens. A step changes so many weights that a whole matrix which missed it cannot hide in the
-    columns that are not read.
+    Whole weights are gigabytes, and a CPU's kernels have them in a repacked copy, which is read by multiplying with
+    unit vectors: exact, and COLUMNS of them cost as much as a prompt of that many tokens. That the bytes arrived is
+    proven by their digest; a load that leaves a matrix as it was cannot hide in the columns that are not read.
     """
     chosen = np.random.default_rng(version).choice(width, min(width, COLUMNS), replace=False)
     return torch.from_numpy(np.sort(chosen))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.adapter_window import Resident
-from rollout.held import Held, columns_name, columns_of, digests_of
+from rollout.held import Held, columns_of, digests_of, read_of
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -109,15 +109,20 @@ def _values(model: Any, key: str, module: Any, rows: slice, version: int) -> Nam
         yield key, module.bias[rows].to(module.weight.dtype)  # some CPU kernels take it in float32
         return
     if module.weight.numel() == 0:  # vLLM has nothing but the copy that it repacked for a CPU
-        yield columns_name(key), _columns(module, module.input_size, rows, version)
+        yield key, _columns(module, module.input_size, rows, version)
         return
-    head: Any = getattr(model, "lm_head", None)
+    tied = bool(model.config.tie_word_embeddings) and key.endswith("embed_tokens.weight")
+    head: Any = getattr(model, "lm_head", module if tied else None)  # some models have no head but the embedding
     repacked = hasattr(head, "cpu_linear")  # and kept what it was made from
-    if module is not head or not repacked:
-        yield key, module.weight[rows]
-    tied = key.endswith("embed_tokens.weight") and model.config.tie_word_embeddings
-    if repacked and (module is head or tied):
-        yield columns_name(key), _columns(head, head.weight.shape[1], rows, version)
+    if repacked and module is head and not tied:
+        yield key, _columns(head, head.weight.shape[1], rows, version)
+        return
+    own = read_of(module.weight[rows], version)
+    yield key, own
+    if repacked and tied:
+        of_head = _columns(head, head.weight.shape[1], rows, version)
+        if not torch.equal(own, of_head):
+            yield "lm_head.weight", of_head
 
 
 def _columns(module: Any, width: int, rows: slice, version: int) -> Tensor:

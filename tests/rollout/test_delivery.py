@@ -7,7 +7,7 @@ import pytest
 
 from rollout.delivery import Answer, DeliveryError, Push
 from rollout.evidence import FEW, KEPT, Evidence
-from rollout.held import Held, columns_name
+from rollout.held import Held
 from rollout.types import Adapter
 from tests.pushes import expect, said
 
@@ -57,11 +57,8 @@ async def test_tensors_other_than_those_sent_are_counted_and_the_first_is_named(
             await verify(sentence, sent)
 
 
-async def test_a_matrix_may_be_read_by_its_columns_and_what_cannot_be_read_is_left_to_the_logprobs() -> None:
-    sent = holding(q="1", **{columns_name("q"): "1c"}, k="2")
-    await verify(holding(**{columns_name("q"): "1c"}, k="2"), sent)
-    with pytest.raises(DeliveryError, match="1 of 2 differ, first q"):
-        await verify(holding(**{columns_name("q"): "2c"}, k="2"), sent)
+async def test_what_cannot_be_read_is_left_to_the_logprobs() -> None:
+    sent = holding(q="1", k="2")
     await verify(said(NEW)._replace(held=Held({"q": "1"}, unread=("k",))), sent)
     with pytest.raises(DeliveryError, match="1 of 2 differ, first k"):
         await verify(said(NEW)._replace(held=Held({"q": "1", "k": "1"}, unread=("k",))), sent)
