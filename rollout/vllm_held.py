@@ -80,18 +80,20 @@ def _is_linear(layer: Any) -> bool:
 
 def _weights(worker: Any, newest: Resident) -> Held:
     model = worker.model_runner.get_model()
-    found = {key: _find(model, key) for key in newest.keys}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {key: _find(model, modules, key) for key in newest.keys}
     tensors = digests_of(
         item for key, place in found.items() if place for item in _values(model, key, *place, newest.version)
     )
     return Held(tensors, tuple(sorted(key for key, place in found.items() if place is None)))
 
 
-def _find(model: Any, key: str) -> tuple[Any, slice] | None:
+def _find(model: Any, modules: dict[str, Any], key: str) -> tuple[Any, slice] | None:
     """The module that holds a weight of the checkpoint, and which rows of its output; None if it is not known."""
     renames = _renames(model)
-    path = (renames.apply_list([key])[0] if renames else key).rpartition(".")[0]
-    modules = dict(model.named_modules(remove_duplicate=False))
+    path, _, kind = (renames.apply_list([key])[0] if renames else key).rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
     if path in modules:
         return modules[path], slice(0, getattr(modules[path], "org_vocab_size", None))
     parent, _, part = path.rpartition(".")
