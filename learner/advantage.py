@@ -46,7 +46,7 @@ def batch(rewards: Sequence[Float]) -> list[Float]:
     near the reward's own scale. That of the centred rewards would shrink with the share of groups that have signal, and
     blow up the advantages of the last of them.
     """
-    every = np.concatenate(rewards) if rewards else np.empty(0)
+    every = np.concatenate(rewards)
     scored = every[np.isfinite(every)]
     spread = float(scored.std(ddof=1)) if scored.size >= 2 else 0.0
     return [_centred(one) / (spread + EPSILON) for one in rewards]

@@ -8,6 +8,7 @@ listing is the truth. One writer per folder (learner.run_lock).
 
 import json
 import logging
+import os
 import re
 import shutil
 import uuid
@@ -167,8 +168,8 @@ def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
     with writing(manifest):
         manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
     fsync(manifest)
-    for directory in [d for d in folder.rglob("*") if d.is_dir()] + [folder]:
-        fsync(directory)  # else the names in it may not survive a power cut
+    for directory, _, _ in os.walk(folder):
+        fsync(Path(directory))  # else the names in it may not survive a power cut
 
 
 def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Digest]) -> None:

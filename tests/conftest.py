@@ -12,3 +12,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 hypothesis.settings.register_profile("gleaner", deadline=None)  # a busy machine must not fail a property
 hypothesis.settings.load_profile("gleaner")
+# `make mutants`: the same examples every time, and none made smaller, which only a reader needs.
+hypothesis.settings.register_profile(
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)

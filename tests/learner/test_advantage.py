@@ -30,6 +30,12 @@ def test_batch_divides_by_the_deviation_of_all_rewards() -> None:
     assert found[0] == pytest.approx([-1 / std, 1 / std], rel=1e-12)
     assert found[1] == pytest.approx([-2 / std, 2 / std], rel=1e-12)
     assert found[2] == [0, 0]
+    assert advantages("batch", [[0, 2]])[0] == pytest.approx([-1 / (2**0.5 + EPSILON), 1 / (2**0.5 + EPSILON)])
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_a_batch_with_one_reward_or_none_is_zero(kind: str) -> None:
+    assert advantages(kind, [[NAN, 0.7], [NAN, NAN]]) == [[0, 0], [0, 0]]
 
 
 def test_one_group_with_signal_among_solved_and_unsolved_ones_is_not_blown_up() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from learner.batch import MicroBatch, micro_batches
 from learner.rows import Rows, read
-from rollout.schema import ragged
 from tests.learner.rollouts import make_group, make_groups, uniform
 
 
@@ -84,18 +82,6 @@ def test_a_completion_that_shares_with_nobody_is_one_plain_segment() -> None:
     assert batch.layout.segments == [(0, 10, 0, 0)]
 
 
-def test_rows_of_tables_that_are_slices_and_chunks_of_others() -> None:
-    """A slice's lists lie in its parent's values; rows are told apart by their lengths."""
-    groups = make_groups([[0, 1, 2], [3, 4]], lambda p, c: [-1.0 - i for i in c])
-    both = pa.concat_tables(groups)
-    found, wanted = read([both.slice(1, 3)]), read(groups)
-    ids = [row for group in groups for row in ragged(group, "completion_ids")][1:4]
-    assert found.completions.tolist() == [i for row in ids for i in row.tolist()]
-    assert found.behavior.tolist() == [-1.0 - i for i in found.completions]
-    assert found.lengths.tolist() == [len(row) for row in ids] == wanted.lengths.tolist()[1:4]
-    assert [p.tolist() for p in found.prompts] == [p.tolist() for p in wanted.prompts[1:4]]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_empty_completion_is_not_trained(packed: bool) -> None:
     group = make_group([1, 2], [[], [3, 4]], [0, 1], uniform)
@@ -104,12 +90,3 @@ def test_an_empty_completion_is_not_trained(packed: bool) -> None:
     assert batch.index.tolist() == [1, 2]
     assert batch.targets.tolist() == [3, 4]
     assert batch.targets.dtype == torch.int64
-
-
-def test_malformed_rows_are_named() -> None:
-    with pytest.raises(ValueError, match="prompt_ids: must hold at least one token, row 0 is empty"):
-        read([make_group([], [[1]], [0], uniform)])
-    with pytest.raises(ValueError, match=r"one length per row, row 0 has 2, 1, 2"):
-        read([make_group([5], [[1, 2]], [0], lambda p, c: [-1.0])])
-    with pytest.raises(ValueError, match="behavior_logprobs: must be finite, row 1"):
-        read([make_group([5], [[1], [2]], [0, 1], lambda p, c: [-1.0 if c == [1] else float("nan")])])

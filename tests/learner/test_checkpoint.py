@@ -150,8 +150,14 @@ def test_resume_by_path(tmp_path: Path) -> None:
     assert found == folders[0]  # the one before it, never a later one
     assert skipped[0].startswith("step-000020: state.json has another sha256")
     flip_a_bit(folders[0] / "state.json")
-    with pytest.raises(checkpoint.CheckpointError, match=r"none of 2 in .* does .*step-000010: state\.json"):
+    both = r"none of 2 in .* does \(step-000020: state\.json .*; step-000010: state\.json .*\); give"
+    with pytest.raises(checkpoint.CheckpointError, match=both):
         checkpoint.resolve(str(folders[1]), tmp_path)
+
+
+def test_the_newest_is_that_of_the_greatest_step_not_of_the_last_name(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step) for step in (999_999, 1_000_000)]
+    assert checkpoint.newest(tmp_path) == (folders[1], [])
 
 
 def test_resume_that_cannot_be_had_is_an_error_with_a_next_step(tmp_path: Path) -> None:
@@ -160,8 +166,12 @@ def test_resume_that_cannot_be_had_is_an_error_with_a_next_step(tmp_path: Path) 
     flip_a_bit(save(tmp_path, 10) / "state.json")
     with pytest.raises(checkpoint.CheckpointError, match="start again with resume: none"):
         checkpoint.resolve("auto", tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="not there; checkpoints in .*: step-000010"):
+    save(tmp_path, 20)
+    save(tmp_path, 30)
+    with pytest.raises(checkpoint.CheckpointError, match="not there; checkpoints in .*: step-000020, step-000030$"):
         checkpoint.resolve(str(tmp_path / "step-000077"), tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="not there; checkpoints in .*: none$"):
+        checkpoint.resolve(str(tmp_path / "elsewhere" / "step-000077"), tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="must be named like step-000012"):
         checkpoint.resolve(str(tmp_path), tmp_path)
 
@@ -202,6 +212,14 @@ def test_nothing_is_sealed_over_what_the_learner_did_not_write(tmp_path: Path) -
     assert names(root) == []
     commit("right")
     assert names(root) == ["step-000001"]
+    assert checkpoint.files_of(root / "step-000001") == written
+
+
+def test_a_disk_that_is_full_at_the_last_file_has_a_path(tmp_path: Path) -> None:
+    full = pytest.raises(OSError, match=r"No space left on device: '.*/manifest\.json'")
+    with full, checkpoint.commit(tmp_path, 1, keep=1) as folder:
+        (folder / "manifest.json").symlink_to("/dev/full")
+    assert names(tmp_path) == []
 
 
 def test_everything_is_on_the_disk_before_it_has_a_name_and_the_name_before_it_counts(

@@ -63,6 +63,12 @@ def test_what_was_lost_comes_before_what_is_new_lowest_first() -> None:
     assert [cursor.issue() for _ in range(3)] == [(1, 1), (3, 1), (4, 0)]
 
 
+def test_after_a_restore_only_what_was_done_is_skipped() -> None:
+    cursor = Cursor()
+    cursor.restore(2, [3, 6, 7])
+    assert [cursor.issue()[0] for _ in range(5)] == [2, 4, 5, 8, 9]
+
+
 def test_a_position_cannot_be_consumed_twice() -> None:
     cursor = Cursor()
     cursor.restore(5, [7])
