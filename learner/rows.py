@@ -57,10 +57,12 @@ def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
             or a logprob is not finite (masked as a ratio, it would go unseen).
     """
     tables = [check(group) for group in groups]
-    names = ("completion_ids", "behavior_logprobs", "token_versions")
-    sizes = [_joined([_sizes(table, name) for table in tables], np.int64) for name in names]
+    kinds = {"completion_ids": np.int32, "behavior_logprobs": np.float32, "token_versions": np.int32}
+    sizes = [
+        _joined([pc.list_value_length(table.column(name)).to_numpy() for table in tables], np.int64) for name in kinds
+    ]
     prompts = [prompt for table in tables for prompt in ragged(table, "prompt_ids")]
-    empty = np.flatnonzero(_joined([_sizes(table, "prompt_ids") for table in tables], np.int64) == 0)
+    empty = np.flatnonzero([len(prompt) == 0 for prompt in prompts])
     if len(empty):
         raise ValueError(f"prompt_ids: must hold at least one token, row {empty[0]} is empty; check data.prompt")
     odd = np.flatnonzero((sizes[0] != sizes[1]) | (sizes[0] != sizes[2]))
@@ -71,7 +73,7 @@ def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
         )
     completions, behavior, versions = (
         _joined([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks], dtype)
-        for name, dtype in zip(names, (np.int32, np.float32, np.int32), strict=True)
+        for name, dtype in kinds.items()
     )
     broken = np.flatnonzero(~np.isfinite(behavior))
     if len(broken):
@@ -108,12 +110,8 @@ def _behind(rows: Rows, oldest_version: int) -> Rows:
     )
 
 
-def _sizes(table: pa.Table, name: str) -> npt.NDArray[Any]:
-    return np.asarray(pc.list_value_length(table.column(name)).to_numpy(), dtype=np.int64)
-
-
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
-    return np.asarray(np.concatenate([np.empty(0, dtype), *arrays]), dtype=dtype)
+    return np.concatenate([np.empty(0, dtype), *arrays])
 
 
 def ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

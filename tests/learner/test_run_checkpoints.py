@@ -11,6 +11,7 @@ import pytest
 from cluster.actor import Local
 from cluster.files import Digest
 from learner import checkpoint, run_checkpoints
+from learner.evaluate import Evaluation
 from learner.fingerprints import Fingerprints
 from learner.publishing import publish
 from tests.learner.loops import Trainer, build, configure, finish, first
@@ -35,6 +36,52 @@ async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_n
     assert fresh.pipes.buffer.dropped_stale == 7
     assert fresh.pipes.cursor.state() == loop.pipes.cursor.state()
     assert fresh.trainer._object.version == 5  # type: ignore[attr-defined]
+
+
+class Asked(Local):
+    """Notes what is asked of the learner, and for how long at most."""
+
+    def __init__(self) -> None:
+        super().__init__("learner", Trainer, [0.0, 0.0])
+        self.asked: list[tuple[str, float]] = []
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        self.asked.append((method, deadline_s))
+        return await super().call(method, *args, deadline_s=deadline_s)
+
+
+async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:
+    config = configure(cluster={"deadlines": {"step": 41, "push": 42}})
+    inputs = Fingerprints({"rows": "a"}, {"judge": "b"}, {"model": "c"})
+    evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(4, {}, [])]
+    learner, loop = Asked(), build(tmp_path, config, 6)
+    checkpoints = run_checkpoints.RunCheckpoints(config, inputs, learner, loop.pipes, loop.sinks)
+    assert checkpoints.saved is None
+    await checkpoints.check_shared()
+    await checkpoints.save(4, evaluations)
+    folder = tmp_path / "checkpoints" / "step-000004"
+    assert checkpoints.saved == 4
+    assert await checkpoints.load(folder) == (4, evaluations)
+    assert learner.asked == [("sees", 42), ("save", 41), ("load", 41)]
+    assert json.loads((folder / "config.json").read_text()) == config.model_dump(mode="json")
+    assert Fingerprints.from_json((folder / "inputs.json").read_text()) == inputs
+    loop.sinks.timeline.close()
+    span = json.loads((tmp_path / "timeline.json").read_text())[0]
+    assert (span["name"], span["tid"], span["args"]) == ("checkpoint", "loop", {"step": 4})
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+async def test_what_is_published_is_what_the_mode_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    published: list[tuple[Path, Path, bool]] = []
+
+    def note(folder: Path, run_dir: Path, *, whole_model: bool) -> None:
+        published.append((folder, run_dir, whole_model))
+
+    monkeypatch.setattr(run_checkpoints, "publish", note)
+    await build(tmp_path, configure(learner={"groups_per_step": 2, "mode": mode}), 6).checkpoints.save(2, [])
+    assert published == [(tmp_path / "checkpoints" / "step-000002", tmp_path, mode == "full")]
 
 
 class Killed(BaseException):

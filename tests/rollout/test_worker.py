@@ -14,8 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
+from cluster.actor import Unusable
 from rewards.config import RewardConfig
-from rollout.engine import EngineAsleep, EngineClosed, EngineSettings
+from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.types import Adapter, Completion, Sampling, Weights
@@ -160,6 +161,22 @@ async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
     assert ["TypeError" in record.getMessage() for record in caplog.records if "tail" in record.getMessage()] == [True]
 
 
+async def test_only_so_many_different_failures_are_said(
+    worker: RolloutWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.worker.MAX_SENTENCES", 2)
+    for gold in ("no number", None, [0.25]):  # each a TypeError of its own
+        await table_of(worker, problem(gold))
+    assert sum("TypeError" in record.getMessage() for record in caplog.records) == 2
+
+
+async def test_a_seed_that_is_left_to_chance_is_recorded_as_such(worker: RolloutWorker) -> None:
+    await worker.take_policy(ADAPTER)
+    table = await worker.rollout(problem(), replace(SAMPLING, seed=None), 0, [])
+    assert table is not None
+    assert table.column("seed").to_pylist() == [-1] * SAMPLING.n
+
+
 async def test_without_a_policy_there_is_neither_group_nor_probe(worker: RolloutWorker) -> None:
     assert await worker.rollout(problem(), SAMPLING, 0, []) is None
     assert await worker.probe([1, 2, 3]) is None
@@ -191,6 +208,30 @@ async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) 
         await worker.engine.probe([1, 2])
     await worker.wake()
     await worker.engine.probe([1, 2])
+
+
+class Dying(FakeEngine):
+    """Every call finds it dead."""
+
+    async def _die(self, *args: Any) -> Any:
+        raise EngineDied("out of\n  memory")
+
+    generate = load_adapter = load_weights = probe = sleep = wake = _die
+
+
+async def test_the_death_of_the_engine_is_that_of_the_process_in_its_own_words(spec: WorkerSpec) -> None:
+    worker = RolloutWorker(replace(spec, make_engine=lambda settings: Dying(VOCAB_SIZE)))
+    for call in (
+        lambda: worker.rollout(problem(), SAMPLING, 0, []),
+        lambda: worker.take_policy(ADAPTER),
+        lambda: worker.take_policy(Weights.build(4, b"four")),
+        lambda: worker.probe([1, 2]),
+        worker.sleep,
+        worker.wake,
+    ):
+        with pytest.raises(Unusable, match="^out of memory$"):
+            await call()
+    await worker.close()
 
 
 async def test_close_ends_engine_and_reward_processes(spec: WorkerSpec) -> None:
