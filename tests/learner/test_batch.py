@@ -90,3 +90,32 @@ def test_an_empty_completion_is_not_trained(packed: bool) -> None:
     assert batch.index.tolist() == [1, 2]
     assert batch.targets.tolist() == [3, 4]
     assert batch.targets.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("budget", "shapes"), [(10, [(2, 5), (1, 5)]), (9, [(1, 5)] * 3)])
+def test_padded_as_many_rows_as_fit_to_the_token(budget: int, shapes: list[tuple[int, int]]) -> None:
+    group = make_group([1, 2], [[3] * 4] * 3, [0, 1, 2], uniform)
+    assert [tuple(b.ids.shape) for b in everything(read([group]), budget, packed=False)] == shapes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_completions_of_one_length_stay_in_their_order(packed: bool) -> None:
+    """On every machine: numpy's other sorts depend on the processor."""
+    group = make_group([1, 2], [[3, 4]] * 300, [0] * 300, uniform)
+    batches = everything(read([group]), 1000, packed=packed)
+    assert torch.cat([batch.advantages for batch in batches])[::2].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_copy_on_a_device_is_whole_and_has_a_layout_of_its_own(packed: bool) -> None:
+    (batch,) = everything(read([make_group([1, 2], [[3] * 4, [5]], [0, 1], uniform)]), 100, packed=packed)
+    moved = batch.to(torch.device("meta"))
+    for name in MicroBatch.__slots__:
+        here, there = getattr(batch, name), getattr(moved, name)
+        if isinstance(here, torch.Tensor):
+            assert (here.device.type, there.device.type) == ("cpu", "meta")
+            assert (here.shape, here.dtype) == (there.shape, there.dtype)
+    assert (moved.layout is None, moved.positions is None) == (not packed, not packed)
+    if batch.layout is not None and moved.layout is not None:
+        assert moved.layout is not batch.layout
+        assert moved.layout.segments == batch.layout.segments
