@@ -130,10 +130,25 @@ async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() 
     assert buffer.dropped_stale == 0
 
 
+@pytest.mark.parametrize("wrong", [(0, 0, 1, 0), (1, -1, 1, 0), (1, 0, 0, 0), (1, 0, 1, -1)])
+def test_sizes_that_hold_nothing_are_refused(wrong: tuple[int, int, int, int]) -> None:
+    per_step, max_staleness, max_bytes, oversample = wrong
+    with pytest.raises(ValueError, match="buffer: groups_per_step and max_bytes must be >= 1"):
+        Buffer(per_step, max_staleness, max_bytes, print, oversample)
+    Buffer(max(per_step, 1), max(max_staleness, 0), max(max_bytes, 1), print, max(oversample, 0))
+
+
+def test_stragglers_may_miss_four_batches_or_as_many_as_have_room_for_them() -> None:
+    found = [Buffer(3, 1, 1, print, oversample).staleness for oversample in (0, 1, 12, 13)]
+    assert found == [1, 1 + 4, 1 + 4, 1 + 5]
+
+
 async def test_what_can_never_be_satisfied_is_refused() -> None:
     buffer = Buffer(2, 0, max_bytes=1, on_drop=print)
     with pytest.raises(ValueError, match="1 to 2 groups"):
         await buffer.take(3, 0)
+    with pytest.raises(ValueError, match="1 to 2 groups"):
+        await buffer.take(0, 0)
     with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
         buffer.release(1)
 

@@ -76,6 +76,14 @@ def test_groups_stay_whole_if_they_fit_else_share_the_prompt_within_each_part() 
     assert whole.layout.segments[-2:] == [(21, 24, 19, 21), (24, 25, 19, 21)]
 
 
+def test_packed_no_row_is_over_the_budget_and_the_fullest_is_first() -> None:
+    # prompts of 5, 4 and 4 tokens, each with a completion of 2; then 3 alike, of which 2 fit
+    groups = [make_group([i] * size, [[9, 9]], [i], uniform, position=i) for i, size in enumerate([5, 4, 4])]
+    assert [tuple(b.ids.shape) for b in everything(read(groups), 10, packed=True)] == [(1, 10), (1, 6)]
+    groups = [make_group([i] * 4, [[9, 9]], [i], uniform, position=i) for i in range(3)]
+    assert [tuple(b.ids.shape) for b in everything(read(groups), 11, packed=True)] == [(1, 10), (1, 5)]
+
+
 def test_a_completion_that_shares_with_nobody_is_one_plain_segment() -> None:
     (batch,) = everything(read([make_group([1, 2], [[3] * 9], [0], uniform)]), 4, packed=True)
     assert batch.layout is not None

@@ -16,6 +16,7 @@ import pytest
 
 from cluster.actor import Unusable
 from rewards.config import RewardConfig
+from rewards.pool import RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
@@ -126,6 +127,21 @@ async def test_end_tokens_of_the_model_and_of_stop_reach_the_engine(spec: Worker
     stop = ("<|im_start|>", "</answer>")
     await RolloutWorker(replace(spec, make_engine=note, engine=replace(spec.engine, stop=stop))).close()
     assert [(settings.stop_ids, settings.stop) for settings in wanted] == [((*EOS_IDS, 257), ("</answer>",))]
+
+
+async def test_number_and_memory_of_the_reward_processes_reach_the_pool(
+    spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[tuple[Any, ...]] = []
+
+    class Noted(RewardPool):
+        def __init__(self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int) -> None:
+            pools.append((rewards, workers, memory_bytes))
+            super().__init__(rewards, workers, memory_bytes)
+
+    monkeypatch.setattr("rollout.worker.RewardPool", Noted)
+    await RolloutWorker(replace(spec, reward_workers=2, reward_memory=3 * 2**30)).close()
+    assert pools == [(spec.rewards, 2, 3 * 2**30)]
 
 
 async def test_a_stop_string_that_began_before_a_group_was_stopped_ends_its_completion(spec: WorkerSpec) -> None:
