@@ -36,7 +36,8 @@ async def test_a_slow_producer_gets_one_group_at_a_time_though_slots_are_free() 
     await buffer.put(quick, group(0), "a")
     take = asyncio.create_task(taking(buffer, 3, 0))
     assert await buffer.admit("a") is not slow  # the third slot
-    assert await buffer.admit("a") is slow
+    await settle()
+    assert await asyncio.wait_for(buffer.admit("a"), 10) is slow
     assert await buffer.put(slow, group(1), "a")
     assert not buffer.give_up(slow, "slow")
     take.cancel()
@@ -49,6 +50,34 @@ async def test_a_slow_producer_gets_one_group_at_a_time_though_slots_are_free() 
     assert not another.done()
     assert await buffer.put(mine, group(2), "slow")
     await another
+
+
+async def test_an_admission_that_is_given_up_takes_no_slot() -> None:
+    """Neither while it waits nor in the moment in which its turn comes; the next in line gets what it leaves."""
+    buffer = Buffer(1, 0, 2**20, print)
+    held = await buffer.admit("a")
+    for name in "bc":
+        waiting = asyncio.create_task(buffer.admit(name))
+        await settle()
+        if name == "c":
+            assert buffer.give_up(held, "a")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert buffer.in_use == 0
+    assert (await asyncio.wait_for(buffer.admit("d"), 10)).holders == ["d"]
+
+
+async def test_a_ticket_names_the_policy_that_every_producer_holds() -> None:
+    buffer = Buffer(2, 1, 2**20, print)
+    versions = []
+    for number in range(6):
+        ticket = await asyncio.wait_for(buffer.admit("a"), 10)
+        versions.append(ticket.version)
+        await buffer.put(ticket, group(number), "a")
+        await taking(buffer, 1, 0)
+        buffer.release(1)
+    assert versions == [0, 0, 1, 1, 2, 2]
 
 
 async def test_a_straggler_goes_to_nobody_else() -> None:
