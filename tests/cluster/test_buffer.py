@@ -56,16 +56,74 @@ async def test_an_admission_that_is_given_up_takes_no_slot() -> None:
     """Neither while it waits nor in the moment in which its turn comes; the next in line gets what it leaves."""
     buffer = Buffer(1, 0, 2**20, print)
     held = await buffer.admit("a")
-    for name in "bc":
-        waiting = asyncio.create_task(buffer.admit(name))
+    for when in ("waiting", "just before", "just after"):
+        waiting = asyncio.create_task(buffer.admit("b"))
         await settle()
-        if name == "c":
+        if when == "just after":
             assert buffer.give_up(held, "a")
         waiting.cancel()
+        if when == "just before":
+            assert buffer.give_up(held, "a")
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    assert buffer.in_use == 0
-    assert (await asyncio.wait_for(buffer.admit("d"), 10)).holders == ["d"]
+        assert buffer.in_use == (when == "waiting")
+        held = held if when == "waiting" else await asyncio.wait_for(buffer.admit("a"), 10)
+        assert (held.holders, buffer.in_use) == (["a"], 1)
+
+
+async def test_a_slow_producer_gets_no_second_group_though_many_slots_come_free_at_once() -> None:
+    buffer = Buffer(4, 0, 2**20, print, backup_after=0.0)
+    quick, slow = await buffer.admit("a"), await buffer.admit("slow")
+    await buffer.put(quick, group(0), "a")
+    take = asyncio.create_task(taking(buffer, 2, 0))
+    both = [await buffer.admit("a") for _ in range(2)]
+    assert await asyncio.wait_for(buffer.admit("a"), 10) is slow
+    await buffer.put(slow, group(1), "a")
+    await take
+    for number, ticket in enumerate(both, start=2):
+        await buffer.put(ticket, group(number), "a")
+    await taking(buffer, 2, 0)
+    turns = [asyncio.create_task(buffer.admit(name)) for name in ("slow", "a", "slow", "a")]
+    await settle()
+    buffer.release(4)
+    await settle()
+    assert [turn.done() for turn in turns] == [True, True, False, True]
+    turns[2].cancel()
+
+
+async def test_a_group_that_takes_twice_as_long_as_usual_gets_a_second_producer() -> None:
+    buffer = Buffer(2, 0, 2**20, print, backup_after=2.0)
+    mine, quick = await buffer.admit("a"), await buffer.admit("a")
+    await asyncio.sleep(0.1)
+    await buffer.put(quick, group(0), "a")
+    other = asyncio.create_task(buffer.admit("b"))
+    take = asyncio.create_task(taking(buffer, 2, 0))
+    assert await asyncio.wait_for(other, 10) is mine
+    assert asyncio.get_running_loop().time() - mine.since >= 0.2
+    await buffer.put(mine, group(1), "b")
+    await take
+    assert (mine.wanted, mine.late) == (False, False)
+
+
+async def test_a_group_that_is_put_cannot_be_given_up() -> None:
+    buffer = Buffer(2, 0, 2**20, print)
+    tickets = [await buffer.admit("a") for _ in range(2)]
+    for number, ticket in enumerate(tickets):
+        assert await buffer.put(ticket, group(number), "a")
+    assert not buffer.give_up(tickets[0], "a")
+    assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
+    assert not buffer.give_up(tickets[1], "a")
+    assert buffer.in_use == 2
+
+
+async def test_the_bytes_bound_may_be_reached() -> None:
+    buffer = Buffer(3, 0, max_bytes=32, on_drop=print)
+    for number in range(2):
+        await asyncio.wait_for(buffer.put(await buffer.admit("a"), group(number), "a"), 10)
+    third = asyncio.create_task(buffer.put(await buffer.admit("a"), group(2), "a"))
+    await settle()
+    assert (third.done(), buffer.bytes) == (False, 32)
+    third.cancel()
 
 
 async def test_a_ticket_names_the_policy_that_every_producer_holds() -> None:
@@ -227,6 +285,7 @@ async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_stalen
             buffer.release(2)
             quick = [*quick[2:], await buffer.admit("a"), await buffer.admit("a")]
     await asyncio.wait_for(straggling, 1)
+    assert (slow.wanted, slow.late) == (False, True)
     assert buffer.give_up(slow, "a")
     again = asyncio.create_task(buffer.admit("a"))
     await settle()

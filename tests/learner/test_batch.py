@@ -100,6 +100,19 @@ def test_an_empty_completion_is_not_trained(packed: bool) -> None:
     assert batch.targets.dtype == torch.int64
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_tensor_is_of_its_type_and_every_token_has_its_version(packed: bool) -> None:
+    groups = [make_group([i], [[3] * 4, [5]], [0, 1], uniform, position=i, version=i) for i in range(2)]
+    (batch,) = everything(read(groups), 100, packed=packed)
+    assert batch.versions.tolist() == [int(row) // 2 for row in batch.advantages]
+    for kind, names in {
+        torch.int64: ("ids", "index", "targets", "lengths", "places"),
+        torch.float32: ("behavior", "advantages", "coefficients"),
+        torch.int32: ("versions",),
+    }.items():
+        assert {getattr(batch, name).dtype for name in names} == {kind}
+
+
 @pytest.mark.parametrize(("budget", "shapes"), [(10, [(2, 5), (1, 5)]), (9, [(1, 5)] * 3)])
 def test_padded_as_many_rows_as_fit_to_the_token(budget: int, shapes: list[tuple[int, int]]) -> None:
     group = make_group([1, 2], [[3] * 4] * 3, [0, 1, 2], uniform)
