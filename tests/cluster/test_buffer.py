@@ -1,4 +1,4 @@
-"""The pipe of samples, case by case: slots and bytes, overtaking, backups, useless groups, stragglers."""
+"""The pipe of samples, case by case: slots and bytes, overtaking, useless groups, stragglers."""
 
 import asyncio
 
@@ -6,50 +6,8 @@ import pyarrow as pa
 import pytest
 
 from cluster.buffer import MAX_REFILLS, Buffer
+from cluster.ticket import Ticket
 from tests.cluster.buffers import group, position, settle, taking, working
-
-
-async def test_a_group_that_takes_long_goes_to_an_idle_producer_but_never_to_its_own() -> None:
-    buffer = Buffer(2, 0, 2**20, print, backup_after=0.0)
-    mine, quick = await buffer.admit("a"), await buffer.admit("a")
-    own, other = (asyncio.create_task(buffer.admit(name)) for name in "ab")
-    take = asyncio.create_task(taking(buffer, 2, 0))
-    await settle()
-    assert not other.done()  # what a group usually takes is not known yet
-    assert await buffer.put(quick, group(0), "a")
-    assert await other is mine
-    assert not own.done()
-    loser = asyncio.create_task(working(mine))
-    await settle()
-    assert await buffer.put(mine, group(1), "b")
-    await asyncio.wait_for(loser, 1)
-    assert not await buffer.put(mine, group(1), "a")  # too late
-    assert not buffer.give_up(mine, "a")
-    assert list(map(position, await take)) == [0, 1]
-    assert (buffer.in_use, len(buffer)) == (2, 0)
-    own.cancel()
-
-
-async def test_a_slow_producer_gets_one_group_at_a_time_though_slots_are_free() -> None:
-    buffer = Buffer(3, 0, 2**20, print, backup_after=0.0)
-    quick, slow = await buffer.admit("a"), await buffer.admit("slow")
-    await buffer.put(quick, group(0), "a")
-    take = asyncio.create_task(taking(buffer, 3, 0))
-    assert await buffer.admit("a") is not slow  # the third slot
-    await settle()
-    assert await asyncio.wait_for(buffer.admit("a"), 10) is slow
-    assert await buffer.put(slow, group(1), "a")
-    assert not buffer.give_up(slow, "slow")
-    take.cancel()
-    await settle()
-    assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
-    buffer.release(2)
-    mine = await buffer.admit("slow")
-    another = asyncio.create_task(buffer.admit("slow"))
-    await settle()
-    assert not another.done()
-    assert await buffer.put(mine, group(2), "slow")
-    await another
 
 
 async def test_an_admission_that_is_given_up_takes_no_slot() -> None:
@@ -69,40 +27,6 @@ async def test_an_admission_that_is_given_up_takes_no_slot() -> None:
         assert buffer.in_use == (when == "waiting")
         held = held if when == "waiting" else await asyncio.wait_for(buffer.admit("a"), 10)
         assert (held.holders, buffer.in_use) == (["a"], 1)
-
-
-async def test_a_slow_producer_gets_no_second_group_though_many_slots_come_free_at_once() -> None:
-    buffer = Buffer(4, 0, 2**20, print, backup_after=0.0)
-    quick, slow = await buffer.admit("a"), await buffer.admit("slow")
-    await buffer.put(quick, group(0), "a")
-    take = asyncio.create_task(taking(buffer, 2, 0))
-    both = [await buffer.admit("a") for _ in range(2)]
-    assert await asyncio.wait_for(buffer.admit("a"), 10) is slow
-    await buffer.put(slow, group(1), "a")
-    await take
-    for number, ticket in enumerate(both, start=2):
-        await buffer.put(ticket, group(number), "a")
-    await taking(buffer, 2, 0)
-    turns = [asyncio.create_task(buffer.admit(name)) for name in ("slow", "a", "slow", "a")]
-    await settle()
-    buffer.release(4)
-    await settle()
-    assert [turn.done() for turn in turns] == [True, True, False, True]
-    turns[2].cancel()
-
-
-async def test_a_group_that_takes_twice_as_long_as_usual_gets_a_second_producer() -> None:
-    buffer = Buffer(2, 0, 2**20, print, backup_after=2.0)
-    mine, quick = await buffer.admit("a"), await buffer.admit("a")
-    await asyncio.sleep(0.1)
-    await buffer.put(quick, group(0), "a")
-    other = asyncio.create_task(buffer.admit("b"))
-    take = asyncio.create_task(taking(buffer, 2, 0))
-    assert await asyncio.wait_for(other, 10) is mine
-    assert asyncio.get_running_loop().time() - mine.since >= 0.2
-    await buffer.put(mine, group(1), "b")
-    await take
-    assert (mine.wanted, mine.late) == (False, False)
 
 
 async def test_a_group_that_is_put_cannot_be_given_up() -> None:
@@ -136,24 +60,6 @@ async def test_a_ticket_names_the_policy_that_every_producer_holds() -> None:
         await taking(buffer, 1, 0)
         buffer.release(1)
     assert versions == [0, 0, 1, 1, 2, 2]
-
-
-async def test_a_straggler_goes_to_nobody_else() -> None:
-    """Its holder is being restarted, so its slot is not given up yet."""
-    buffer = Buffer(1, 0, 2**20, print, oversample=1, backup_after=0.0)
-    slow, quick = await buffer.admit("a"), await buffer.admit("a")
-    assert await buffer.put(quick, group(0), "a")
-    await taking(buffer, 1, 0)
-    assert not slow.wanted
-    buffer.release(1)
-    fresh = await buffer.admit("b")
-    idle = asyncio.create_task(buffer.admit("b"))
-    take = asyncio.create_task(taking(buffer, 1, 0))
-    await settle()
-    assert not idle.done()
-    assert await buffer.put(fresh, group(1), "b")
-    assert list(map(position, await take)) == [1]
-    idle.cancel()
 
 
 async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
@@ -217,6 +123,53 @@ async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() 
     assert buffer.dropped_stale == 0
 
 
+async def started(buffer: Buffer) -> list[Ticket]:
+    """Six groups of version 0, of which two were taken: in its order, one under way, three that may end, two new."""
+    first, *quick = [await buffer.admit("a") for _ in range(6)]
+    for number, ticket in enumerate(quick[:2]):
+        await buffer.put(ticket, group(number), "a")
+    await taking(buffer, 2, 0)
+    buffer.release(2)
+    return [first, *quick[2:], await buffer.admit("a"), await buffer.admit("a")]
+
+
+async def test_a_batch_that_is_partly_taken_is_the_one_that_waiting_groups_can_be_in() -> None:
+    """Two groups a step, staleness 2. Two of version 0 are waited for; this batch lacks one, and the next is theirs."""
+    buffer = Buffer(2, 2, 2**20, print)
+    _, _, gone, quick, young, _ = await started(buffer)
+    await buffer.put(quick, group(2), "a")
+    assert list(map(position, await taking(buffer, 1, 0))) == [2]
+    assert buffer.give_up(gone, "a")
+    await buffer.put(young, group(3, version=1), "a")
+    assert list(map(position, await asyncio.wait_for(taking(buffer, 1, 0), 10))) == [3]
+
+
+async def test_groups_of_several_ages_that_wait_count_together() -> None:
+    """Two groups a step, staleness 2. One of version 0 and three of version 1 fill this batch and the next one."""
+    buffer = Buffer(2, 2, 2**20, print)
+    oldest, gone, *quick, older, _ = await started(buffer)
+    assert buffer.give_up(gone, "a")
+    assert (await buffer.admit("a")).version == 1
+    for number, ticket in enumerate(quick, start=2):
+        await buffer.put(ticket, group(number), "a")
+    assert list(map(position, await taking(buffer, 2, 0))) == [2, 3]
+    buffer.release(2)
+    await buffer.put(await buffer.admit("a"), group(4, version=2), "a")
+    take = asyncio.create_task(taking(buffer, 2, 0))
+    await settle()
+    assert len(buffer) == 1
+    await buffer.put(oldest, group(5), "a")
+    await settle()
+    assert not take.done()  # the three could not all be in the next batch
+    take.cancel()
+    await settle()
+    assert (len(buffer), buffer.bytes) == (2, 32)  # what it had taken is back
+    take = asyncio.create_task(taking(buffer, 2, 0))
+    await settle()
+    await buffer.put(older, group(6, version=1), "a")
+    assert list(map(position, await take)) == [5, 6]
+
+
 @pytest.mark.parametrize("wrong", [(0, 0, 1, 0), (1, -1, 1, 0), (1, 0, 0, 0), (1, 0, 1, -1)])
 def test_sizes_that_hold_nothing_are_refused(wrong: tuple[int, int, int, int]) -> None:
     per_step, max_staleness, max_bytes, oversample = wrong
@@ -236,7 +189,11 @@ async def test_what_can_never_be_satisfied_is_refused() -> None:
         await buffer.take(3, 0)
     with pytest.raises(ValueError, match="1 to 2 groups"):
         await buffer.take(0, 0)
-    with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
+            buffer.release(1)
+        await buffer.put(await buffer.admit("a"), group(0), "a")
+        await taking(buffer, 1, 0)
         buffer.release(1)
 
 
