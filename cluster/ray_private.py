@@ -33,7 +33,7 @@ def close_doors() -> None:
 def check_doors(ray: Any) -> None:
     """Says so where it came too late: the caller had imported ray before, so its ports are open to the network."""
     address = ray.util.get_node_ip_address()
-    if address != "127.0.0.1":
+    if address not in ("127.0.0.1", "::1"):
         log.warning(
             "the private Ray cluster listens on %s and not on 127.0.0.1 only (a token is asked for): ray had been "
             "imported before this run; start it in a fresh process, or import gleaner first",

@@ -22,6 +22,9 @@ def required_env(cuda: bool) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        # vLLM makes process groups, of this one process; their ports, which ask for no token, stay on this machine.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     if cuda:
         return env

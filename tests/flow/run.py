@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 REWARD = '''
@@ -88,20 +89,23 @@ class Run:
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
     @contextmanager
-    def watched(self) -> Iterator[set[str]]:
-        """Within it, collects what this run's processes have in shared memory (not what is unlinked at once). Another
-        program's is none of ours: /dev/shm as a whole belongs to the machine."""
-        found: set[str] = set()
+    def watched(self) -> Iterator[tuple[set[str], set[str]]]:
+        """Within it, collects what this run's processes have in shared memory (not what is unlinked at once), and on
+        which addresses they listen. Another program's are none of ours: /dev/shm as a whole belongs to the machine."""
+        mapped: set[str] = set()
+        addresses: set[str] = set()
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(0.3):
-                found.update(*(_mapped(pid) for pid in self.processes()))
+                for pid in self.processes():
+                    mapped.update(_mapped(pid))
+                    addresses.update(_listens(pid))
 
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            yield found
+            yield mapped, addresses
         finally:
             over.set()
             thread.join()
@@ -116,6 +120,14 @@ class Run:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # it ended while we looked
         return found
+
+
+def _listens(pid: int) -> list[str]:
+    try:
+        sockets = psutil.Process(pid).net_connections("inet")
+    except psutil.Error:  # it ended while we looked
+        return []
+    return [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
 
 
 def _mapped(pid: int) -> list[str]:

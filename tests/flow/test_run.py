@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(400)
 def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model)
-    with run.watched() as shared_memory:
+    with run.watched() as (shared_memory, addresses):
         output = run.finish()
     assert all(word in output for word in (str(run.folder), "adapter", "before"))
     first = run.metrics()
@@ -56,6 +56,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     assert "are done already" in run.finish()
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert shared_memory  # semaphores of reward processes, else nothing was seen
     assert [name for name in shared_memory if Path(name).exists()] == []
 
