@@ -9,6 +9,8 @@ from cluster.buffer import MAX_REFILLS, Buffer
 from cluster.ticket import Ticket
 from tests.cluster.buffers import group, position, settle, taking, working
 
+pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be seen soon (make mutants)
+
 
 async def test_an_admission_that_is_given_up_takes_no_slot() -> None:
     """Neither while it waits nor in the moment in which its turn comes; the next in line gets what it leaves."""

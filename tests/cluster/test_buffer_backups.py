@@ -2,8 +2,12 @@
 
 import asyncio
 
+import pytest
+
 from cluster.buffer import Buffer
 from tests.cluster.buffers import group, position, settle, taking, working
+
+pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be seen soon (make mutants)
 
 
 async def test_a_group_that_takes_long_goes_to_an_idle_producer_but_never_to_its_own() -> None:
