@@ -2,8 +2,7 @@
 
 An engine that is frozen answers today as it did then. Between two versions of the same engine what sets it apart from
 the learner (kernels, 16 bits, an fp8 cache) cancels, but for rounding: new weights, new roundings, on both sides. In 16
-bits that is more than a small step: at a learning rate of 1e-5 the engine's step, projected on the learner's, is 0.02
-of it on average though the policy arrived. So a pair of versions says something only if the learner went FAR times as
+bits that is more than a small step: of two honest answers one may then stand still while the other moves. So a pair of versions says something only if the learner went FAR times as
 far between them as its logprobs were off the engine's at the first: then most of its way is policy, not rounding. A
 frozen engine falls behind further with each version, until it shows. How many that takes: benchmarks/delivery_power.py.
 """
@@ -19,7 +18,7 @@ import numpy.typing as npt
 Logprobs = npt.NDArray[np.float32]
 
 FAR = 2.0
-ARRIVED = 1 / 3  # of the learner's way, at least; with a policy that arrived 0.59 is the least of 2,275 pairs in bf16
+ARRIVED = 1 / 3  # of the learner's way, at least, by an engine that has the policy
 FEW = 32  # tokens; with fewer a mean says little
 KEPT = 16  # versions, besides the first
 
