@@ -185,7 +185,8 @@ def report(found: dict[tuple[str, float], Tally], told: dict[str, Any]) -> str:
         f"{sum(tally.unchanged for tally in found.values())} here. Liars begin at every second version of stretches of "
         f"{STRETCH} on the same 64 probe tokens, so they overlap. Medians in ms, on this model: {times}.\n\n"
         "Model: Qwen2 of 0.1M random weights, LoRA of rank 8 on all layers, AdamW, "
-        f"{GROUPS} x {COMPLETIONS} recorded completions a step with random rewards, cells measured one after the other. fp8: bfloat16 with keys "
+        f"{GROUPS} x {COMPLETIONS} recorded completions a step with random rewards, cells measured one "
+        "after the other. fp8: bfloat16 with keys "
         f"and values in e4m3.\n\nConditions: {under(told, 'Counts')}\n"
     )
 

@@ -2,9 +2,10 @@
 
 An engine that is frozen answers today as it did then. Between two versions of the same engine what sets it apart from
 the learner (kernels, 16 bits, an fp8 cache) cancels, but for rounding: new weights, new roundings, on both sides. In 16
-bits that is more than a small step: of two honest answers one may then stand still while the other moves. So a pair of versions says something only if the learner went FAR times as
-far between them as its logprobs were off the engine's at the first: then most of its way is policy, not rounding. A
-frozen engine falls behind further with each version, until it shows. How many that takes: benchmarks/delivery_power.py.
+bits that is more than a small step: of two honest answers one may then stand still while the other moves. So a pair of
+versions says something only if the learner went FAR times as far between them as its logprobs were off the engine's at
+the first: then most of its way is policy, not rounding. A frozen engine falls behind further with each version, until
+it shows. How many that takes: benchmarks/delivery_power.py.
 """
 
 from __future__ import annotations
