@@ -108,8 +108,7 @@ def demo_report(records: Sequence[Record], told: dict[str, Any], options: argpar
         "generates its next batch during an evaluation; steps that may have gained from one are charged at least the "
         "median of the others. Parts are seconds of a step, of which generation and training may overlap.\n\n"
         f"{lengths_table(records)}\n\n"
-        f"{ABOUT_TRL}Micro-batches of TRL: {options.micro_batch}. Its advantages are divided by the deviation of the "
-        "batch's rewards, gleaner's by that of the centred ones.\n\n"
+        f"{ABOUT_TRL}Micro-batches of TRL: {options.micro_batch}.\n\n"
         f"Conditions: {wall_text(told, records)}\n"
     )
 
