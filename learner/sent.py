@@ -11,7 +11,8 @@ from learner.logprob import token_logprobs
 from learner.model import Policy
 from learner.served_names import served_weights
 from rollout.delivery import Answer
-from rollout.held import Held, digests_of, read_of
+from rollout.held import digests_of, read_of
+from rollout.types import Held
 
 
 @torch.no_grad()

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from cluster.actor import Shared
 from rollout.evidence import Evidence
-from rollout.held import Held
-from rollout.types import Adapter, Weights
+from rollout.types import Adapter, Held, Weights
 
 # max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
 # bf16 to about 6e-2 on a 25M model, and grows with depth. Weights that are merged (learner.push) are rounded to 16 bits

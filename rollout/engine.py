@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.held import Held
-from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
+from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 BASES = ("none", "nf4")

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine import EngineAsleep, EngineClosed, NoAdapter
-from rollout.held import Held
-from rollout.types import Adapter, Completion, EngineError, Sampling, Weights, digest_of
+from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights, digest_of
 
 
 def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:

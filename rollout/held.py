@@ -12,7 +12,6 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,17 +19,6 @@ from torch import Tensor
 
 COLUMNS = 64  # of a matrix that are read back; see columns_of
 _SMALL = 1 << 20  # bytes; below that a thread costs more than it saves
-
-
-class Held(NamedTuple):
-    """A policy as one process holds it.
-
-    tensors: name -> sha256 hex (digest_of_tensor) of an adapter's tensor, or of what read_of takes of a weight. unread:
-    names of what an engine holds in a layout that it cannot read back.
-    """
-
-    tensors: dict[str, str]
-    unread: tuple[str, ...] = ()
 
 
 def digest_of_tensor(tensor: Tensor) -> str:

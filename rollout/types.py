@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,3 +153,14 @@ def _verify(what: str, update: Adapter | Weights) -> None:
 def digest_of(payload: bytes | memoryview) -> str:
     """sha256 of the payload, hex."""
     return hashlib.sha256(payload).hexdigest()
+
+
+class Held(NamedTuple):
+    """A policy as one process holds it.
+
+    tensors: name -> sha256 hex (rollout.held.digest_of_tensor) of an adapter's tensor, or of what is read of a weight
+    (rollout.held.read_of). unread: names of what an engine holds in a layout that it cannot read back.
+    """
+
+    tensors: dict[str, str]
+    unread: tuple[str, ...] = ()

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from rollout.engine import EngineSettings
 from rollout.engine_env import check_env
-from rollout.held import Held
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Completion, Held, Sampling, Weights
 from rollout.vllm_calls import (
     check_can_continue,
     checked_prompt,

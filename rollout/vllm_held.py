@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rollout.adapter_window import Resident
-from rollout.held import Held, columns_of, digests_of, read_of
+from rollout.held import columns_of, digests_of, read_of
+from rollout.types import Held
 
 Named = Iterator[tuple[str, Tensor]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.adapter_window import AdapterWindow
-from rollout.held import Held
+from rollout.types import Held
 from rollout.vllm_calls import lora_request
 from rollout.vllm_held import held_by
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from rollout.adapter_window import AdapterWindow, Resident
 from rollout.engine import AdapterRefused, EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
-from rollout.held import Held
-from rollout.types import EngineError
+from rollout.types import EngineError, Held
 from rollout.vllm_calls import abort, build_engine, lora_request
 from rollout.vllm_commands import Command, Load, Read, Request, Rest
 from rollout.vllm_held import held_by

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout.delivery import Answer
-from rollout.held import Held
+from rollout.types import Held
 
 
 def said(logprobs: Sequence[float]) -> Answer:

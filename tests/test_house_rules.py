@@ -67,10 +67,14 @@ def test_a_breach_is_seen(name: str, text: str, breach: str) -> None:
     assert [breach in found for found in breaches(name, text)] == [True]
 
 
-def test_configuration_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, learner.config, rewards.config, rollout.config, cluster.config\n"
-        f"print(*[name for name in {HEAVY} if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "learner.config, rewards.config, rollout.config, cluster.config",
+        "learner.main, learner.house, learner.preflight",  # the driver's process: torch would cost seconds and memory
+    ],
+)
+def test_neither_configuration_nor_driver_imports_anything_heavy(modules: str) -> None:
+    code = f"import sys, {modules}\nprint(*[name for name in {HEAVY} if name in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert told.stdout.split() == []

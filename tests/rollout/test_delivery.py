@@ -7,8 +7,7 @@ import pytest
 
 from rollout.delivery import Answer, DeliveryError, Push
 from rollout.evidence import FEW, KEPT, Evidence
-from rollout.held import Held
-from rollout.types import Adapter
+from rollout.types import Adapter, Held
 from tests.pushes import expect, said
 
 ADAPTER = Adapter.build(17, b"weights", {})

@@ -11,10 +11,9 @@ from cluster.config import DeadlineConfig
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.delivery import Answer, DeliveryError, Push
-from rollout.held import Held
 from rollout.policy_feed import PolicyFeed
 from rollout.supervised_worker import SupervisedWorker
-from rollout.types import Adapter
+from rollout.types import Adapter, Held
 from tests.pushes import expect, said
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from rollout.held import COLUMNS, Held, digest_of_tensor, digests_of, read_of
-from rollout.types import Adapter, Weights
+from rollout.held import COLUMNS, digest_of_tensor, digests_of, read_of
+from rollout.types import Adapter, Held, Weights
 from tests.rollout.house import House, run
 from tests.tiny import make_adapter, make_tiny_model
 
