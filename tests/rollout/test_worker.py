@@ -218,6 +218,7 @@ async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) 
     answer = await worker.probe([1, 2, 3])
     assert answer is not None
     assert answer.logprobs.tolist() == (await worker.engine.probe([1, 2, 3])).tolist()
+    assert answer.held == await worker.engine.held()
     assert 0 < answer.seconds < 10
     await worker.sleep()
     with pytest.raises(EngineAsleep):
