@@ -25,7 +25,8 @@ def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
         return (step + 1) / warmup
     if schedule.kind == "constant":
         return 1.0
-    progress = min(step - warmup, total_steps - warmup - 1) / max(total_steps - warmup, 1)
+    rest = max(total_steps - warmup, 1)
+    progress = min(step - warmup, rest - 1) / rest
     return 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -116,7 +117,7 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
 
 def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """The moments of `state`; betas and decay stay this optimizer's own, which a resumed run may have changed."""
-    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    own = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from learner.config import ModelConfig, RunConfig
 from learner.learner_config import LoraConfig
 from learner.model import Policy
-from learner.optimizer import build_optimizer
 from rollout.engine import EngineSettings
 from rollout.vllm_calls import engine_arguments
 from tests.tiny import make_adapter, make_tiny_model
@@ -156,11 +155,3 @@ def test_what_cannot_be_is_refused_with_the_configuration(change: dict[str, Any]
     RunConfig.model_validate(plain)
     with pytest.raises(ValueError, match=message):
         RunConfig.model_validate(plain | change)
-
-
-def test_paged_states_need_cuda() -> None:
-    from learner.learner_config import OptimizerConfig
-
-    weight = torch.zeros(4, requires_grad=True)
-    with pytest.raises(ValueError, match="paged_adamw_8bit needs CUDA's unified memory, got device cpu"):
-        build_optimizer([weight], OptimizerConfig(kind="paged_adamw_8bit"), torch.device("cpu"))

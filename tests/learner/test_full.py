@@ -137,6 +137,18 @@ async def test_export_is_a_model_and_a_checkpoint_goes_on(tiny_path: str, tmp_pa
     assert (await adapter_of(other)).digest == (await adapter_of(trainer)).digest
 
 
+def test_a_reference_is_kept_for_a_kl_alone_and_boundaries_go_where_they_are_told_to(tiny_path: str) -> None:
+    plain, other = (
+        make_trainer(tiny_path, loss=LossConfig(beta=beta), checkpointing="full", offload_boundaries=beta > 0, **FULL)
+        for beta in (0.0, 0.1)
+    )
+    with pytest.raises(KeyError, match="reference"):
+        plain._policy.acting_as("reference")
+    with other._policy.acting_as("reference"):
+        pass
+    assert (plain._policy._offload, other._policy._offload) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("model", "learner", "named"),
     [

@@ -86,16 +86,18 @@ async def test_a_completion_that_does_not_fit_alone(tiny_path: str) -> None:
 
 
 async def test_rehearsal_runs_the_longest_and_leaves_nothing(tiny_path: str, adapter_path: str) -> None:
-    trainer, fresh = (make_trainer(tiny_path, adapter=adapter_path, token_budget=100) for _ in range(2))
+    trainer, fresh = (make_trainer(tiny_path, adapter=adapter_path, token_budget=1000) for _ in range(2))
     seen = break_above(trainer, 1000, "forward")
     before = masters(trainer)
     metrics = await trainer.rehearse(9)
-    (tokens,) = seen
-    assert 100 - 15 < tokens <= 100  # as full as whole completions of 16 tokens make it
-    assert metrics["memory/token_budget"] == 100
+    assert seen == [9 + 66 * 15]  # as full as whole completions of 16 tokens make it
+    assert (metrics["memory/token_budget"], metrics["memory/oom_retries"]) == (1000, 0)
+    assert metrics["memory/learner_peak"] > 0
     assert distance(masters(trainer), before) == 0
     assert (await adapter_of(trainer)).version == 0
     assert distance(await gradient(trainer, GROUPS), await gradient(fresh, GROUPS)) == 0
+    # And a step is of one packed row: each prompt once, and of a completion all but its last token.
+    assert seen[1:] == [sum(len(g["prompt_ids"][0]) + sum(len(c) - 1 for c in g["completion_ids"]) for g in GROUPS)]
 
     tight = make_trainer(tiny_path, token_budget=100)
     break_above(tight, 60, "backward")
@@ -107,10 +109,20 @@ async def test_rehearsal_runs_the_longest_and_leaves_nothing(tiny_path: str, ada
         await hopeless.rehearse(9)
 
 
-async def test_rehearsal_leaves_room_for_the_optimizer(tiny_path: str, adapter_path: str) -> None:
+async def test_rehearsal_leaves_room_for_the_optimizer(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tiny_path)
     weights = sum(master.numel() for master in trainer._policy.masters.values())
     assert trainer._updater.missing_state_bytes() == 8 * weights
+    plain, made = torch.empty, []
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        made.append(plain(*size, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    await trainer.rehearse(9)
+    monkeypatch.undo()
+    assert 8 * weights in [tensor.nbytes for tensor in made]
     await trainer.step(GROUPS)
     assert trainer._updater.missing_state_bytes() == 0
 
@@ -133,10 +145,9 @@ def test_a_limit_on_a_cpu_warns_and_then_refuses(
 
 
 async def test_the_limit_is_checked_after_each_step(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(tiny_path)
     now = [0]  # what this process really holds differs from machine to machine
     monkeypatch.setattr(headroom, "peak_resident", lambda: now[0])
-    monkeypatch.setattr(trainer, "_memory", MemoryLimit(2**20, torch.device("cpu")))
+    trainer = make_trainer(tiny_path, memory_bytes=2**20)
     await trainer.step(GROUPS)
     now[0] = 2**21
     with pytest.raises(OutOfMemory, match="memory.learner"):

@@ -33,6 +33,10 @@ def test_denominators_by_hand() -> None:
     assert LOSSES["dapo"](lengths, 8) == pytest.approx([0.1, 0.1, 0.1])
     assert LOSSES["dr_grpo"](lengths, 8) == pytest.approx([1 / 24] * 3)
     assert LOSSES["grpo"](lengths, 8) == pytest.approx([1 / 6, 1 / 9, 1 / 15])
+    for coefficients in LOSSES.values():
+        assert coefficients(np.array([1]), 1).tolist() == [1]
+        assert coefficients(np.array([0]), 1).tolist() == [1]  # masked: of no token, but no division by 0
+        assert coefficients(np.array([], np.int64), 1).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -46,3 +46,9 @@ def test_truncated_completions_train_unless_masked_and_an_update_may_be_left_wit
     assert plain.coefficients == pytest.approx([1 / 15] * 5)
     all_cut = found_in(LossConfig(mask_truncated=True), [GROUPS[0] | {"cut": [0, 1, 2]}])
     assert not all_cut.trained.any()
+
+
+def test_of_no_group_there_is_nothing_of_the_right_types() -> None:
+    found, some = found_in(LossConfig(), []), found_in(LossConfig())
+    for name in ("advantages", "coefficients", "trained", "update"):
+        assert (getattr(found, name).shape, getattr(found, name).dtype) == ((0,), getattr(some, name).dtype)

@@ -1,14 +1,16 @@
-"""The update: AdamW's numbers, the clip of the gradient, which weights decay, and float16's loss scale."""
+"""The update: learning rates, AdamW's numbers, the clip of the gradient, which weights decay, float16's loss scale."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from transformers import get_linear_schedule_with_warmup
 
-from learner.learner_config import LearnerConfig, OptimizerConfig
-from learner.optimizer import FIRST_LOSS_SCALE, Updater, build_optimizer
+from learner.learner_config import LearnerConfig, OptimizerConfig, ScheduleConfig
+from learner.optimizer import FIRST_LOSS_SCALE, Updater, build_optimizer, rate_factor
 from learner.rounding import RoundedUpdater, updater_for
 from tests.peak import peak_bytes
 
@@ -99,3 +101,55 @@ def test_a_resumed_optimizer_keeps_its_moments_and_takes_the_settings_of_its_own
     assert [group["weight_decay"] for group in second.optimizers[0].param_groups] == [0, 0]
     assert state_of(second, "exp_avg" if kind == "adamw" else "state1")[0, 0] == pytest.approx(0.01 * 0.9 + 0.01)
     assert weights[0].mean().item() == pytest.approx(weights[1].mean().item())  # neither decays now
+
+
+def test_schedules() -> None:
+    constant, cosine = ScheduleConfig(warmup=0.25), ScheduleConfig(kind="cosine", warmup=0.0)
+    assert [rate_factor(s, 8, constant) for s in range(4)] == [0.5, 1, 1, 1]
+    found = [rate_factor(s, 4, cosine) for s in range(4)]
+    assert found == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
+    both = ScheduleConfig(kind="cosine", warmup=0.5)
+    assert [rate_factor(s, 4, both) for s in range(4)] == pytest.approx([0.5, 1, 1, 0.5])
+    for step in (4, 5, 99):  # beyond the plan: the last rate, never 0
+        assert rate_factor(step, 4, cosine) == pytest.approx(found[-1])
+    for kind in ("cosine", "linear"):  # nothing but warm-up, and beyond it
+        assert [rate_factor(step, 1, ScheduleConfig(kind=kind, warmup=0.99)) for step in (0, 1, 2)] == [1, 1, 1]
+
+
+def test_a_linear_schedule_is_transformers_and_no_step_is_of_rate_0() -> None:
+    """Two steps of warm-up, then a straight line to 0 after the last of ten."""
+    weight = torch.zeros(1, requires_grad=True)
+    theirs = get_linear_schedule_with_warmup(torch.optim.SGD([weight], lr=1.0), 2, 10).lr_lambdas[0]
+    linear = ScheduleConfig(kind="linear", warmup=0.2)
+    found = [rate_factor(step, 10, linear) for step in range(10)]
+    assert found == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    assert found[2:] == pytest.approx([theirs(step) for step in range(2, 10)])
+    assert rate_factor(12, 10, linear) == pytest.approx(1 / 8)
+
+
+CUDA = torch.device("cuda")
+
+
+def test_paged_states_need_cuda() -> None:
+    weight = torch.zeros(4, 2, requires_grad=True)
+    paged = LearnerConfig(optimizer=OptimizerConfig(kind="paged_adamw_8bit"))
+    with pytest.raises(ValueError, match="paged_adamw_8bit needs CUDA's unified memory, got device cpu"):
+        Updater([weight], paged, dtype="bfloat16", device=CPU)
+    assert type(build_optimizer([weight], paged.optimizer, CUDA)).__name__ == "PagedAdamW8bit"
+    plain = build_optimizer([weight], OptimizerConfig(kind="adamw_8bit"), CUDA)
+    assert type(plain).__name__ == "AdamW8bit"
+    assert Updater([weight], paged, dtype="bfloat16", device=CUDA).missing_state_bytes() == 0
+
+
+@pytest.mark.parametrize(("kind", "size"), [("adamw", 8), ("adamw_8bit", 2)])
+def test_an_update_that_is_not_finite_is_none_and_allocates_no_state(kind: Any, size: int) -> None:
+    weight = torch.ones(1, 2).requires_grad_()
+    updater = Updater([weight], LearnerConfig(optimizer=OptimizerConfig(kind=kind)), dtype="float32", device=CPU)
+    assert updater.missing_state_bytes() == 2 * size
+    weight.grad = torch.tensor([[3.0, 4.0]])
+    assert updater.step(1e-3, loss_is_finite=False) == (5.0, False)
+    weight.grad = torch.tensor([[3.0, math.nan]])
+    norm, done = updater.step(1e-3, loss_is_finite=True)
+    assert (math.isnan(norm), done) == (True, False)
+    assert weight.tolist() == [[1, 1]]
+    assert updater.missing_state_bytes() == 2 * size

@@ -1,4 +1,4 @@
-"""What Policy refuses, and how the learning rate runs."""
+"""What Policy refuses."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    MambaConfig,
-    OPTConfig,
-    get_linear_schedule_with_warmup,
-)
+from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, MambaConfig, OPTConfig
 
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig, ScheduleConfig
+from learner.learner_config import LoraConfig
 from learner.logprob import token_logprobs
 from learner.model import Policy
-from learner.optimizer import rate_factor
 from rollout.architecture import ArchitectureError
 
 SMALL: dict[str, Any] = {
@@ -166,26 +158,3 @@ def test_reference_gives_the_adapter_back(tiny_path: str, adapter_path: str) -> 
             assert torch.equal(policy.hidden(ids), before)
         torch.autograd.backward(policy.hidden(ids).sum())
         assert all(master.grad is not None for master in policy.masters.values())
-
-
-def test_schedules() -> None:
-    constant, cosine = ScheduleConfig(warmup=0.25), ScheduleConfig(kind="cosine", warmup=0.0)
-    assert [rate_factor(s, 8, constant) for s in range(4)] == [0.5, 1, 1, 1]
-    found = [rate_factor(s, 4, cosine) for s in range(4)]
-    assert found == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
-    both = ScheduleConfig(kind="cosine", warmup=0.5)
-    assert [rate_factor(s, 4, both) for s in range(4)] == pytest.approx([0.5, 1, 1, 0.5])
-    for step in (4, 5, 99):  # beyond the plan: the last rate, never 0
-        assert rate_factor(step, 4, cosine) == pytest.approx(found[-1])
-    assert rate_factor(0, 1, ScheduleConfig(kind="cosine", warmup=0.99)) == 1
-
-
-def test_a_linear_schedule_is_transformers_and_no_step_is_of_rate_0() -> None:
-    """Two steps of warm-up, then a straight line to 0 after the last of ten."""
-    weight = torch.zeros(1, requires_grad=True)
-    theirs = get_linear_schedule_with_warmup(torch.optim.SGD([weight], lr=1.0), 2, 10).lr_lambdas[0]
-    linear = ScheduleConfig(kind="linear", warmup=0.2)
-    found = [rate_factor(step, 10, linear) for step in range(10)]
-    assert found == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
-    assert found[2:] == pytest.approx([theirs(step) for step in range(2, 10)])
-    assert rate_factor(12, 10, linear) == pytest.approx(1 / 8)

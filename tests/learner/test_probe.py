@@ -35,6 +35,12 @@ def test_the_end_of_a_prompt_and_the_beginning_of_what_was_rewarded_most_differe
     assert probe.ids[-1] == 1
     probe.trained_on([short], settled=True)
     assert probe.ids == (8, *range(48), 8, *range(14))
+    for _ in range(LIFE - 1):
+        probe.trained_on([group], settled=True)
+        assert probe.ids[0] == 8
+    odd = make_group(3, completions=told, rewards=(1.0, 1.0, 0.0), prompt_ids=[[9]] * 3)
+    probe.trained_on([odd], settled=True)
+    assert probe.ids == (9, 2) * 32  # their life is over
 
 
 def test_it_is_no_longer_than_what_an_engine_takes() -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from learner.learner_config import BOUNDS, LearnerConfig, LossConfig
 from learner.loss import token_loss
-from learner.ratios import RATIOS, clip, gspo
+from learner.ratios import RATIOS, clip, gspo, log_ratio_of
 from tests.learner import naive
 from tests.learner.tokens import batch_of
 
@@ -93,6 +93,25 @@ def test_sequence_ratios_by_hand() -> None:
     assert far.objective.tolist() == [0] * 20  # e^400 is no number of float32
 
 
+@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_a_ratio_on_its_bound_is_within_it(name: str, advantage: float) -> None:
+    """All bounds at 1, where exp(0) is exact."""
+    bounds: Any = {"band": (1.0, 1.0), "cap": 1.0, "epsilon": (0.0, 0.0), "delta": 1.0}
+    found = RATIOS[name](torch.zeros(2), torch.full((2,), advantage), torch.tensor([1, 1]), bounds)
+    assert found.weight.tolist() == [1, 1]
+    assert found.objective.tolist() == [advantage] * 2
+    assert not found.clipped.any()
+
+
+def test_a_token_without_advantage_is_not_clipped_and_no_ratio_is_infinite() -> None:
+    found = clip(torch.tensor([-3.0, 1.0, 3.0]), torch.zeros(3), NO_LENGTHS, LossConfig(ratio="clip").bounds)
+    assert not found.clipped.any()
+    assert found.objective.tolist() == [0, 0, 0]
+    far = log_ratio_of(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-9999.0, 9998.0, -1.5]))
+    assert far.tolist() == [20, -20, 0.5]
+
+
 LENGTHS = [100, 1, 249, 150]  # of completions: 500 tokens
 CHOICES: list[dict[str, Any]] = [
     *({"ratio": ratio} for ratio in RATIOS if ratio != "gspo"),
@@ -151,6 +170,9 @@ def test_decoupled_by_hand() -> None:
         proximal + moved.log(), torch.zeros(4), batch, config, reference=None, version=0, proximal=proximal
     )
     assert slopes.tolist() == pytest.approx([-0.25 * w for w in (1.32, 0, 1.32, 0.09)])
+    config = LossConfig(ratio="clip", cap=1)  # on which a policy that has not moved lies
+    _, parts = token_loss(mu, torch.zeros(4), batch, config, reference=None, version=0, proximal=mu)
+    assert int(parts["clipped"]) == 0
 
 
 @pytest.mark.parametrize(

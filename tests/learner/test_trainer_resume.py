@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,6 +131,28 @@ async def test_building_a_trainer_leaves_the_random_state_alone(tiny_path: str) 
     one, other = make_trainer(tiny_path), make_trainer(tiny_path)
     assert torch.equal(torch.get_rng_state(), before)
     assert equal(weights(one), weights(other))
+
+
+async def test_a_state_with_code_in_it_is_not_loaded_and_a_full_disk_is_named(
+    tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_path)
+    await trainer.save(tmp_path)
+    torch.save({"version": _Code()}, tmp_path / "trainer.pt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        await trainer.load(tmp_path)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file\nand more of it")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(shutil, "disk_usage", {tmp_path: SimpleNamespace(free=3 * 2**20)}.__getitem__)
+    with pytest.raises(OSError, match=r"cannot write its part of a checkpoint, with 3 MiB .*: Pytorch.* writing file$"):
+        await trainer.save(tmp_path)
+
+
+class _Code:
+    """Not among what torch.load(weights_only=True) makes."""
 
 
 async def test_another_rank_is_refused(tiny_path: str, tmp_path: Path) -> None:

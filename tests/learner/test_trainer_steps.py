@@ -15,8 +15,8 @@ from peft import PeftModel
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
-from learner.learner_config import OptimizerConfig, ScheduleConfig
-from learner.trainer import Trainer
+from learner.learner_config import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
+from learner.trainer import MAX_NONFINITE, Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters, probe_of
@@ -25,21 +25,22 @@ from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_train
 async def test_no_signal_at_all_leaves_the_weights_and_counts_the_version(tiny_path: str) -> None:
     trainer = make_trainer(tiny_path)
     before = masters(trainer)
-    metrics = await trainer.step(make_groups([[1, 1], [None, 0]], uniform))
+    # More steps than may be skipped in a row: nothing to learn is no failure.
+    metrics = [await trainer.step(make_groups([[1, 1], [None, 0]], uniform)) for _ in range(MAX_NONFINITE)][-1]
     assert metrics["loss/trained_tokens"] == 0
     assert metrics["reward/zero_variance_groups"] == 2
     assert metrics["loss/skipped_nonfinite"] == metrics["loss/grad_norm"] == 0
     assert not [name for name in metrics if name.startswith("policy/")]
     assert distance(masters(trainer), before) == 0
-    assert (await adapter_of(trainer)).version == 1
+    assert (await adapter_of(trainer)).version == MAX_NONFINITE
 
 
 async def test_learning_raises_the_probability_of_the_rewarded(tiny_path: str) -> None:
     trainer = make_trainer(tiny_path, learning_rate=0.01)
-    good, bad, prompt = [7, 8, 9], [10, 11, 12], [1, 2, 3]
+    good, bad, prompt = [7, 8, 9], [10], [1, 2, 3]
 
     async def score(completion: list[int]) -> float:
-        return float((await probe_of(trainer, prompt + completion))[-3:].sum())
+        return float((await probe_of(trainer, prompt + completion))[-len(completion) :].sum())
 
     before = await score(good) - await score(bad)
     policy = trainer._policy
@@ -53,6 +54,9 @@ async def test_learning_raises_the_probability_of_the_rewarded(tiny_path: str) -
         metrics = await trainer.step([make_group(prompt, [good, bad], [1, 0], behavior, version=version)])
         assert metrics["policy/mismatch_max"] == metrics["policy/mismatch_max_current"] < 1e-4
         assert metrics["policy/clip_fraction"] == 0
+        # On policy it is the mean of -A over four tokens; A = 0.5 / (sqrt(0.5) + 1e-4) and its opposite.
+        assert metrics["loss/total"] == pytest.approx(-(3 - 1) / 4 * 0.5 / (0.5**0.5 + 1e-4), rel=1e-4)
+        assert 0 < metrics["time/train"] < 60
     assert await score(good) - await score(bad) > before + 1
 
 
@@ -89,7 +93,7 @@ async def test_nonfinite_updates_are_skipped_and_three_in_a_row_raise(tiny_path:
     head[5, 5] = math.nan
     await trainer.step(groups)
     await trainer.step(groups)
-    with pytest.raises(RuntimeError, match="loss/skipped_nonfinite: .* 3 steps in a row"):
+    with pytest.raises(RuntimeError, match=r"loss/skipped_nonfinite: .* 3 steps .*last: step 6, loss 0.0, norm nan"):
         await trainer.step(groups)
 
 
@@ -101,6 +105,19 @@ async def test_a_step_has_its_own_learning_rate(tiny_path: str) -> None:
         assert metrics["loss/learning_rate"] == pytest.approx(wanted)
         (optimizer,) = trainer._updater.optimizers
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([wanted])
+
+
+async def test_the_pulse_counts_passes_and_on_a_cpu_seconds_of_computation(tiny_path: str) -> None:
+    trainer = make_trainer(tiny_path, token_budget="auto")
+    await trainer.step(make_groups([[0, 1]], uniform))
+    assert trainer._passes.passed == 1
+    assert 1 < await trainer.pulse() < 60
+    trainer._device = torch.device("cuda")
+    assert await trainer.pulse() == 1
+    assert trainer._budget.tokens == AUTO_TOKEN_BUDGET
+    await trainer.release_cache()
+    _, seconds = await trainer.policy()
+    assert 0 < seconds < 60
 
 
 async def test_adapter_has_peft_names_and_plain_config(tiny_path: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def make_trainer(
     adapter: str | None = None,
     dtype: Any = "float32",
     model: dict[str, Any] | None = None,
+    memory_bytes: int | None = None,
     **learner: Any,
 ) -> Trainer:
     settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
@@ -38,6 +39,7 @@ def make_trainer(
         total_steps=10,
         seed=0,
         device="cpu",
+        memory_bytes=memory_bytes,
     )
 
 

@@ -32,6 +32,7 @@ async def test_another_policy_is_named_with_worker_version_and_difference(answer
         await verify(said(answer), said(NEW))
     if difference != "nan":
         await verify(said(answer), said(NEW), "bfloat16")
+        await verify(said([-1.0, -2.5, -3.0]), said(NEW), "bfloat16")  # 0.5, all that is allowed
 
 
 async def test_corrupt_bytes_are_caught_before_any_probe() -> None:
@@ -95,6 +96,26 @@ def test_a_frozen_engine_falls_behind_until_it_shows(step: float, after: int) ->
     assert (stuck.since, stuck.way > 0.02) == (0, True)
 
 
+async def test_a_push_names_the_version_that_its_engine_is_stuck_at() -> None:
+    """Whatever it says of its tensors: the learner goes 0.1 nats a version, within the tolerance of bfloat16."""
+    evidence, still = Evidence(), [-1.0] * 64
+
+    def push(version: int, ids: tuple[int, ...] = IDS) -> Push:
+        expected = said([-1.0 - 0.1 * (version - 17)] * 64)
+        return Push(Adapter.build(version, b"weights", {}), ids, expect(expected), "bfloat16")
+
+    await push(17).verify("generator-0", said(still), evidence)
+    verdict = (
+        r"generator-0: acknowledged v18, but generates as under v17: .* went 0\.1 nats \(rms\), its own went 0% of that"
+    )
+    with pytest.raises(DeliveryError, match=verdict):
+        await push(18).verify("generator-0", said(still), evidence)
+    await push(18).verify("generator-1", said([-1.1] * 64), Evidence())
+    await push(19, (*IDS, 7)).verify(
+        "generator-0", said(still), evidence
+    )  # of other tokens there is nothing to compare
+
+
 @pytest.mark.parametrize("step", [0.0, 1e-5, 1e-3, 3e-2])
 @pytest.mark.parametrize("bias", [0.0, 1e-2])
 def test_an_engine_with_noise_and_bias_is_not_accused(step: float, bias: float) -> None:
@@ -117,4 +138,27 @@ def test_evidence_is_of_the_same_tokens_and_of_enough_of_them() -> None:
     slow = Evidence()
     for version in range(3 * KEPT):  # the first is kept for ever
         assert slow.add(version, IDS, still, still) is None
+        assert slow.settled is False
     assert slow.add(3 * KEPT, IDS, still, story.learner(1)).since == 0  # type: ignore[union-attr]
+    enough = Evidence()
+    for version in range(2):
+        stuck = enough.add(version, IDS[: FEW + 1], still[:FEW], story.learner(version)[:FEW])
+    assert stuck is not None
+
+
+def test_the_first_answers_and_the_last_few_are_what_the_next_is_compared_with() -> None:
+    """The first says nothing here, since the engine was far off then; of equals the oldest that is kept is named."""
+    first, same, moved = np.zeros(64, np.float32), np.full(64, -1, np.float32), np.full(64, -1.5, np.float32)
+    evidence, versions = Evidence(), 2 * KEPT
+    assert evidence.settled is False
+    evidence.add(0, IDS, first, np.full(64, -9, np.float32))
+    for version in range(1, versions + 1):
+        assert evidence.add(version, IDS, same, same) is None
+    assert evidence.add(versions + 1, IDS, same, moved) == (versions - KEPT + 1, 0, 0.5)
+    # 0.3 of the way since the first, 0.32 since the second: it is the least that counts.
+    other = Evidence()
+    other.add(0, IDS, same, same)
+    quarter = np.full(64, -1.125, np.float32)
+    assert other.add(1, IDS, quarter, moved) == (0, 0.25, 0.5)
+    stuck = other.add(2, IDS, np.full(64, -1.6, np.float32), np.full(64, -3, np.float32))
+    assert stuck == (0, pytest.approx(0.3), 2)
