@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from learner.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from learner.model import Policy
-from learner.publishing import MODEL
+from learner.publishing import MODEL, VLLM_FOLDER
 from learner.served_names import differ, served_config, served_weights
 from rollout.payload import Source, pack
 from rollout.types import Adapter, Weights
 
-MODEL_FILE, VLLM_FOLDER = "model.safetensors", "vllm"
+MODEL_FILE = "model.safetensors"
 
 
 def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter | Weights:

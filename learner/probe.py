@@ -41,5 +41,5 @@ class Probe:
         return self._filled([*ragged(group, "prompt_ids")[chosen].tolist(), *completion.tolist()][-self._length :])
 
     def _filled(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """As often as it takes: a median over a few tokens would say little."""
+        """As often as it takes: a mean over a few tokens says little."""
         return tuple((list(tokens) * (self._length // len(tokens) + 1))[: self._length])

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from cluster.files import digest_of, fsync, writing
 from learner import checkpoint
+from learner.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 
 TRAINER = "trainer"  # the learner's part of a checkpoint
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
-ADAPTER_FILES = (*ADAPTER, *(f"vllm/{name}" for name in ADAPTER))  # the latter where vLLM has names of its own
+VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, f"{VLLM_FOLDER}/{CONFIG_FILE}", f"{VLLM_FOLDER}/{WEIGHTS_FILE}")
 MODEL = "model"  # folder, in the learner's part, of a whole model
 PARTIAL = ".partial-"
 

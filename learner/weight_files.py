@@ -12,8 +12,9 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from learner.adapter_config import WEIGHTS_FILE
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-ADAPTER = "adapter_model.safetensors"
 LARGEST_HEADER = 100 * 10**6  # bytes; the limit of the safetensors library
 
 
@@ -60,9 +61,9 @@ def model_weights(path: str) -> dict[str, Stored] | None:
 
 def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
     """Every tensor of a PEFT adapter's folder by name. Raises WeightsError, which names `key`."""
-    file = Path(folder).expanduser() / ADAPTER
+    file = Path(folder).expanduser() / WEIGHTS_FILE
     if not file.is_file():
-        raise WeightsError(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {ADAPTER}")
+        raise WeightsError(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
     return header(file, key)
 
 

@@ -9,6 +9,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 
+from rollout.architecture import text_of
 from rollout.bounded import fails_within
 from rollout.remote_code import needs_own_code
 from rollout.stopping import StopError, split
@@ -77,15 +78,15 @@ class Chat:
             )
         if not isinstance(config.get("text_config", {}), dict):
             raise ChatError(f"model.path: text_config in config.json of {path} must be a mapping; copy the file again")
-        vocabulary = _text_config(config).get("vocab_size")
+        vocabulary = text_of(config).get("vocab_size")
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = _tokenizer(path)
         # As transformers' generate: config.json counts where there is no generation_config.json.
-        generation = _read_json(path, "generation_config.json") or _text_config(config)
+        generation = _read_json(path, "generation_config.json") or text_of(config)
         ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
-        context = _text_config(config).get("max_position_embeddings", 0)
+        context = text_of(config).get("max_position_embeddings", 0)
         _check_whole(path, {"vocab_size": [vocabulary], "eos_token_id": flat, "max_position_embeddings": [context]})
         known = [i for i in dict.fromkeys(flat) if i < int(vocabulary)]  # another can never be sampled
         return cls(tokenizer, known, int(vocabulary), config, template_kwargs)
@@ -93,7 +94,7 @@ class Chat:
     @property
     def context(self) -> int | None:
         """Tokens that prompt and completion may have together; None where the model says nothing."""
-        return _text_config(self.config).get("max_position_embeddings")
+        return text_of(self.config).get("max_position_embeddings")
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """What the model is given (messages, or plain text without a template) and its token ids [P]."""
@@ -160,12 +161,6 @@ def _check_whole(path: str, numbers: Mapping[str, Sequence[Any]]) -> None:
                 f"model.path: {name} of {path} must be given in whole numbers (config.json, generation_config.json), "
                 f"got {str(values)[:80]}; copy the files again"
             )
-
-
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a model of several kinds of input keeps what concerns text."""
-    text: Mapping[str, Any] = config.get("text_config", {})
-    return {**config, **text}
 
 
 def _tokenizer(path: str) -> Any:
