@@ -10,9 +10,7 @@ the policy that it was sampled from is proven (proof_of), hence nothing is learn
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
-from cluster.actor import ActorDied
 from cluster.latest import Latest
 from cluster.telemetry import Timeline
 from rollout.delivery import Answer, Push, Receipt
@@ -20,8 +18,6 @@ from rollout.evidence import Evidence
 from rollout.supervised_worker import SupervisedWorker
 
 log = logging.getLogger("rollout")
-
-T = TypeVar("T")
 
 
 class PolicyFeed:
@@ -76,8 +72,8 @@ class PolicyFeed:
         the policy that was sent."""
         name, version = self.worker.name, push.adapter.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
-            answer: Answer = self.present(
-                await self.worker.actor.call("probe", push.probe_ids, deadline_s=self.worker.deadlines.push)
+            answer: Answer = await self.worker.actor.call(
+                "probe", push.probe_ids, deadline_s=self.worker.deadlines.push
             )
             await push.verify(name, answer, self.evidence)
         if answer.held.unread and self.answer is None:
@@ -91,12 +87,6 @@ class PolicyFeed:
         async with self._proof:
             self._proven = version
             self._proof.notify_all()
-
-    def present(self, answer: T | None) -> T:
-        """The answer, unless it is that of a fresh process, which has no policy yet."""
-        if answer is None:
-            raise ActorDied(f"{self.worker.name}: its process died while it was idle")
-        return answer
 
     async def proof_of(self, version: int) -> None:
         """Waits until that version or a newer one is proven."""

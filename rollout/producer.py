@@ -132,7 +132,9 @@ class Producer:
             if ticket is None or ticket.wanted:
                 with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
                     async with ticket.while_wanted() if ticket else nullcontext():
-                        group = self.feed.present(await self._ask(problem, sampling, attempt, ticket, begun))
+                        group = await self._ask(problem, sampling, attempt, ticket, begun)
+                        if group is None:  # another call was lost just before, and a fresh process got this one
+                            raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
                         self.worker.finished_group()
             return group
 

@@ -57,7 +57,8 @@ class RolloutWorker:
         self._said: set[str] = set()
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
-        """One group of `sampling.n` completions of the problem, scored; None from a process that has no policy yet.
+        """One group of `sampling.n` completions of the problem, scored; None from a process that has no policy yet,
+        or once `stop` has ended it.
 
         begun: what `stop` gave of an earlier attempt. The seed that the table names is that of this one.
         """
@@ -143,14 +144,11 @@ class RolloutWorker:
                 digest = await self.engine.load_adapter(policy)
         return Receipt(digest, time.perf_counter() - start, peak_memory())
 
-    async def probe(self, token_ids: Sequence[int]) -> Answer | None:
-        """What the newest policy says of token_ids [N], and the tensors in use; None from a process without one."""
+    async def probe(self, token_ids: Sequence[int]) -> Answer:
+        """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""
         start = time.perf_counter()
-        try:
-            with self._engine_alive():
-                logprobs, held = await self.engine.probe(token_ids), await self.engine.held()
-        except NoAdapter:
-            return None
+        with self._engine_alive():
+            logprobs, held = await self.engine.probe(token_ids), await self.engine.held()
         return Answer(logprobs, held, time.perf_counter() - start)
 
     async def sleep(self) -> None:

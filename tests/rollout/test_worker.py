@@ -17,7 +17,7 @@ import pytest
 from cluster.actor import Unusable
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings
+from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.types import Adapter, Completion, Sampling, Weights
@@ -195,7 +195,8 @@ async def test_a_seed_that_is_left_to_chance_is_recorded_as_such(worker: Rollout
 
 async def test_without_a_policy_there_is_neither_group_nor_probe(worker: RolloutWorker) -> None:
     assert await worker.rollout(problem(), SAMPLING, 0, []) is None
-    assert await worker.probe([1, 2, 3]) is None
+    with pytest.raises(NoAdapter):
+        await worker.probe([1, 2, 3])
 
 
 async def test_a_stopped_group_is_handed_to_who_stopped_it(worker: RolloutWorker) -> None:
