@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from rollout import hub
 
-    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     # heavy imports wait until the configuration is known to be right
     from learner import assumed_cards, house, preflight, run_lock
 

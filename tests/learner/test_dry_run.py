@@ -18,6 +18,7 @@ from learner.main import main
 from learner.model_trial import wrong_with
 from learner.trials import Trial
 from learner.weight_files import WeightsError, adapter_weights, model_weights
+from rollout import hub
 from tests.tiny import make_adapter, make_tiny_model
 
 
@@ -54,6 +55,24 @@ def refused(config: dict[str, Any], *words: str, capsys: pytest.CaptureFixture[s
     assert main(["--config", "config.yaml", *words]) == 2
     assert not Path("runs").exists()
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+
+
+def test_whatever_may_be_a_name_of_the_hub_is_known_before_the_hub_is_asked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def settle(paths: list[str | None]) -> None:
+        asked.extend(paths)
+        raise InterruptedError
+
+    monkeypatch.setattr(hub, "settle", settle)
+    config = config_of(model, learner={"mode": "full", "loss": {"beta": 0.1}})
+    config["model"]["reference"], config["data"]["eval"] = "org/reference", {"path": "org/questions"}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(InterruptedError):
+        main(["--config", "config.yaml"])
+    assert asked == [str(model), "org/reference", "data.jsonl", "org/questions"]
 
 
 def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
