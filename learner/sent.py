@@ -36,7 +36,8 @@ def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
     """Of the policy as learner.exports.update_of sends it. Made from the weights again, one tensor at a time, not from
     the payload: so a fault in that is found as well."""
     if merged or policy.peft_config is None:
-        return Held(digests_of((name, read_of(weight, version)) for name, weight in _weights(policy, merged)))
+        dtype = policy.head.dtype
+        return Held(digests_of((name, read_of(weight, version, dtype)) for name, weight in _weights(policy, merged)))
     return Held(digests_of(_adapter(policy)))
 
 
@@ -54,7 +55,7 @@ def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 def _weights(policy: Policy, merged: bool) -> Iterator[tuple[str, Tensor]]:
     if not merged:
         for name, master in policy.masters.items():
-            yield name, master.detach().to(policy.head.dtype)
+            yield name, master.detach()
         return
     for name, source in policy.merged().items():
         place = torch.empty(source.shape, dtype=policy.head.dtype)

@@ -47,12 +47,13 @@ def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return found
 
 
-def read_of(weight: Tensor, version: int) -> Tensor:
-    """What is read back of one of the weights of a whole model: of a matrix its columns_of, in memory of their own."""
+def read_of(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
+    """What is read back of one of the weights of a whole model, in `dtype`: of a matrix its columns_of, in memory of
+    their own."""
     if weight.dim() != 2:
-        return weight
+        return weight.to(dtype)
     # A sum that begins with zero has no -0.0 (see columns_of), hence the second zero.
-    return weight[:, columns_of(version, weight.shape[1]).to(weight.device)] + 0.0
+    return weight[:, columns_of(version, weight.shape[1]).to(weight.device)].to(dtype) + 0.0
 
 
 def columns_of(version: int, width: int) -> Tensor:

@@ -120,7 +120,7 @@ def _values(model: Any, key: str, module: Any, rows: slice, version: int) -> Nam
     if repacked and module is head and not tied:
         yield key, _columns(head, head.weight.shape[1], rows, version)
         return
-    own = read_of(module.weight[rows], version)
+    own = read_of(module.weight[rows], version, module.weight.dtype)
     yield key, own
     if repacked and tied:
         of_head = _columns(head, head.weight.shape[1], rows, version)

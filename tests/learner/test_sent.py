@@ -65,10 +65,10 @@ def test_the_columns_that_are_read_are_a_matter_of_the_version_and_its_zeros_hav
     assert not torch.equal(chosen, columns_of(4, 1000))
     assert columns_of(3, 5).tolist() == [0, 1, 2, 3, 4]
     weight = -torch.arange(3000.0).reshape(3, 1000)
-    assert torch.equal(read_of(weight, 3), weight[:, chosen])
-    zeros = read_of(torch.full((2, 100), -0.0), 3)
+    assert torch.equal(read_of(weight, 3, weight.dtype), weight[:, chosen])
+    zeros = read_of(torch.full((2, 100), -0.0), 3, torch.float32)
     assert not torch.signbit(zeros).any()
-    assert torch.equal(read_of(weight[0], 3), weight[0])
+    assert torch.equal(read_of(weight[0], 3, weight.dtype), weight[0])
 
 
 def test_an_adapter_of_fused_layers_is_held_under_the_names_that_it_is_sent_with(tmp_path: Path) -> None:

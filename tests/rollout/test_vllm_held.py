@@ -30,7 +30,7 @@ def manager(house: House) -> Any:
 
 def of_weights(weights: Weights) -> dict[str, str]:
     tensors = load(bytes(weights.payload))
-    return digests_of((name, read_of(tensor, weights.version)) for name, tensor in tensors.items())
+    return digests_of((name, read_of(tensor, weights.version, tensor.dtype)) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(
