@@ -46,8 +46,13 @@ def lora_arguments(model: str) -> dict[str, Any]:
     for name in config.architectures or ():
         entry = ModelRegistry.models.get(name)
         if entry is not None and not supports_lora(entry.load_model_cls()):
-            raise ArchitectureError(
-                f"model.path: vLLM serves {name} ({model}) without LoRA; set learner.mode=full or learner.push=merged, "
-                "or give another architecture (docs/models.md)"
-            )
+            raise ArchitectureError(without_lora(name, model))
     return {"lora_target_modules": list(ATTENTION)} if has_experts(config.to_dict()) else {}
+
+
+def without_lora(name: str, model: str) -> str:
+    """What a user is told of an architecture that vLLM serves without LoRA."""
+    return (
+        f"model.path: vLLM serves {name} ({model}) without LoRA; set learner.mode=full or learner.push=merged, or give "
+        "another architecture (docs/models.md)"
+    )

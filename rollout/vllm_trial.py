@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Any
 
+from rollout.vllm_start import without_lora
+
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
     """One sentence, or none. `config`: of the run; only model.path and what the generators load are read."""
@@ -33,7 +35,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         except Exception as error:  # of a module that wants what is not installed, or another device
             return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
         if not getattr(found, "supports_lora", False):
-            return [f"model.path: vLLM serves {known[0]} without LoRA; set learner.push=merged, or give another model"]
+            return [without_lora(known[0], path)]
     return []
 
 
