@@ -58,7 +58,9 @@ async def live(prepared: Prepared) -> int:
             progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
         _publish(prepared, progress)
         if prepared.finished_steps >= prepared.total_steps:
-            progress.note(f"all {prepared.total_steps} steps are done already: raise steps, or give another name=")
+            progress.note(
+                f"all {prepared.total_steps} steps are done already: raise steps or epochs, or give another name="
+            )
             return 0
         for note in (prepared.budgets.note, *prepared.notes):
             progress.note(note)
