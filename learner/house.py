@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.actor import Actor
 from cluster.buffer import BACKUP_AFTER, Buffer
+from cluster.files import writing
 from cluster.latest import Latest
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
@@ -210,7 +211,8 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
     config = prepared.config
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    with writing(folder / "config.yaml"):
+        (folder / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(folder / "timeline.json", prepared.finished_steps)
     metrics = Metrics(folder, config.trackers, prepared.finished_steps)
     sinks = Sinks(folder, metrics, timeline, progress, PlanFile(folder, prepared.budgets))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import memory
+from cluster.files import writing
 from cluster.placement import pack
 from cluster.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
 from cluster.planner import plan
@@ -295,4 +296,5 @@ class PlanFile:
             }
             for role in METRICS
         }
-        self._file.write_text(json.dumps({**self._settings, **roles}, indent=2))
+        with writing(self._file):
+            self._file.write_text(json.dumps({**self._settings, **roles}, indent=2))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
+from cluster.files import writing
 from rollout.engine import AdapterRefused
 from rollout.payload import header_of
 from rollout.types import Adapter, Weights, digest_of
@@ -64,7 +65,7 @@ class AdapterWindow:
 
         Whole weights are not written: they are loaded from memory, and no two versions are held.
 
-        Raises AdapterCorrupt, or AdapterRefused if the payload is not safetensors.
+        Raises AdapterCorrupt, AdapterRefused if the payload is not safetensors, or OSError with the folder in it.
         """
         adapter.verify()
         keys = _keys_of(adapter)
@@ -74,8 +75,9 @@ class AdapterWindow:
         if isinstance(adapter, Weights):
             return Resident(adapter.version, adapter.digest, folder, keys, 0, lora_id)
         weights = folder / _WEIGHTS
-        weights.write_bytes(adapter.payload)
-        (folder / _CONFIG).write_text(json.dumps(adapter.config))
+        with writing(folder):
+            weights.write_bytes(adapter.payload)
+            (folder / _CONFIG).write_text(json.dumps(adapter.config))
         rank = int(adapter.config["r"])
         return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys, rank, lora_id)
 

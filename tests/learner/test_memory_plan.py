@@ -200,3 +200,9 @@ def test_the_file_holds_plan_and_measure(tmp_path: Path, caplog: pytest.LogCaptu
         for share in (0.92, 0.94):
             file.measure({"memory/generator_peak": share * budgets.plan.generator_room})
     assert len(caplog.records) == 1
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.json'"):
+        PlanFile(tmp_path, settle(*run(memory={"device": "16GiB"})))

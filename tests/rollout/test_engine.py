@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from rollout import adapter_window
 from rollout.adapter_window import AdapterWindow
 from rollout.engine import AdapterRefused, EngineEnvError, EngineSettings
 from rollout.engine_env import check_env, required_env
@@ -94,6 +95,12 @@ def test_staging_writes_what_peft_reads_and_digests_what_was_written() -> None:
     assert json.loads((staged.folder / "adapter_config.json").read_text()) == {"r": 8}
     window.clear()
     assert not staged.folder.exists()
+
+
+def test_a_full_disk_is_told_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_window, "_WEIGHTS", "/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '.*gleaner-adapters-.*v0-"):
+        AdapterWindow(2).stage(adapter(0))
 
 
 def test_the_window_spares_the_newest_and_those_in_use() -> None:
