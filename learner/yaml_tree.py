@@ -1,5 +1,6 @@
 """YAML -> plain values, bounded: what comes out can be validated, shown and stored without surprises."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ class _Loader(yaml.SafeLoader):
     """Refuses a repeated key, which PyYAML lets pass: the second block would silently replace the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        twice = sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1})
+        keys = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
+        twice = sorted(key for key, count in keys.items() if count > 1)
         if twice:
             raise ConfigError(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
         return super().construct_mapping(node, deep)
