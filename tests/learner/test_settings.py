@@ -236,13 +236,14 @@ def test_a_size_is_a_number_of_bytes_or_refused(text: str) -> None:
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12)
+WHOLE = st.integers(-(2**63), 2**63)  # what a configuration may hold
 
 
 @given(
     seed=st.integers(0, 2**31 - 1),
     rate=st.floats(1e-12, 1e3),
     prompt=TEXT,
-    args=st.dictionaries(TEXT, TEXT | st.integers() | st.booleans() | st.none(), max_size=3),
+    args=st.dictionaries(TEXT, TEXT | WHOLE | st.booleans() | st.none(), max_size=3),
     weight=st.floats(-1e6, 1e6),
     size=st.none() | st.integers(1, 10**6),
 )
