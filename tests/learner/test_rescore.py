@@ -15,6 +15,14 @@ def by_length(prompts, completions, **columns):
 
 def broken(prompts, completions, **columns):
     return [1.0]
+
+
+calls = []
+
+
+def broken_later(prompts, completions, **columns):
+    calls.append(1)
+    return [1.0] * (len(completions) if len(calls) == 1 else 1)
 '''
 
 
@@ -38,8 +46,10 @@ def test_the_distribution_is_shown(rollouts: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_is_wrong_is_said(rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rewards", "try", "mine.py:broken", "--rollouts", str(rollouts)]) == 0
-    assert "outcomes   error 8" in capsys.readouterr().out
+    assert main(["rewards", "try", "mine.py:broken", "--rollouts", str(rollouts)]) == 2
+    assert "returned 1 values for 2 completions" in capsys.readouterr().err
+    assert main(["rewards", "try", "mine.py:broken_later", "--rollouts", str(rollouts)]) == 0
+    assert "outcomes   error 6, ok 2" in capsys.readouterr().out
     assert main(["rewards", "try", "mine.py:by_length", "--rollouts", "nowhere"]) == 2
     assert "nowhere holds no step-*.parquet" in capsys.readouterr().err
     assert main(["rewards", "try", "mine.py:absent", "--rollouts", str(rollouts)]) == 2
