@@ -242,7 +242,7 @@ def test_workers_die_with_a_killed_driver(judges, tmp_path):
 def test_the_trial_tells_a_broken_reward_in_one_line(judges, tmp_path):
     row = (["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
     (tmp_path / "bad.py").write_text("import nothing_of_this_name")
-    assert try_rewards([judges("good"), RewardConfig(use="number")], *row).reward == [1.0]
+    assert try_rewards([judges("good"), RewardConfig(use="number")], *row).reward == [1.0, 1.0]
     for reward, sentence in [
         (judges("boom"), "ValueError: boom"),
         (RewardConfig(use=f"{tmp_path}/bad.py:f"), "bad.py does not import: ModuleNotFoundError"),

@@ -33,7 +33,12 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "CONNECT_S", 0.3)
-    monkeypatch.setattr("socket.create_connection", lambda *_, **__: time.sleep(30))
+
+    def silent(*_: object, **__: object) -> None:
+        time.sleep(30)
+        raise TimeoutError
+
+    monkeypatch.setattr("socket.create_connection", silent)
     begin = time.monotonic()
     hub.settle(["model"])
     assert offline()
