@@ -35,14 +35,13 @@ MOST = 64  # policy versions: beyond any bound
 
 @dataclass(frozen=True)
 class Run:
-    """What one run trained on; lists have one entry per completion."""
+    """What one run trained on. Ages are policy versions between the sampling of a token and the training."""
 
     way: str
     seed: int
-    bound: int  # policy versions between the oldest token that was trained on and its training
-    lengths: list[int]
-    trained: list[bool]  # its first token
-    oldest: list[int]  # policy versions between its oldest token and its training
+    oldest: int  # age of the oldest token
+    oldest_trained: int  # of the oldest one that was trained on
+    by_length: dict[int, list[int]]  # length -> completions, those whose first token was trained on
     accuracy: float  # held out, at the end
 
 
@@ -63,15 +62,18 @@ def run(way: str, checkout: Path, oversample: int, seed: int, options: argparse.
     # Ages of the tokens of each completion, step by step: step k is trained by policy version k - 1.
     ages = [[step - own for own in ragged(table, "token_versions")] for step, table in enumerate(tables)]
     too_old = [line["policy/too_old_fraction"] for line in lines if line["step"] > 0]
+    bound, by_length = bound_of(ages, too_old), dict[int, list[int]]()
     rows = [own for step in ages for own in step]
-    bound = bound_of(ages, too_old)
+    for own in rows:
+        count = by_length.setdefault(len(own), [0, 0])
+        count[0] += 1
+        count[1] += int(own.max() <= bound)
     return Run(
         way=way,
         seed=seed,
-        bound=bound,
-        lengths=[len(own) for own in rows],
-        trained=[bool(own.max() <= bound) for own in rows],
-        oldest=[int(own.max()) for own in rows],
+        oldest=max(int(own.max()) for own in rows),
+        oldest_trained=bound,
+        by_length=dict(sorted(by_length.items())),
         accuracy=next(line["eval/accuracy"] for line in reversed(lines) if "eval/accuracy" in line),
     )
 
@@ -89,25 +91,16 @@ def table(runs: Sequence[Run]) -> str:
     rows = []
     for way in dict.fromkeys(one.way for one in runs):
         own = [one for one in runs if one.way == way]
-        lengths = np.concatenate([one.lengths for one in own])
-        trained = np.concatenate([one.trained for one in own])
         cells = []
         for low, high in pairwise(EDGES):
-            these = (lengths >= low) & (lengths < high)
-            cells.append(f"{trained[these].mean():.1%} of {these.sum()}" if these.any() else "none")
-        accuracy = ", ".join(f"{one.accuracy:.3f}" for one in own)
-        age = max(max(one.oldest) for one in own)
-        rows.append(
-            [
-                way,
-                *cells,
-                str(age),
-                str(max(one.bound for one in own)),
-                f"{accuracy} (mean {mean(r.accuracy for r in own):.3f})",
-            ]
-        )
+            counts = [count for one in own for length, count in one.by_length.items() if low <= length < high]
+            total, trained = (sum(count[i] for count in counts) for i in range(2))
+            cells.append(f"{trained / total:.1%} of {total}" if total else "none")
+        ages = [str(max(one.oldest for one in own)), str(max(one.oldest_trained for one in own))]
+        scores = [one.accuracy for one in own]
+        rows.append([way, *cells, *ages, f"{', '.join(f'{score:.3f}' for score in scores)} (mean {mean(scores):.3f})"])
     header = ["", *(f"{low}-{high - 1} tokens" for low, high in pairwise(EDGES))]
-    return as_table([*header, "oldest token, versions", "oldest trained on", "accuracy"], rows)
+    return as_table([*header, "oldest token", "oldest trained on", "accuracy"], rows)
 
 
 def main() -> None:
@@ -126,10 +119,11 @@ def main() -> None:
     for seed in options.seeds:
         for way, (checkout, oversample) in ways.items():
             runs.append(run(way, checkout, oversample, seed, options))
-            print(f"{way}, seed {seed}: bound {runs[-1].bound}, accuracy {runs[-1].accuracy:.3f}", flush=True)
+            print(f"{way}, seed {seed}: accuracy {runs[-1].accuracy:.3f}", flush=True)
     text = (
         "# Over-sampling, and which completions are trained on from their first token\n\n"
-        f"Share of first tokens that were trained on, of so many completions, by their length. The demo "
+        "Share of first tokens that were trained on, of so many completions, by their length; ages of tokens are in "
+        "policy versions. The demo "
         f"(`configs/local_cpu.yaml`, max_staleness 0, 8 groups of 8 a step), {options.steps} steps, seeds "
         f"{', '.join(map(str, options.seeds))}; over-sampling: rollout.oversample={options.oversample}.\n\n"
         f"{table(runs)}\n\n"

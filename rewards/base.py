@@ -42,6 +42,14 @@ class RewardFailed(RewardError):
     """A judge with `on_error: fail` gave no judgement for at least one sample."""
 
 
+def said(error: BaseException) -> str:
+    """The text of an exception that is not ours, in one line, whatever its __str__ does."""
+    try:
+        return " ".join(str(error).split())
+    except BaseException as second:
+        return f"its text cannot be read, since its __str__ raises {type(second).__name__}"
+
+
 def case_of(
     prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rewards import environment, memory
-from rewards.base import TRL_EXTRAS, Reward, RewardError
+from rewards.base import TRL_EXTRAS, Reward, RewardError, said
 
 Status = Literal["ok", "nan", "timeout", "error"]
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
@@ -119,13 +119,10 @@ def _number(value: Any) -> float:
 
 def _described(error: BaseException) -> str:
     """`ValueError: boom (my_rewards.py, line 3)`: where it was raised, in one line."""
-    try:
-        text = " ".join(str(error).split())[:_LONGEST]
-    except BaseException as second:  # whatever the __str__ of a function's own exception does
-        text = f"its text cannot be read, since its __str__ raises {type(second).__name__}"
+    text = said(error)[:_LONGEST]
     if isinstance(error, RewardError):  # our own sentence, complete as it is
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    said = f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
-    return f"{said}: {memory.advice()}" if memory.met(error) else said + environment.advice(text)
+    sentence = f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    return f"{sentence}: {memory.advice()}" if memory.met(error) else sentence + environment.advice(text)

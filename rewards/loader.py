@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import cast
 
 from rewards import environment, memory
-from rewards.base import Reward, RewardLoadError
+from rewards.base import Reward, RewardLoadError, said
 
 BUILT_INS = {
     "format": "rewards.format:format_",
@@ -126,8 +126,9 @@ def _function(module: ModuleType, name: str, use: str) -> Reward:
 def _reason(error: BaseException) -> str:
     """`NameError: name 'x' is not defined (rewards.py, line 3)`."""
     where = traceback.extract_tb(error.__traceback__)
+    told = f"{type(error).__name__}: {said(error)}"
     if isinstance(error, SyntaxError):  # its text already ends with file and line
-        return f"{type(error).__name__}: {error}"
+        return told
     frames = [frame for frame in where if not frame.filename.startswith("<frozen")]
-    said = f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-    return f"{said}: {memory.advice()}" if memory.met(error) else said + environment.advice(str(error))
+    sentence = f"{told} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return f"{sentence}: {memory.advice()}" if memory.met(error) else sentence + environment.advice(said(error))

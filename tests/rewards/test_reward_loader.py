@@ -38,6 +38,7 @@ def test_each_file_gets_its_own_helpers(tmp_path):
         ("syntax.py:f", r"syntax.py does not import: SyntaxError: .*\(syntax.py, line 2\)"),
         ("raises.py:f", r"raises.py does not import: ZeroDivisionError: division by zero \(raises.py, line 3\)"),
         ("exits.py:f", "exits.py does not import: SystemExit: 3"),
+        ("mute.py:f", "mute.py does not import: Mute: its text cannot be read, since its __str__ raises TypeError"),
         ("good.py:f", "good.py has no function 'f'; functions there: accuracy, style"),
         (
             "good.py",
@@ -53,5 +54,6 @@ def test_errors_say_what_is_there(tmp_path, monkeypatch, use, sentence):
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "raises.py").write_text("def f(): ...\n\nx = 1 / 0")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "mute.py").write_text("class Mute(Exception):\n    def __str__(self): return None\nraise Mute")
     with pytest.raises(RewardLoadError, match=sentence):
         load(use)
