@@ -6,16 +6,17 @@ the disk, and its manifest (written last) says what every file must be. There is
 listing is the truth. One writer per folder (learner.run_lock).
 """
 
+import asyncio
 import json
 import logging
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.files import Digest, digest_of, digests_in, fsync, writing
 
@@ -24,14 +25,16 @@ TEMPORARY = ".tmp-"
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class CheckpointError(RuntimeError):
     """No checkpoint can be had as asked for; the message says what was found and what to do."""
 
 
-@contextmanager
-def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None) -> Iterator[Path]:
-    """Write a checkpoint: `with commit(root, step, keep) as folder: save into folder` (awaiting inside is fine).
+@asynccontextmanager
+async def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None) -> AsyncIterator[Path]:
+    """Write a checkpoint: `async with commit(root, step, keep) as folder: save into folder`.
 
     `written`, which may be filled until the block ends, is what another process says it wrote, by path in the folder:
     where this process finds something else there, CheckpointError is raised and nothing is committed.
@@ -39,24 +42,47 @@ def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest] | Non
     The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
     all but the `keep` newest whole ones are deleted. Checkpoints of later steps belong to a lineage that was left by
     resuming from an earlier one, and go too: else the next automatic resume would take them for the newest.
+
+    Files are hashed and put on the disk in a thread, gigabytes of them in full mode: generators are served meanwhile.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(f"{TEMPORARY}*"):
-        _delete(leftover)  # of a writer that was killed
-    folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
+    folder = await _to_its_end(_begin, root, step)
     try:
         yield folder
-        _seal(folder, step, written or {})
+        await _to_its_end(_seal, folder, step, written or {})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # what went wrong matters more; the next commit removes the rest
         raise
-    final = root / name_of(step)
+    await _to_its_end(_name, folder, root / name_of(step))
+    await _to_its_end(_prune, root, step, keep)
+
+
+async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """The result of work(*args), done in a thread. A caller that is cancelled waits for it all the same: the next
+    commit must not find this one still writing."""
+    task = asyncio.create_task(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+def _begin(root: Path, step: int) -> Path:
+    """A new temporary folder in `root`, without those of writers that were killed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{TEMPORARY}*"):
+        _delete(leftover)
+    folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def _name(folder: Path, final: Path) -> None:
+    """Makes the sealed folder a checkpoint."""
     if final.exists():  # one that did not verify, or one of an abandoned lineage: a rename cannot replace a full folder
-        final.rename(root / f"{TEMPORARY}replaced-{final.name}")
+        final.rename(final.with_name(f"{TEMPORARY}replaced-{final.name}"))
     folder.rename(final)
-    fsync(root)
-    _prune(root, step, keep)
+    fsync(final.parent)
 
 
 def name_of(step: int) -> str:

@@ -60,7 +60,7 @@ class RunCheckpoints:
 
     async def _commit(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         written: dict[str, Digest] = {}
-        with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
+        async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
             theirs = await self._trainer.call("save", folder / TRAINER, deadline_s=self._deadline)
             written |= {f"{TRAINER}/{name}": digest for name, digest in theirs.items()}
             state = {

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,27 +17,26 @@ import pytest
 
 from cluster.files import digest_of
 from learner import checkpoint
+from tests.learner.checkpoints import commit
 
 SAVE_LOOP = """
-import os, pathlib, sys
+import asyncio, os, pathlib, sys
 from learner import checkpoint
-root, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-while True:
-    step += 1
-    with checkpoint.commit(root, step, keep=2) as folder:
-        (folder / "adapter").mkdir()
-        (folder / "adapter" / "weights.bin").write_bytes(os.urandom(1 << 20))
-        (folder / "optimizer.bin").write_bytes(os.urandom(2 << 20))
-    print(step, flush=True)
+async def main(root, step):
+    while True:
+        step += 1
+        async with checkpoint.commit(root, step, keep=2) as folder:
+            (folder / "adapter").mkdir()
+            (folder / "adapter" / "weights.bin").write_bytes(os.urandom(1 << 20))
+            (folder / "optimizer.bin").write_bytes(os.urandom(2 << 20))
+        print(step, flush=True)
+asyncio.run(main(pathlib.Path(sys.argv[1]), int(sys.argv[2])))
 """
 
 
 def save(root: Path, step: int, keep: int = 9) -> Path:
-    with checkpoint.commit(root, step, keep) as folder:
-        (folder / "adapter").mkdir()
-        (folder / "adapter" / "weights.bin").write_bytes(bytes([step % 256]) * 1000)
-        (folder / "state.json").write_text(json.dumps({"step": step}))
-    return root / checkpoint.name_of(step)
+    files = {"adapter/weights.bin": chr(step % 128) * 1000, "state.json": json.dumps({"step": step})}
+    return commit(root, step, files, keep)
 
 
 def flip_a_bit(file: Path) -> None:
@@ -70,24 +70,53 @@ def test_sigkill_at_random_moments_always_leaves_a_whole_newest(tmp_path: Path) 
     assert stalest > 0  # else no kill hit a write, and this test saw nothing
 
 
-def test_an_exception_or_a_cancellation_while_saving_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="disk"), checkpoint.commit(tmp_path, 1, keep=2):
-        raise RuntimeError("disk full")
+async def test_an_exception_or_a_cancellation_while_saving_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="disk"):
+        async with checkpoint.commit(tmp_path, 1, keep=2):
+            raise RuntimeError("disk full")
+    saving = asyncio.Event()
 
     async def cancelled() -> None:
-        with checkpoint.commit(tmp_path, 2, keep=2):
+        async with checkpoint.commit(tmp_path, 2, keep=2):
+            saving.set()
             await asyncio.sleep(60)
 
-    async def scenario() -> None:
-        task = asyncio.create_task(cancelled())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(cancelled())
+    await saving.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert names(tmp_path) == []
     assert checkpoint.newest(tmp_path) == (None, [])
+
+
+async def test_a_commit_that_is_cancelled_amid_its_hashing_has_one_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop that is cancelled saves once more: that commit must not meet the thread of this one."""
+    hashing, go_on = threading.Event(), threading.Event()
+    fsync = checkpoint.fsync
+
+    def slowly(path: Path) -> None:
+        hashing.set()
+        assert go_on.wait(20)
+        fsync(path)
+
+    monkeypatch.setattr(checkpoint, "fsync", slowly)
+
+    async def save_one() -> None:
+        async with checkpoint.commit(tmp_path, 1, keep=2) as folder:
+            (folder / "state.json").write_text("{}")
+
+    task = asyncio.create_task(save_one())
+    await asyncio.to_thread(hashing.wait, 20)  # this loop answers while the files are hashed
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert names(tmp_path) == []
 
 
 def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_chosen(tmp_path: Path) -> None:
@@ -194,31 +223,25 @@ def test_nothing_is_sealed_over_what_the_learner_did_not_write(tmp_path: Path) -
     (truth / "weights").write_text("right")
     written = {"trainer/weights": digest_of(truth / "weights")}
     root = tmp_path / "checkpoints"
-    with pytest.raises(checkpoint.CheckpointError) as missing, checkpoint.commit(root, 1, 2, written) as folder:
-        (folder / "state.json").write_text("{}")
+    with pytest.raises(checkpoint.CheckpointError) as missing:
+        commit(root, 1, {"state.json": "{}"}, written=written)
     assert str(missing.value) == (
         "output_dir: must be a folder that the learner's node and the driver's share; of what the learner wrote in "
         f"{root} the driver finds 1 of 1 files missing or different (first: trainer/weights, 5 bytes, is not there); "
         "no checkpoint was made. Put output_dir on a shared file system, or both on one node"
     )
-
-    def commit(text: str) -> None:
-        with checkpoint.commit(root, 1, 2, written) as folder:
-            (folder / "trainer").mkdir()
-            (folder / "trainer" / "weights").write_text(text)
-
     with pytest.raises(checkpoint.CheckpointError, match="5 bytes, has 5 bytes of other content"):
-        commit("wrong")
+        commit(root, 1, {"trainer/weights": "wrong"}, written=written)
     assert names(root) == []
-    commit("right")
+    commit(root, 1, {"trainer/weights": "right"}, written=written)
     assert names(root) == ["step-000001"]
     assert checkpoint.files_of(root / "step-000001") == written
 
 
-def test_a_disk_that_is_full_at_the_last_file_has_a_path(tmp_path: Path) -> None:
-    full = pytest.raises(OSError, match=r"No space left on device: '.*/manifest\.json'")
-    with full, checkpoint.commit(tmp_path, 1, keep=1) as folder:
-        (folder / "manifest.json").symlink_to("/dev/full")
+async def test_a_disk_that_is_full_at_the_last_file_has_a_path(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*/manifest\.json'"):
+        async with checkpoint.commit(tmp_path, 1, keep=1) as folder:
+            (folder / "manifest.json").symlink_to("/dev/full")
     assert names(tmp_path) == []
 
 
@@ -239,13 +262,11 @@ def test_everything_is_on_the_disk_before_it_has_a_name_and_the_name_before_it_c
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "rename", recorded_rename)
-    with checkpoint.commit(tmp_path, 1, keep=2) as folder:
-        (folder / "adapter").mkdir()
-        for name in ("adapter/weights.bin", "state.json"):
-            (folder / name).write_text("x")
-        temporary = folder.name
+    commit(tmp_path, 1, {"adapter/weights.bin": "x", "state.json": "x"})
     content, (manifest, *directories, named, root) = set(events[:2]), events[2:]
     assert content == {"fsync weights.bin", "fsync state.json"}
     assert manifest == "fsync manifest.json"
-    assert set(directories) == {"fsync adapter", f"fsync {temporary}"}
+    adapter, temporary = sorted(directories, reverse=True)
+    assert adapter == "fsync adapter"
+    assert temporary.startswith("fsync .tmp-step-000001-")
     assert (named, root) == ("rename to step-000001", f"fsync {tmp_path.name}")

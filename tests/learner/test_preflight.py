@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from learner import checkpoint
 from learner.main import main
+from tests.learner.checkpoints import commit
 from tests.tiny import make_tiny_model
 
 REWARD = "def ok(prompts, completions, **columns):\n    return [0.5] * len(completions)\n"
@@ -110,8 +110,7 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
     assert [prepare(load("config.yaml", [f"epochs={n}"])).total_steps for n in (0.1, 1, 2)] == [1, 4, 7]
     for low, done, total in ((20, [22, 24], 4), (20, [*range(21, 28)], 3)):  # groups were replaced
         same = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"])).config
-        with checkpoint.commit(same.run_dir / "checkpoints", 3, keep=2) as folder:
-            (folder / "config.json").write_text(same.model_dump_json())
-            (folder / "state.json").write_text(json.dumps({"cursor": {"low": low, "done": done}}))
+        state = json.dumps({"cursor": {"low": low, "done": done}})
+        commit(same.run_dir / "checkpoints", 3, {"config.json": same.model_dump_json(), "state.json": state})
         prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
         assert (prepared.finished_steps, prepared.total_steps) == (3, total)

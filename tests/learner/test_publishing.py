@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from learner import checkpoint
 from learner.publishing import publish
+from tests.learner import checkpoints
 
 
 def commit(run: Path, step: int, files: dict[str, str]) -> Path:
-    with checkpoint.commit(run / "checkpoints", step, keep=9) as folder:
-        for name, text in files.items():
-            (folder / "trainer" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "trainer" / name).write_text(text)
-    return run / "checkpoints" / checkpoint.name_of(step)
+    return checkpoints.commit(run / "checkpoints", step, {f"trainer/{name}": text for name, text in files.items()})
 
 
 def adapter(run: Path, step: int) -> Path:

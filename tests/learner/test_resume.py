@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from learner import checkpoint, house, preflight, run_lock, settings
+from learner import house, preflight, run_lock, settings
 from learner.config import RunConfig
 from learner.fingerprints import FILE, Fingerprints
 from learner.main import main
 from learner.resume import ResumeError, check_allowed, check_same_run
+from tests.learner.checkpoints import commit
 from tests.tiny import make_tiny_model
 
 REWARD = "def ok(prompts, completions, **columns):\n    return [0.5] * len(completions)\n"
@@ -153,12 +154,13 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     prepared = preflight.prepare(settings.load("config.yaml", []))
     run_dir = prepared.config.run_dir
     for step in (3, 6):
-        with checkpoint.commit(run_dir / "checkpoints", step, keep=2) as folder:
-            (folder / "config.json").write_text(prepared.config.model_dump_json())
-            (folder / FILE).write_text(prepared.fingerprints.to_json())
-            (folder / "trainer").mkdir()
-            (folder / "trainer" / "adapter_config.json").write_text("{}")
-            (folder / "trainer" / "adapter_model.safetensors").write_text(f"weights {step}")
+        files = {
+            "config.json": prepared.config.model_dump_json(),
+            FILE: prepared.fingerprints.to_json(),
+            "trainer/adapter_config.json": "{}",
+            "trainer/adapter_model.safetensors": f"weights {step}",
+        }
+        commit(run_dir / "checkpoints", step, files)
     return run_dir
 
 

@@ -189,7 +189,7 @@ async def test_the_learner_names_the_folder_of_a_full_disk(tiny_path: str, tmp_p
 async def test_the_learner_says_what_it_wrote_and_its_checkpoint_is_an_adapter(tiny_path: str, tmp_path: Path) -> None:
     from tests.learner.trainers import make_trainer
 
-    with checkpoint.commit(tmp_path, 1, keep=1, written=(written := {})) as folder:
+    async with checkpoint.commit(tmp_path, 1, keep=1, written=(written := {})) as folder:
         told = await make_trainer(tiny_path).save(folder / "trainer")
         written |= {f"trainer/{name}": digest for name, digest in told.items()}
     sealed = json.loads((tmp_path / "step-000001" / "manifest.json").read_text())["files"]
