@@ -116,8 +116,19 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
 
 
 def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The moments of `state`; betas and decay stay this optimizer's own, which a resumed run may have changed."""
+    """The moments of `state`; betas and decay stay this optimizer's own, which a resumed run may have changed.
+
+    Raises:
+        ValueError: it is of an optimizer with other groups of weights.
+    """
     own = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(
+            "resume: the checkpoint's optimizer must have this version's groups of weights, matrices and, apart from "
+            f"them, norms and biases, which do not decay: {error}. Start afresh from its weights (model.path, or "
+            "model.adapter), with resume: none"
+        ) from error
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)

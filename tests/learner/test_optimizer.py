@@ -103,6 +103,13 @@ def test_a_resumed_optimizer_keeps_its_moments_and_takes_the_settings_of_its_own
     assert weights[0].mean().item() == pytest.approx(weights[1].mean().item())  # neither decays now
 
 
+def test_a_checkpoint_of_before_norms_were_spared_is_refused_with_what_to_do() -> None:
+    weights = [torch.zeros(4, 4, requires_grad=True), torch.zeros(4, requires_grad=True)]
+    state = {"optimizer": torch.optim.AdamW(weights).state_dict(), "scaler": {}}  # all in one group
+    with pytest.raises(ValueError, match=r"^resume: .* must have .* groups .* Start afresh .* resume: none$"):
+        updater_of(weights).load_state_dict(state)
+
+
 def test_schedules() -> None:
     constant, cosine = ScheduleConfig(warmup=0.25), ScheduleConfig(kind="cosine", warmup=0.0)
     assert [rate_factor(s, 8, constant) for s in range(4)] == [0.5, 1, 1, 1]
