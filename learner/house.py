@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -84,21 +85,20 @@ async def _attempt(restarts: Restarts, session: Session, progress: Progress, sto
     """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
     workers: list[Actor] = []
+    loop: Loop | None = None
     try:
         workers, trainer = await ray_processes.beside(_processes(prepared, session, progress.note))
         loop = _wire(prepared, workers, trainer, progress)
         loop.stop = stop
         _obey_signals(stop, progress.note)
-        try:
+        with closing(loop.sinks.timeline), closing(loop.sinks.metrics):
             await loop.run(prepared.resume_from, ray_processes.watch())
-        except Exception as error:
-            if stop.is_set() or not restarts.after(error, loop.checkpoints.saved):
-                raise
-            return None
-        finally:
-            loop.sinks.metrics.close()
-            loop.sinks.timeline.close()
         return loop
+    except Exception as error:
+        saved = loop.checkpoints.saved if loop is not None else None  # lost in the rehearsal, it has saved nothing
+        if stop.is_set() or not restarts.after(error, saved):
+            raise
+        return None
     finally:
         # A generator that still can ends its judges and files itself; one that cannot is killed right after.
         await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)

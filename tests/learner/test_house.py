@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
+import pytest
 
+from learner import house
 from learner.config import RunConfig
 from learner.house import make_trainer, sampling_of, worker_spec
 from learner.learner_config import LossConfig
 from learner.memory_plan import Budgets
+from learner.watched_learner import LearnerLost
 from rollout.producer import group_seed
 from rollout.types import Sampling
 from tests.learner import naive
@@ -60,6 +65,32 @@ def test_a_generator_is_built_from_its_settings() -> None:
     assert (engine.model, engine.dtype, engine.stop) == ("m", "float32", ("\n\n",))
     assert (engine.max_model_len, engine.kv_cache_bytes, engine.max_num_seqs) == (40 + MAX_LENGTH, 12345, 11)
     assert (engine.max_lora_rank, engine.adapter_window, engine.seed) == (8, 2 + 2, 3 * 1000 + 4)
+
+
+async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the config's whole micro-batch on the card for the first time: a likely moment to be killed."""
+    told: list[tuple[BaseException, int | None]] = []
+
+    async def processes(*_: Any) -> Any:
+        raise LearnerLost("learner: process died during rehearse")
+
+    async def beside(work: Any) -> Any:
+        return await work
+
+    class Allowed:
+        prepared = None
+
+        def after(self, error: BaseException, saved: int | None) -> bool:
+            told.append((error, saved))
+            return len(told) == 1
+
+    monkeypatch.setattr(house, "_processes", processes)
+    session, progress = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside)), SimpleNamespace(note=print)
+    arguments = cast(Any, (Allowed(), session, progress, asyncio.Event()))
+    assert await house._attempt(*arguments) is None
+    assert [(type(error), saved) for error, saved in told] == [(LearnerLost, None)]
+    with pytest.raises(LearnerLost):
+        await house._attempt(*arguments)
 
 
 async def test_the_learner_scores_at_the_samplers_temperature_and_divides_by_the_longest_completion(
