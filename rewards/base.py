@@ -30,7 +30,7 @@ Reward = Callable[..., Values | Awaitable[Values]]
 TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
-class RewardError(Exception):
+class RewardError(ValueError):
     """A reward that cannot be used. Carries one sentence and nothing else, so that it survives pickling."""
 
 

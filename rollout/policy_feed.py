@@ -85,7 +85,7 @@ class PolicyFeed:
             )
         self.answer = answer
         async with self._proof:
-            self._proven = version
+            self._proven = max(self._proven, version)
             self._proof.notify_all()
 
     async def proof_of(self, version: int) -> None:
