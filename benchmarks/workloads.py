@@ -24,7 +24,7 @@ Tree = dict[str, Any]
 def even_words(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that random weights can move: the share of words w<even number>; 0.0 for an empty completion."""
     texts = [completion[0]["content"].split() for completion in completions]
-    return [sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1) for words in texts]
+    return [sum(word.endswith(("0", "2", "4", "6", "8")) for word in words) / max(len(words), 1) for words in texts]
 
 
 def add_ragged_options(parser: argparse.ArgumentParser) -> None:
