@@ -4,8 +4,8 @@ TRL and Liger, with which they compare, are no dependencies of gleaner. They go 
 in, in a folder that is put on the path:
 
     pip install --no-deps --target build/rivals -r benchmarks/requirements.txt
-    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.head_op
-    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner_step
+    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner.head_op
+    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner.learner_step
 
 Without them the benchmarks do their own part and say what is missing.
 """

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from itertools import islice, takewhile
 from statistics import median
 
-from cluster.ticket import Ticket
+from cluster.group_slot import Ticket
 
 RECENT = 64  # groups, whose median time is the usual one
 

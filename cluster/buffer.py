@@ -36,7 +36,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from cluster.backups import Backups
-from cluster.ticket import Ticket
+from cluster.group_slot import Ticket
 
 MAX_REFILLS = 8  # batches' worth of useless groups in one take; after that what comes is taken as it is
 BACKUP_AFTER = 2.0

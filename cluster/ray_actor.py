@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from cluster.actor import ActorDied, ClusterLost, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
-from cluster.last_words import LastWords
+from cluster.exit_reason import LastWords
 
 MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
 

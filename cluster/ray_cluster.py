@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.actor import DeadlineExceeded
-from cluster.last_words import LastWords
+from cluster.exit_reason import LastWords
 from cluster.placement import Placement, PlacementError, Role, place
 from cluster.ray_actor import Host, Remote
 from cluster.ray_private import SYSTEM_CONFIG, check_doors, close_doors

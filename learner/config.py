@@ -32,8 +32,8 @@ class MemoryConfig(Frozen):
     """Two budgets, in bytes. `device`: of one card (on a CPU, of what both roles may have); null applies no limit.
 
     `generator`: all of it; `learner`: tensors, without the CUDA context of about 0.5 GB. auto leaves layout and budgets
-    to the plan (cluster.planner), which also settles learner.checkpointing, learner.token_budget and rollout.kv_cache
-    where these are auto.
+    to the plan (cluster.memory.search), which also settles learner.checkpointing, learner.token_budget and
+    rollout.kv_cache where these are auto.
     """
 
     device: Bytes | None = None

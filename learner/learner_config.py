@@ -37,7 +37,7 @@ class OptimizerConfig(Frozen):
 
 
 class Bounds(TypedDict, total=False):
-    """What a ratio of learner.ratios is held to."""
+    """What a ratio of learner.algo.ratios is held to."""
 
     epsilon: tuple[float, float]  # below and above 1
     delta: float
@@ -45,9 +45,9 @@ class Bounds(TypedDict, total=False):
     band: tuple[float, float]
 
 
-# The settings that each ratio has, with the values of the papers (named in learner.ratios). What MiniMax-M1 leaves open
-# for cispo is of ScaleRL's size (2510.13786); those of the sequence ratios are TRL's; clip's epsilon is DAPO's, its cap
-# bounds decoupled PPO's other ratio, with more than one update per batch; delta is INTELLECT-2's.
+# The settings that each ratio has, with the values of the papers (named in learner.algo.ratios). What MiniMax-M1
+# leaves open for cispo is of ScaleRL's size (2510.13786); those of the sequence ratios are TRL's; clip's epsilon is
+# DAPO's, its cap bounds decoupled PPO's other ratio, with more than one update per batch; delta is INTELLECT-2's.
 BOUNDS: dict[str, Bounds] = {
     "masked": {"cap": 2.0, "band": (0.5, 5.0)},
     "truncated": {"cap": 2.0},
@@ -61,7 +61,8 @@ BOUNDS: dict[str, Bounds] = {
 
 
 class LossConfig(Frozen):
-    """GRPO variants; equations and papers in learner/ratios.py, learner/loss.py and learner/advantage.py."""
+    """GRPO variants; equations and papers in learner/algo/ratios.py, learner/algo/loss.py and
+    learner/algo/advantage.py."""
 
     kind: Literal["dapo", "dr_grpo", "grpo"] = "dapo"
     ratio: Literal["masked", "truncated", "icepop", "cispo", "sequence_mask", "sequence_truncate", "gspo", "clip"] = (

@@ -6,19 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from learner import called_from
+from learner.driver import called_from
 
 EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; --help lists every key of the configuration."""
-    from learner import settings  # here and below: once it is known that our packages are ours
+    from learner.driver import config_io  # here and below: once it is known that our packages are ours
 
     parser = argparse.ArgumentParser(
         prog="learner.main",
         description="GRPO with LoRA: train a model on your own reward.",
-        epilog=EPILOG + settings.describe(),
+        epilog=EPILOG + config_io.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
@@ -37,22 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong := called_from.hidden_package() or called_from.wrong_place():
         print(f"error: {wrong}", file=sys.stderr)
         return 2
-    from learner import failure, settings
+    from learner.driver import config_io, failure
 
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        config = settings.load(args.config, args.overrides)
-    except settings.ConfigError as error:
+        config = config_io.load(args.config, args.overrides)
+    except config_io.ConfigError as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         return 2
     if args.assume_gpus is not None and not args.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
         return 2
-    from rollout import hub
+    from rollout.data import hub
 
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     # heavy imports wait until the configuration is known to be right
-    from learner import assumed_cards, house, preflight, run_lock
+    from learner.driver import assumed_cards, launch, preflight, run_lock
 
     try:
         if args.dry_run:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = preflight.place_output(config)
         with run_lock.held(config.run_dir):
-            return asyncio.run(house.live(preflight.prepare(config)))
+            return asyncio.run(launch.live(preflight.prepare(config)))
     except (Exception, BaseExceptionGroup) as several:
         cause = failure.first_of(several)
         if isinstance(cause, preflight.PROBLEMS):  # some of them only a cluster that was joined can tell
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: BaseException) -> int:
     """The whole story for whoever debugs, and its one sentence last, where the eye is."""
     from cluster.actor import ClusterLost
-    from learner import failure
+    from learner.driver import failure
 
     text, code = failure.tell(error)
     print(text, file=sys.stderr, flush=True)

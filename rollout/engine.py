@@ -27,7 +27,7 @@ class EngineClosed(EngineError):
 
 
 class EngineEnvError(EngineError):
-    """The process environment is not the one that rollout.engine_env.required_env asks for."""
+    """The process environment is not the one that rollout.vllm.environment.required_env asks for."""
 
 
 class EngineAsleep(EngineError):

@@ -5,7 +5,7 @@ the learner (kernels, 16 bits, an fp8 cache) cancels, but for rounding: new weig
 bits that is more than a small step: of two honest answers one may then stand still while the other moves. So a pair of
 versions says something only if the learner went FAR times as far between them as its logprobs were off the engine's at
 the first: then most of its way is policy, not rounding. A frozen engine falls behind further with each version, until
-it shows. How many that takes: benchmarks/delivery_power.py.
+it shows. How many that takes: benchmarks/engine/delivery_power.py.
 """
 
 from __future__ import annotations

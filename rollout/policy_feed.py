@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from cluster.latest import Latest
+from cluster.policy_slot import Latest
 from cluster.telemetry import Timeline
-from rollout.delivery import Answer, Push, Receipt
 from rollout.evidence import Evidence
 from rollout.supervised_worker import SupervisedWorker
+from rollout.weight_sync import Answer, Push, Receipt
 
 log = logging.getLogger("rollout")
 

@@ -28,17 +28,17 @@ import pyarrow as pa
 from cluster.actor import Actor, ActorDied, DeadlineExceeded
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.latest import Latest
+from cluster.group_slot import Ticket
+from cluster.policy_slot import Latest
 from cluster.telemetry import Timeline
-from cluster.ticket import Ticket
-from rollout.cursor import Cursor
-from rollout.delivery import Push
+from rollout.data.cursor import Cursor
+from rollout.data.problems import Problems
 from rollout.partial import Begun
 from rollout.policy_feed import PolicyFeed
-from rollout.problems import Problems
 from rollout.schema import Problem
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Sampling
+from rollout.weight_sync import Push
 
 MAX_LOSSES = 5  # of one problem; what was in flight beside a fatal one is lost with it, so one loss is no proof
 

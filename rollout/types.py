@@ -158,8 +158,9 @@ def digest_of(payload: bytes | memoryview) -> str:
 class Held(NamedTuple):
     """A policy as one process holds it.
 
-    tensors: name -> sha256 hex (rollout.held.digest_of_tensor) of an adapter's tensor, or of what is read of a weight
-    (rollout.held.read_of). unread: names of what an engine holds in a layout that it cannot read back.
+    tensors: name -> sha256 hex (rollout.tensor_digests.digest_of_tensor) of an adapter's tensor, or of what is read of
+    a weight (rollout.tensor_digests.read_of). unread: names of what an engine holds in a layout that it cannot read
+    back.
     """
 
     tensors: dict[str, str]

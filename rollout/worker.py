@@ -14,13 +14,13 @@ from cluster.telemetry import peak_memory
 from rewards.base import case_of
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rollout.chat import Chat
-from rollout.delivery import Answer, Receipt
+from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
 from rollout.stopping import cut
 from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.weight_sync import Answer, Receipt
 
 log = logging.getLogger("rollout")
 
@@ -170,6 +170,6 @@ class RolloutWorker:
 def vllm_engine(settings: EngineSettings) -> Engine:
     """The real engine; vLLM is imported in the process that runs it and nowhere else."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
-    from rollout.vllm_engine import VllmEngine
+    from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(settings)

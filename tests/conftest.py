@@ -5,7 +5,7 @@ from pathlib import Path
 
 import hypothesis
 
-from rollout.engine_env import required_env
+from rollout.vllm.environment import required_env
 
 os.environ.update(required_env(cuda=Path("/dev/nvidiactl").exists()))
 os.environ["HF_HUB_OFFLINE"] = "1"

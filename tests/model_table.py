@@ -49,7 +49,7 @@ def row(kind: str, folder: Path) -> tuple[str, ...]:
 
     from learner.config import ModelConfig
     from learner.learner_config import LoraConfig
-    from learner.model import Policy
+    from learner.model.policy import Policy
 
     hf: Any = transformers
     settings = ROWS[kind] if kind in OWN_NAMES else TINY | ROWS[kind]
@@ -59,7 +59,7 @@ def row(kind: str, folder: Path) -> tuple[str, ...]:
     served = _served(type(model).__name__)
     del model
     try:
-        with _heard("learner.packing") as warnings:
+        with _heard("learner.model.packing_check") as warnings:
             policy = Policy(
                 ModelConfig(path=str(folder), dtype="float32"), LoraConfig(rank=8), checkpointing="none", seed=0,
                 device=torch.device("cpu"),
@@ -136,7 +136,7 @@ Made by `python -m tests.model_table` from a tiny random model of each architect
 compares it with what the code says now.
 
 - **packed**: completions share their prompt in one row without padding, proven at the start of each run
-  (`learner/packing.py`).
+  (`learner/model/packing_check.py`).
 - **padded**: right, with transformers' own attention; each completion is computed with its own prompt and padding.
 - **refused**: the run ends before its first step, with that reason.
 - **all-linear**: the layers that `learner.lora.targets: all-linear` adapts. Of a model with experts the attention only:
@@ -145,7 +145,7 @@ compares it with what the code says now.
   `learner.mode: full`. `no class of its own`: vLLM tries transformers' code.
 
 An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
-its logits must be cap and scale (`learner/logits.py`) of the products of an output embedding without bias.
+its logits must be cap and scale (`learner/model/logits.py`) of the products of an output embedding without bias.
 
 {table}
 
@@ -156,7 +156,7 @@ other names for that layer.
 ## In the whole system
 
 Ray, vLLM on a CPU and the learner, float32, LoRA on all-linear: the largest difference between the sampler's and the
-learner's logprob of a token (`python -m benchmarks.model_families`).
+learner's logprob of a token (`python -m benchmarks.learner.model_families`).
 
 {proven}
 """

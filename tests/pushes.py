@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout.delivery import Answer
 from rollout.types import Held
+from rollout.weight_sync import Answer
 
 
 def said(logprobs: Sequence[float]) -> Answer:

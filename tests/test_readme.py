@@ -14,7 +14,7 @@ def test_the_reading_order_is_as_long_as_it_says() -> None:
     assert found is not None
     files, folder = [], ""
     for name in re.findall(r"`([\w/]+\.py)`", found[2]):
-        folder = name.rpartition("/")[0] or folder  # `learner/advantage.py`, `batch.py`: the second is beside the first
+        folder = name.rpartition("/")[0] or folder  # of a name without one: that of the file before it
         files.append(ROOT / (name if "/" in name else f"{folder}/{name}"))
     lines = sum(len(file.read_text().splitlines()) for file in files)
     assert len(files) >= 9

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.system_run import Mode, Record, RunFailed, _steps
+from benchmarks.system.system_run import Mode, Record, RunFailed, _steps
 
 
 def line(step: float, evaluate: float = 0.0) -> dict[str, float]:

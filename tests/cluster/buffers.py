@@ -5,7 +5,7 @@ import asyncio
 import pyarrow as pa
 
 from cluster.buffer import Buffer
-from cluster.ticket import Ticket
+from cluster.group_slot import Ticket
 
 
 def group(position: int, version: int = 0) -> pa.Table:

@@ -1,7 +1,7 @@
 """Whose groups get a second producer, by hand-worked times."""
 
 from cluster.backups import Backups
-from cluster.ticket import Ticket
+from cluster.group_slot import Ticket
 
 
 def ticket(since: float, *holders: str) -> Ticket:

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.buffer import MAX_REFILLS, Buffer
-from cluster.ticket import Ticket
+from cluster.group_slot import Ticket
 from tests.cluster.buffers import group, position, settle, taking, working
 
 pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be seen soon (make mutants)

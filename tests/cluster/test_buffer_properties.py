@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.buffer import Buffer
-from cluster.ticket import Ticket
+from cluster.group_slot import Ticket
 from tests.cluster.buffers import group, position, settle, taking
 
 

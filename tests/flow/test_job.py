@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from learner import checkpoint
+from learner.driver import checkpoint
 from tests.flow.run import Run, wait_until
 from tests.tiny import make_tiny_model
 

@@ -12,21 +12,21 @@ import pytest
 from cluster.actor import Actor, RemoteError
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.latest import Latest
 from cluster.placement import Role
+from cluster.policy_slot import Latest
 from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.house import make_trainer, sampling_of, worker_spec
-from learner.memory_plan import settle
-from rollout.chat import Chat
-from rollout.cursor import Cursor
-from rollout.delivery import DeliveryError, Push
+from learner.driver.launch import make_trainer, sampling_of, worker_spec
+from learner.driver.memory_budget import settle
+from rollout.data.chat import Chat
+from rollout.data.cursor import Cursor
+from rollout.data.problems import load
 from rollout.engine import Engine, EngineSettings
-from rollout.engine_env import required_env
-from rollout.problems import load
 from rollout.producer import Pipes, Producer
 from rollout.types import Adapter, Weights
+from rollout.vllm.environment import required_env
+from rollout.weight_sync import DeliveryError, Push
 from rollout.worker import RolloutWorker, vllm_engine
 from tests.pushes import expect
 from tests.tiny import make_tiny_model

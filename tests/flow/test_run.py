@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner import checkpoint
+from learner.driver import checkpoint
 from rollout import ledger
 from rollout.schema import ragged
 from tests.flow.run import Run, ctrl_c, wait_until

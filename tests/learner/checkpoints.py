@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.files import Digest
-from learner import checkpoint
+from learner.driver import checkpoint
 
 
 def commit(

@@ -44,4 +44,4 @@ class _NoTrial:
 @pytest.fixture
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """--dry-run without the two processes that import torch and vLLM, which test_dry_run.py tries once."""
-    monkeypatch.setattr("learner.preflight.Trial", _NoTrial)
+    monkeypatch.setattr("learner.driver.preflight.Trial", _NoTrial)

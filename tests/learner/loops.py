@@ -14,22 +14,22 @@ from rich.console import Console
 from cluster.actor import Local
 from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.files import Digest, digests_in
-from cluster.latest import Latest
+from cluster.policy_slot import Latest
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
-from learner.fingerprints import Fingerprints
-from learner.journal import Sinks
-from learner.loop import Loop
-from learner.progress import Progress
-from learner.run_checkpoints import RunCheckpoints
+from learner.driver.console import Progress
+from learner.driver.fingerprints import Fingerprints
+from learner.driver.loop import Loop
+from learner.driver.run_checkpoints import RunCheckpoints
+from learner.driver.step_metrics import Sinks
 from rollout import ledger
-from rollout.cursor import Cursor
-from rollout.delivery import Answer, Receipt
+from rollout.data.cursor import Cursor
 from rollout.fake_engine import FakeEngine
 from rollout.partial import Begun, Sampler
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Completion, Sampling
+from rollout.weight_sync import Answer, Receipt
 from tests.groups import make_group, make_problem
 
 VOCAB = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.batch import MicroBatch
+from learner.batch.micro_batch import MicroBatch
 
 
 def batch_of(

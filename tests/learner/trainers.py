@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner.config import ModelConfig
 from learner.learner_config import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
-from learner.trainer import Trainer
+from learner.trainer.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups

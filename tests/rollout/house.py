@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from learner.merging import merged
+from learner.model.lora_merge import merged
 from rollout.engine import EngineSettings
-from rollout.payload import pack
+from rollout.safetensors_stream import pack
 from rollout.types import Adapter, Completion, Sampling, Weights
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from tests.tiny import make_adapter
 
 PROMPT = list(range(40, 60))

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from rollout import adapter_window
-from rollout.adapter_window import AdapterWindow
 from rollout.engine import AdapterRefused, EngineEnvError, EngineSettings
-from rollout.engine_env import check_env, required_env
 from rollout.types import Adapter, AdapterCorrupt, Sampling
+from rollout.vllm import adapter_cache
+from rollout.vllm.adapter_cache import AdapterWindow
+from rollout.vllm.environment import check_env, required_env
 
 
 def adapter(version: int, *names: str) -> Adapter:
@@ -98,7 +98,7 @@ def test_staging_writes_what_peft_reads_and_digests_what_was_written() -> None:
 
 
 def test_a_full_disk_is_told_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_window, "_WEIGHTS", "/dev/full")
+    monkeypatch.setattr(adapter_cache, "_WEIGHTS", "/dev/full")
     with pytest.raises(OSError, match="No space left on device: '.*gleaner-adapters-.*v0-"):
         AdapterWindow(2).stage(adapter(0))
 
@@ -161,15 +161,15 @@ class TestCpuLora:
     @pytest.fixture
     def as_upstream(self, wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         """Upstream's op in place, whatever an earlier test installed, and whatever this one installs undone."""
-        from rollout import vllm_cpu_lora
+        from rollout.vllm import cpu_lora
 
         metadata = wrapper._update_prefill_metadata
         closure = metadata.__closure__
-        if wrapper.add_lora_linear is vllm_cpu_lora._add_lora_linear:
+        if wrapper.add_lora_linear is cpu_lora._add_lora_linear:
             metadata = closure[0].cell_contents
         monkeypatch.setattr(wrapper, "_update_prefill_metadata", metadata)
         monkeypatch.setattr(wrapper, "add_lora_linear", _slow_reference)
-        return vllm_cpu_lora
+        return cpu_lora
 
     def test_it_installs_and_agrees_with_a_dense_computation(self, wrapper: Any, as_upstream: Any) -> None:
         assert as_upstream.install_fast_cpu_lora()

@@ -12,15 +12,15 @@ import pyarrow as pa
 from cluster.actor import ActorDied, Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.latest import Latest
+from cluster.policy_slot import Latest
 from cluster.telemetry import Timeline
-from rollout.cursor import Cursor
-from rollout.delivery import Answer, Push, Receipt
+from rollout.data.cursor import Cursor
 from rollout.fake_engine import FakeEngine
 from rollout.partial import Begun, Sampler
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position, ragged
 from rollout.types import Adapter, Completion, Sampling
+from rollout.weight_sync import Answer, Push, Receipt
 from tests.groups import make_group, make_problem
 from tests.pushes import expect
 

@@ -8,12 +8,12 @@ import pytest
 
 from cluster.actor import Local
 from cluster.config import DeadlineConfig
-from cluster.latest import Latest
+from cluster.policy_slot import Latest
 from cluster.telemetry import Timeline
-from rollout.delivery import Answer, DeliveryError, Push
 from rollout.policy_feed import PolicyFeed
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Held
+from rollout.weight_sync import Answer, DeliveryError, Push
 from tests.pushes import expect, said
 
 

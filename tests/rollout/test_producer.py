@@ -12,15 +12,15 @@ import pytest
 from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.latest import Latest
+from cluster.policy_slot import Latest
 from cluster.telemetry import Timeline
-from rollout.cursor import Cursor
-from rollout.delivery import Answer, Push, Receipt
+from rollout.data.cursor import Cursor
 from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from rollout.supervised_worker import GivenUp, until_started
 from rollout.types import Adapter, Sampling
+from rollout.weight_sync import Answer, Push, Receipt
 from tests.groups import make_group, make_problem
 from tests.pushes import expect, said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.chat import Chat, ChatError
+from rollout.data.chat import Chat, ChatError
 from rollout.stopping import cut
 from rollout.types import Completion
 from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tokenizer

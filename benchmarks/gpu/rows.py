@@ -1,0 +1,102 @@
+"""Rows of a GPU benchmark: each in a process of its own, so that an out-of-memory is a result and not the end; kept as
+one JSON each, so that a session that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import RESULTS, conditions
+
+Found = dict[str, Any]
+KEPT = ("ok", "oom", "missing")  # a row that failed otherwise is tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`work` gets the device and returns what was measured."""
+
+    name: str
+    work: Callable[[str], Found]
+
+
+class Missing(Exception):
+    """The row needs a package that is not installed here; the message names it."""
+
+
+def folder_for(device: str, tiny: bool) -> Path:
+    """benchmarks/results/gpu-<card>-<date>; of a rehearsal build/rehearsal, which is not committed."""
+    if tiny:
+        return Path("build") / "rehearsal"
+    card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    return RESULTS / f"gpu-{card.lower().replace(' ', '-')}-{time.strftime('%Y-%m-%d')}"
+
+
+def told_of(device: str) -> dict[str, Any]:
+    """benchmarks.common.conditions, and the card."""
+    told = conditions()
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        told |= {
+            "card": properties.name,
+            "bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip(),
+        }
+    return told
+
+
+def run_here(row: Row, device: str, file: Path) -> None:
+    """In the row's own process."""
+    from learner.trainer.memory_limit import OutOfMemory
+
+    started = time.perf_counter()
+    try:
+        found = {"status": "ok", **row.work(device)}
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        found = {"status": "oom", "error": str(error).splitlines()[0]}
+    except Missing as error:
+        found = {"status": "missing", "error": str(error)}
+    found |= {"row": row.name, "seconds": round(time.perf_counter() - started, 1), "conditions": told_of(device)}
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run_all(module: str, rows: Sequence[Row], folder: Path, options: Sequence[str], minutes: float) -> dict[str, Found]:
+    """All rows that are not there yet, in order, while the time lasts; what is there then, by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * minutes
+    for row in rows:
+        file, left = folder / f"{row.name}.json", end - time.monotonic()
+        if file.exists() and json.loads(file.read_text())["status"] in KEPT:
+            print(f"{row.name}: there already", flush=True)
+        elif left <= 0:
+            print(f"{row.name}: no time left, the same command goes on", flush=True)
+        else:
+            _spawn([sys.executable, "-m", module, "--row", row.name, *options], row.name, file, left)
+    files = [folder / f"{row.name}.json" for row in rows]
+    return {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
+
+
+def _spawn(command: list[str], name: str, file: Path, left: float) -> None:
+    file.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(command, timeout=left, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: cut off, no time left", flush=True)
+        return
+    if not file.exists():
+        tail = (done.stderr or done.stdout).strip().splitlines()[-12:]
+        file.write_text(json.dumps({"status": "failed", "row": name, "code": done.returncode, "error": tail}, indent=1))
+    found = json.loads(file.read_text())
+    print(f"{name}: {found['status']} {found.get('error', '')} ({found.get('seconds', 0)} s)", flush=True)

@@ -1,0 +1,163 @@
+"""The whole system on a CUDA card (checklist D and E), on random weights of the real shapes; needs vLLM, and says so.
+
+    PYTHONPATH=. python -m benchmarks.gpu.system                      all rows, about 60 minutes on an H100
+    PYTHONPATH=. python -m benchmarks.gpu.system --minutes 9          what fits into 9; the same command goes on
+    PYTHONPATH=. python -m benchmarks.gpu.system --device cpu --tiny  the rehearsal on vLLM's CPU build
+
+Each row is a run of learner.main in a process of its own, on a model folder that the row makes and that later rows use
+again: weights by transformers' own initialisation, and the tokenizer of --tokenizer (a folder), whose ids come first
+in the model's vocabulary. Such a model stops by chance only, so nearly every completion has the full length. What is
+read is the run's metrics.jsonl and plan.json; the adapter proof of each push is part of the run, which ends without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import as_table
+from benchmarks.gpu.rows import Found, Row, folder_for, run_all, run_here
+from cluster.memory.shape import SHAPES, Shape
+
+ROOT = Path(__file__).parent.parent
+TINY = Shape("tiny", "llama", 128, 256, 2, 4, 4, 32, 1024, tied=True)
+SLICES = ["cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5", "memory.layout=slices"]
+TURNS = [*SLICES[:2], "memory.layout=alternating"]
+MEAN = ("time/step", "time/generate", "time/train", "time/push", "time/overlap", "rollout/tokens_per_s")
+
+
+def rows(options: argparse.Namespace) -> list[Row]:
+    """What is missing most first: 50 steps of the 1B in two slices, the same taking turns, asynchronous, then 8B."""
+    run = partial(system, options)
+    if options.tiny:
+        return [Row("d-tiny", partial(run, TINY, 3, ["memory.device=3GiB", "model.dtype=float32"]))]
+    small, large = SHAPES["Llama-3.2-1B"], SHAPES["Llama-3.1-8B"]
+    whole = ["memory.device=76GiB"]
+    capped = ["memory.device=24GiB", "model.base=nf4", "rollout.kv_cache=auto"]
+    return [
+        Row("d-1b-slices", partial(run, small, 50, [*SLICES, *whole])),
+        Row("d-1b-alternating", partial(run, small, 20, [*TURNS, "memory.device=24GiB"])),
+        Row("d-1b-async", partial(run, small, 20, [*SLICES, *whole, "max_staleness=1"])),
+        Row("d-1b-bare-vllm", partial(bare, options, small)),
+        Row("e-8b-slices", partial(run, large, 10, [*SLICES, *whole])),
+        Row("e-8b-nf4-24gib", partial(run, large, 10, [*SLICES, *capped])),
+    ]
+
+
+def system(options: argparse.Namespace, shape: Shape, steps: int, settings: list[str], device: str) -> Found:
+    """A run of learner.main on GSM8K questions; peaks, budgets, and means of its metrics after two steps."""
+    folder = Path(options.folder) / "runs" / options.row
+    lengths = (64, 24) if options.tiny else (256, 786)
+    command = [
+        sys.executable, "-m", "learner.main", "--config", str(ROOT / "configs" / "gsm8k_cpu.yaml"),
+        f"name={options.row}", f"output_dir={folder}", f"steps={steps}", f"model.path={model(options, shape)}",
+        "model.dtype=bfloat16", "data.eval.every=0", "data.overlong=drop", "data.system=null", "rollout.kv_cache=auto",
+        f"rollout.max_prompt_length={lengths[0]}", f"rollout.max_completion_length={lengths[1]}",
+        "learner.learning_rate=1e-6", "learner.groups_per_step=8", *settings,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    run = folder / options.row
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    later = [line for line in lines if line.get("step", 0) > 2 or (options.tiny and line.get("step", 0) > 0)]
+    means = {name: float(np.mean([line[name] for line in later])) for name in MEAN}
+    plan: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    return {"shape": shape.name, "steps": len(later), "settings": settings, "plan": plan, **means}
+
+
+def bare(options: argparse.Namespace, shape: Shape, device: str) -> Found:
+    """vllm.LLM on as many prompts at once as a step has, all tokens at once: what the engine could give."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=str(model(options, shape)), skip_tokenizer_init=True, max_model_len=1042, seed=0)
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(5, 300, 256).tolist()} for _ in range(8)]
+    sampling = SamplingParams(n=8, max_tokens=786, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+    return {"shape": shape.name, "rollout/tokens_per_s": 8 * 8 * 786 / min(seconds)}
+
+
+def model(options: argparse.Namespace, shape: Shape) -> Path:
+    """A folder with random weights of the shape in bfloat16, made once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(options.models) / shape.name
+    if (folder / "done").exists():
+        return folder
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer)
+    settings = replace(shape, vocab=max(shape.vocab, len(tokenizer))).to_config()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
+    with torch.device(options.device):
+        lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "done").touch()
+    return folder
+
+
+def report(found: dict[str, Found]) -> str:
+    header = ["row", "s / step", "generate s", "train s", "push s", "overlap s", "tokens / s",
+              "learner GB (plan)", "generator GB (plan)"]  # fmt: skip
+    lines = []
+    for name, one in found.items():
+        cells = [f"{one[key]:.2f}" if key in one else "" for key in MEAN]
+        if one["status"] != "ok":
+            cells[0] = one["status"]
+        plans = [one["plan"][role] for role in ("learner", "generator")] if "plan" in one else []
+        peaks = [f"{role['measured'] / 1e9:.2f} ({role['planned'] / 1e9:.2f})" for role in plans]
+        lines.append([name, *cells, *(peaks or ["", ""])])
+    told = next((one["conditions"] for one in found.values() if "conditions" in one), {})
+    return f"## The whole system\n\n{as_table(header, lines)}\n\nConditions: {json.dumps(told)}\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.3M weights, to rehearse")
+    parser.add_argument("--minutes", type=float, default=90, help="no row is begun later, and none goes on")
+    parser.add_argument("--tokenizer", default=str(ROOT / "examples" / "tiny-gsm8k"), help="folder of a tokenizer")
+    parser.add_argument("--models", default="build/models", help="where the random models are made")
+    parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    missing = [name for name in ("vllm", "ray") if find_spec(name) is None]
+    if missing:
+        print(f"missing: {', '.join(missing)}; install them, or run benchmarks.gpu.learner", file=sys.stderr)
+        return 2
+    options.folder = (options.folder or folder_for(options.device, options.tiny)).absolute()
+    planned = rows(options)
+    if options.row:
+        row = next(row for row in planned if row.name == options.row)
+        run_here(row, options.device, options.folder / f"{row.name}.json")
+        return 0
+    passed = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer,
+              "--models", options.models, *(["--tiny"] if options.tiny else [])]  # fmt: skip
+    found = run_all("benchmarks.gpu.system", planned, options.folder, passed, options.minutes)
+    text = report(found)
+    (options.folder / "system.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The code as it is against an earlier commit: seconds per step of whole runs, in turns.
+
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.against_commit REVISION
+
+The earlier commit is checked out into a temporary folder and runs in this environment. Both get the same configuration,
+synchronous, so that a step is generation and training one after the other; a ratio is of neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
+from benchmarks.system.system_run import command, spread
+from benchmarks.system.workloads import ROOT, Tree, add_ragged_options, demo, ragged
+
+
+@contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """A folder with the files of that commit."""
+    with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as parent:
+        folder = Path(parent) / "before"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), revision], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def step_seconds(root: Path, tree: Tree, skip: int, limit_s: float) -> float:
+    """Median over the steps after the first `skip`, less what an evaluation or a checkpoint took."""
+    with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
+        command(tree | {"name": "run", "output_dir": folder}, ["-m", "learner.main", "--config"], [], limit_s, root)
+        lines = map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
+        steps = [line for line in lines if line["step"] > skip]
+    return median(line["time/step"] - line["time/evaluate"] - line["time/checkpoint"] for line in steps)
+
+
+def report(found: dict[str, list[tuple[float, float]]], revision: str, measured: str) -> str:
+    rows = []
+    for workload, turns in found.items():
+        before, after = ([turn[side] for turn in turns] for side in (0, 1))
+        ratios = [b / a for a, b in turns]
+        rows.append([workload, spread(before, ".3f"), spread(after, ".3f"), spread(ratios, ".3f")])
+    table = as_table(["workload", f"s per step, {revision}", "now", "now over before"], rows)
+    return (
+        f"# Seconds per step against an earlier commit\n\n{table}\n\nMedian (least - most) of the turns. {measured}\n"
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision")
+    add_ragged_options(parser)
+    parser.add_argument("--workloads", nargs="+", choices=["demo", "ragged"], default=["demo", "ragged"])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--demo-steps", type=int, default=40)
+    parser.add_argument("--limit", type=float, default=1800, help="seconds after which a run has failed")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options, told = parse(), conditions(ENGINE_PACKAGES)
+    revision = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", options.revision], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    found: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder, checked_out(revision) as before:
+        for workload in options.workloads:
+            tree = demo(options.demo_steps, every=0)
+            if workload == "ragged":
+                tree = ragged(Path(folder), options)
+                tree["model"]["dtype"] = options.dtype[0]
+            for turn in range(options.turns):
+                seconds = [
+                    step_seconds(root, tree | {"seed": turn}, options.skip, options.limit) for root in (before, ROOT)
+                ]
+                found.setdefault(workload, []).append((seconds[0], seconds[1]))
+                print(f"{workload}, turn {turn}: {seconds[0]:.3f} s before, {seconds[1]:.3f} s now", flush=True)
+    text = report(found, revision, f"Conditions: {under(told, 'wall time of synchronous runs, float32')}")
+    save("against_commit", {"conditions": told, "revision": revision, "seconds": found}, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A run of learner.main that writes down when what happened, in every process of it; see benchmarks.system.cold_start.
+
+The product knows nothing of it: what `learner.driver.launch` puts into other processes is replaced by the same with a
+mark before and after. Marks are lines `seconds since the epoch <tab> name` in the file named by GLEANER_MARKS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rollout.engine import Engine, EngineSettings
+from rollout.weight_sync import Receipt
+from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
+
+if TYPE_CHECKING:
+    from learner.trainer.trainer import Trainer
+
+VARIABLE = "GLEANER_MARKS"
+
+
+def mark(name: str, at: float | None = None) -> None:
+    """Only the first of a name counts."""
+    with open(os.environ[VARIABLE], "a") as file:
+        file.write(f"{time.time() if at is None else at:.4f}\t{name}\n")
+
+
+def born() -> float:
+    """When this process was started, in seconds since the epoch (proc(5): starttime)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class MarkedWorker(RolloutWorker):
+    def __init__(self, spec: WorkerSpec) -> None:
+        mark("generator: process", born())
+        mark("generator: gleaner's code imported")
+        super().__init__(spec)
+        mark("generator: ready")
+
+    async def rollout(self, *args: Any) -> pa.Table:
+        mark("generator: first group asked for")
+        group = await super().rollout(*args)
+        mark("generator: first group done")
+        return group
+
+    async def take_policy(self, *args: Any) -> Receipt:
+        mark("generator: first adapter arrives")
+        return await super().take_policy(*args)
+
+
+def marked_engine(settings: EngineSettings) -> Engine:
+    mark("generator: tokenizer loaded")
+    for module in ("torch", "vllm", "vllm.v1.engine.llm_engine", "rollout.vllm.engine"):
+        import_module(module)
+        mark(f"generator: {module} imported")
+    engine = vllm_engine(settings)
+    mark("generator: engine built")
+    return engine
+
+
+def marked_trainer(*args: Any) -> Trainer:
+    mark("learner: process", born())
+    mark("learner: gleaner's code imported")
+    from learner.driver.launch import make_trainer
+
+    for module in ("torch", "transformers", "peft", "learner.trainer"):
+        import_module(module)
+        mark(f"learner: {module} imported")
+    trainer = make_trainer(*args)
+    mark("learner: ready")
+    return trainer
+
+
+def _around(home: Any, name: str, before: str, after: str) -> None:
+    inner: Callable[..., Any] = getattr(home, name)
+
+    @wraps(inner)
+    def outer(*args: Any, **named: Any) -> Any:
+        mark(before)
+        result = inner(*args, **named)
+        mark(after)
+        return result
+
+    setattr(home, name, outer)
+
+
+def main() -> None:
+    """Arguments: those of learner.main."""
+    mark("driver: python is up")
+    from learner.driver import launch, preflight
+    from learner.main import main as learner_main
+
+    mark("driver: code imported")
+    _around(preflight, "prepare", "driver: preflight begins", "driver: preflight done")
+    _around(launch, "connect", "driver: Ray begins", "driver: Ray is up")
+    _around(launch, "_wire", "driver: all processes ready", "driver: loop begins")
+    replaced: Mapping[str, Any] = {
+        "RolloutWorker": MarkedWorker, "vllm_engine": marked_engine, "make_trainer": marked_trainer
+    }  # fmt: skip
+    for name, stand_in in replaced.items():
+        assert hasattr(launch, name), f"learner.driver.launch has no {name} any more"
+        setattr(launch, name, stand_in)
+    log = launch.Metrics.log
+
+    def logged(self: Any, step: int, values: Mapping[str, float]) -> None:
+        log(self, step, values)
+        if step > 0:
+            mark("driver: first step logged")
+
+    launch.Metrics.log = logged  # type: ignore[method-assign]
+    code = learner_main(sys.argv[1:])
+    mark("driver: run over")
+    sys.exit(code)

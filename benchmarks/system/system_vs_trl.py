@@ -1,0 +1,171 @@
+"""The whole system against TRL's GRPOTrainer: one model, the same problems, judges, LoRA and number of samples.
+
+    pip install --no-deps --target build/rivals -r benchmarks/requirements.txt
+    PYTHONPATH=.:build/rivals .venv/bin/python -m benchmarks.system.system_vs_trl --dtype float32 bfloat16
+    PYTHONPATH=.:build/rivals .venv/bin/python -m benchmarks.system.system_vs_trl --workload demo
+
+ragged compares samples per second, demo the seconds of training to a held-out accuracy. Each run is a fresh process of
+`python -m learner.main` or of benchmarks.system.trl_system; they take turns, repeat by repeat, so a ratio is of
+neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, as_table, conditions, installed, save
+from benchmarks.system import system_plots
+from benchmarks.system.system_run import (
+    BOTH,
+    Mode,
+    Record,
+    lengths_table,
+    parts_of,
+    run_gleaner,
+    run_trl,
+    spread,
+    wall_text,
+)
+from benchmarks.system.workloads import ROOT, Tree, add_ragged_options, demo, ragged
+
+KEPT = ROOT / "build" / "system_runs.jsonl"  # every run of every call, one a line
+
+ABOUT_TRL = (
+    "TRL 1.16 runs as it comes: Hugging Face's generate on all cores (its `use_vllm` is made for GPUs), "
+    "one update per batch, no checkpointing of activations, its own logging off. Without Triton it scores prompts too, "
+    "which it does not on CUDA: **TRL on a CPU is not TRL on a GPU**. "
+)
+
+
+def take_turns(tree: Tree, seeds: Sequence[int], options: argparse.Namespace) -> list[Record]:
+    """Per seed a run of each system; every one is printed as it ends."""
+    records = []
+    for seed in seeds:
+        own = tree | {"seed": seed}
+        runs: list[Callable[[], Record]] = [
+            lambda mode=mode, own=own: run_gleaner(own, mode, options.limit) for mode in options.modes
+        ]
+        if options.with_trl:
+            runs.insert(0, lambda own=own: run_trl(own, options.micro_batch, options.limit))
+        for run in runs:
+            record = run()
+            print(f"{record.system}, {record.dtype}, seed {seed}: {record.wall_s:.0f} s, start {record.start_s:.1f} s,",
+                  f"{record.rate(options.skip):.2f} samples/s, load before {record.load:.1f}", flush=True)  # fmt: skip
+            records.append(record)
+            KEPT.parent.mkdir(exist_ok=True)
+            with KEPT.open("a") as file:  # hours of runs must not be lost by the failure of a later one
+                file.write(json.dumps(asdict(record)) + "\n")
+    return records
+
+
+def by_system(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """(system, type) -> its runs, in the order of the seeds."""
+    keys = dict.fromkeys((record.system, record.dtype) for record in records)
+    return {key: [record for record in records if (record.system, record.dtype) == key] for key in keys}
+
+
+def ragged_report(records: Sequence[Record], told: dict[str, Any], options: argparse.Namespace) -> str:
+    found, skip, rows = by_system(records), options.skip, []
+    for (system, dtype), own in found.items():
+        rivals = found.get(("TRL", dtype), [])
+        ratios = [a.rate(skip) / b.rate(skip) for a, b in zip(own, rivals, strict=bool(rivals))]
+        parts = parts_of(own, skip, ("seconds", "generate", "train", "overlap"))
+        rows.append([system, dtype, spread([r.rate(skip) for r in own]), spread([r.rate(skip, "tokens") for r in own],
+                     ".0f"), "-" if not ratios or system == "TRL" else f"{spread(ratios)} x", *parts,
+                     spread([r.other(skip) for r in own]), spread([r.start_s for r in own], ".1f")])  # fmt: skip
+    header = ["system", "type", "samples/s", "tokens/s", "ratio to TRL", "s per step", "generate", "train", "both",
+              "other", "start-up s"]  # fmt: skip
+    return (
+        "# Whole system against TRL: ragged completions\n\n"
+        f"{as_table(header, rows)}\n\n"
+        f"A Llama of 25M random weights (H = 384, 12 layers, V = 8004, 6 query and 2 KV heads, untied head), prompts "
+        f"of 200 to 400 tokens, {options.groups} groups of {options.generations} completions a step, each token the "
+        f"last with probability {options.end_rate:g}, at most {options.completion} tokens. LoRA r = 16 on all linear "
+        f"layers, dapo loss, AdamW. Median (least - most) of {options.repeats} runs, which took turns; a figure of a "
+        f"run is that of {options.steps} steps after {options.skip} to warm up; a ratio is of runs of one turn.\n\n"
+        f"{lengths_table(records)}\n\n"
+        f"{ABOUT_TRL}Micro-batches of TRL: {options.micro_batch}.\n\nConditions: {wall_text(told, records)}\n"
+    )
+
+
+def demo_report(records: Sequence[Record], told: dict[str, Any], options: argparse.Namespace) -> str:
+    def shown(seconds: float | None) -> str:
+        return "not reached" if seconds is None else f"{seconds:.1f}"
+
+    rivals = {record.seed: record.seconds_to(options.accuracy) for record in records if record.system == "TRL"}
+    rows = []
+    for record in records:
+        own, trl = record.seconds_to(options.accuracy), rivals.get(record.seed)
+        ratio = f"{own / trl:.2f} x" if own and trl and record.system != "TRL" else "-"
+        accuracies = [f"{score:.3f}" for _, score in (record.accuracy[0], record.accuracy[-1])]
+        parts = [f"{record.mean(options.skip, what):.2f}" for what in ("generate", "train")]
+        rows.append([record.system, str(record.seed), shown(own), ratio, *accuracies,
+                     f"{record.rate(options.skip):.1f}", *parts, f"{record.other(options.skip):.2f}",
+                     f"{record.start_s:.1f}", f"{record.wall_s:.0f}"])  # fmt: skip
+    header = ["system", "seed", f"s to {options.accuracy:g}", "time against TRL", "first", "last accuracy", "samples/s",
+              "generate s", "train s", "other s", "start-up s", "wall s"]  # fmt: skip
+    return (
+        f"# Whole system against TRL: the demo, seconds to a held-out accuracy of {options.accuracy:g}\n\n"
+        f"{as_table(header, rows)}\n\n"
+        "`configs/local_cpu.yaml`: a model of 0.4M weights, 8 groups of 8 short completions a step, "
+        f"{options.demo_steps} steps, 200 held-out problems answered greedily every {options.every} steps, which is "
+        "the grain of the seconds. They are of training: start-up and evaluation are left out on both sides. gleaner "
+        "generates its next batch during an evaluation; steps that may have gained from one are charged at least the "
+        "median of the others. Parts are seconds of a step, of which generation and training may overlap.\n\n"
+        f"{lengths_table(records)}\n\n"
+        f"{ABOUT_TRL}Micro-batches of TRL: {options.micro_batch}.\n\n"
+        f"Conditions: {wall_text(told, records)}\n"
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=["ragged", "demo"], default="ragged")
+    add_ragged_options(parser)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each system, with seeds 0, 1, ...")
+    parser.add_argument(
+        "--modes", type=Mode.parse, nargs="+", help="of gleaner: STALENESS:GENERATOR/LEARNER cores[:continue]"
+    )
+    parser.add_argument("--micro-batch", type=int, help="of TRL; completions; default 16, demo 64")
+    parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed")
+    parser.add_argument("--demo-steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=10, help="demo: steps between evaluations")
+    parser.add_argument("--accuracy", type=float, default=0.85, help="demo: what is to be reached")
+    options = parser.parse_args()
+    options.modes = options.modes or [Mode(0, 2, 2), Mode(1, 1, 1)]
+    is_ragged = options.workload == "ragged"
+    options.micro_batch = options.micro_batch or (16 if is_ragged else 64)
+    samples = options.groups * options.generations if is_ragged else 64
+    if samples % options.micro_batch:
+        parser.error(f"--micro-batch must divide the {samples} completions of a step, got {options.micro_batch}")
+    if options.workload == "demo" and options.every <= 1 + max(mode.staleness for mode in options.modes):
+        parser.error(f"--every must leave steps without an evaluation or a gain from one, got {options.every}")
+    options.with_trl = installed("trl")
+    return options
+
+
+def main() -> None:
+    options, told, records = parse(), conditions(BOTH), list[Record]()
+    seeds = range(options.repeats)
+    if options.workload == "demo":
+        tree = demo(options.demo_steps, options.every)
+        records, report, draw = take_turns(tree, seeds, options), demo_report, system_plots.curves
+    else:
+        report, draw = ragged_report, system_plots.parts
+        with tempfile.TemporaryDirectory() as folder:
+            tree = ragged(Path(folder), options)
+            for dtype in options.dtype:
+                records += take_turns(tree | {"model": tree["model"] | {"dtype": dtype}}, seeds, options)
+    name = f"system_vs_trl_{options.workload}"
+    save(name, {"conditions": told, "runs": [asdict(record) for record in records]}, report(records, told, options))
+    draw(records, options, RESULTS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The memory model of a generator: what vLLM holds, in bytes, by part. Letters as in cluster.memory.
+
+The figures are those of vLLM's documentation and source, else estimates; each function says which.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.memory.shape import LINEAR, Shape
+from cluster.memory.units import CONTEXT, DTYPE_BYTES, Parts, base_bytes
+from cluster.memory.weight_push import GENERATOR_COPIES
+
+# On a CPU: the process before there is a model, measured as in cluster.memory. malloc's share grows, slower and slower:
+# local_cpu.yaml took 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
+ENGINE_PROCESS = 1050 * 10**6
+PREFILL_TOKENS = 4096  # of one engine step, as rollout.vllm.convert asks for; bounds the activations of prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a generator serves, as far as it matters for memory."""
+
+    dtype: str = "bfloat16"
+    base: Literal["none", "nf4"] = "none"
+    rank: int = 16
+    adapters: int = 2  # policy versions resident at once; 0 where weights are replaced
+    pushed: int = 0  # bytes of the weights that a push replaces
+    sequences: int = 128  # decoded at once
+    kv_bytes: int = 0
+    targets: tuple[str, ...] = tuple(LINEAR)
+    cuda: bool = True
+    longest: int = 0  # tokens, prompt and completion
+
+
+def generator_bytes(shape: Shape, serving: Serving) -> Parts:
+    """What vLLM holds while it generates.
+
+    weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each adapter
+      version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
+      tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
+    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
+      that arrive (cluster.memory.weight_push); on CUDA they do one layer at a time, while no step is run. context: one
+      process.
+    """
+    b = DTYPE_BYTES[serving.dtype]
+    extra = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
+    tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
+    return {
+        "weights": base_bytes(shape, serving.base, b),
+        "kv_cache": serving.kv_bytes,
+        "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
+        "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,
+        **extra,
+        "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
+    }
+
+
+def asleep(parts: Parts) -> Parts:
+    """What of a generator stays on the card in vLLM's sleep level 1: weights (with the adapters' slots) go to host
+    memory and the KV cache is dropped (vllm docs, features/sleep_mode)."""
+    return {name: parts[name] for name in ("workspace", "graphs", "context")}

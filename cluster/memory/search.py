@@ -1,0 +1,176 @@
+"""The planner: which settings make a model fit into a device's memory, or what would.
+
+Both roles get a budget of bytes (cluster.memory, cluster.memory.generator). Three layouts:
+    separate     each role has a device of its own
+    slices       both on one device, all the time
+    alternating  both on one device; the engine sleeps while the learner trains (vLLM's sleep level 1), and the learner
+                 keeps what it holds between two steps while the engine generates
+
+What is free to choose is spent in this order, since generation takes most of a run's time and a kernel on few tokens
+leaves a GPU idle: room for both at all; KV cache for up to 64 sequences; micro-batches of 2048 tokens or a group; less
+recomputation; larger micro-batches; more KV cache. A base in 16 bits is preferred to one in 4, slices to alternating.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from cluster.memory import learner as learner_memory
+from cluster.memory.generator import Serving, generator_bytes
+from cluster.memory.kv_cache import cache_bytes, cached_sequences
+from cluster.memory.learner import Learning, Micro
+from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
+from cluster.memory.shape import SHAPES, Shape
+from cluster.memory.units import DTYPE_BYTES, Checkpointing
+from cluster.memory.weight_push import pushed_bytes
+
+LARGE, BUSY = 8192, 2048  # tokens of a micro-batch: more gains nothing, fewer leave a GPU idle
+COMFORT = 64  # sequences decoded at once; beyond it throughput grows slowly
+
+
+def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | Misfit:
+    """The best settings that fit (see the head of this file), or what would make them fit."""
+    found = _search(shape, device_bytes, work, wish)
+    if found is not None:
+        return found
+    small = least(shape, device_bytes, work, wish)
+    return Misfit(shape, device_bytes, small, tuple(_advice(shape, device_bytes, work, wish, small)))
+
+
+def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
+    """The settings that need the smallest device, whether it is this one or not."""
+    return min(_candidates(shape, device_bytes, work, wish), key=lambda p: (p.device_peak, p.learner_bytes))
+
+
+def _search(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | None:
+    fitting = (p for p in _candidates(shape, device_bytes, work, wish) if _fits(p, wish))
+    best = next(fitting, None)
+    return None if best is None else _with_more_kv(best, work, wish)
+
+
+def _fits(found: Plan, wish: Wish) -> bool:
+    caps = ((wish.learner_cap, found.learner_bytes), (wish.generator_cap, found.generator_bytes))
+    return found.device_peak <= USABLE * found.device_bytes and all(cap is None or need <= cap for cap, need in caps)
+
+
+def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
+    """Every choice, the best first."""
+    for base in ("none", "nf4") if wish.base is None else (wish.base,):
+        if base == "nf4" and (wish.mode == "full" or wish.push == "merged"):
+            continue
+        for layout in wish.layouts:
+            for kv_bytes in _kv_choices(shape, work, wish):
+                for policy, budget in _learner_choices(shape, work, wish):
+                    yield _plan(shape, device_bytes, work, wish, layout, base, policy, budget, kv_bytes)
+
+
+def _plan(
+    shape: Shape,
+    device_bytes: int,
+    work: Workload,
+    wish: Wish,
+    layout: Layout,
+    base: Literal["none", "nf4"],
+    policy: Checkpointing,
+    budget: int,
+    kv_bytes: int,
+) -> Plan:
+    learning = Learning(
+        wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters,
+        wish.reference, wish.offload, wish.cuda,
+    )  # fmt: skip
+    micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
+    sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
+    serving = Serving(
+        wish.dtype, base, wish.rank, 0 if sent else work.adapters, sent, work.sequences, kv_bytes, wish.targets,
+        wish.cuda, work.whole,
+    )  # fmt: skip
+    held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
+    return Plan(
+        shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
+        learner_memory.learner_bytes(shape, learning, micro), generator_bytes(shape, serving), work.generators,
+    )  # fmt: skip
+
+
+def _kv_choices(shape: Shape, work: Workload, wish: Wish) -> list[int]:
+    """Bytes for up to COMFORT sequences of full length, down to one: vLLM queues what has no room."""
+    if wish.kv_bytes is not None:
+        return [wish.kv_bytes]
+    counts = {min(n, work.sequences) for n in (COMFORT, 32, 16, 8, 4, 2, 1)}
+    return [cache_bytes(shape, wish.kv_dtype, work.whole, n, cuda=wish.cuda) for n in sorted(counts, reverse=True)]
+
+
+def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple[Checkpointing, int]]:
+    """Recomputation grows within large micro-batches, then within small ones."""
+    share, layers = learner_memory.mlp_share(shape), shape.layers
+    costs: dict[Checkpointing, float] = {"none": 0, "mlp": share, "full": 1}
+    costs |= {k: k / layers for k in {layers // 4, layers // 2, 3 * layers // 4} if k > 0}
+    policies = sorted(costs, key=lambda policy: costs[policy])
+    if wish.checkpointing is not None:
+        policies = [wish.checkpointing]
+    sizes = {max(LARGE, work.longest), max(4096, work.longest), max(BUSY, work.longest), work.group, work.longest}
+    useful = {int(min(size, work.most)) for size in sizes}
+    budgets = [wish.token_budget] if wish.token_budget is not None else sorted(useful, reverse=True)
+    enough = min(BUSY, work.group)
+    for busy in (True, False):
+        yield from ((policy, n) for policy in policies for n in budgets if (n >= enough) == busy)
+
+
+def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
+    """The same with the rest of the device as KV cache, up to all sequences at full length."""
+    if wish.kv_bytes is not None or found.sequences == 0:
+        return found
+    count = work.sequences
+    while count > found.sequences:
+        size = cache_bytes(found.shape, wish.kv_dtype, work.whole, count, cuda=wish.cuda)
+        more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": size})
+        if _fits(more, wish):
+            return more
+        count -= max(1, count // 16)
+    return found
+
+
+def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: Plan) -> Iterator[str]:
+    changes: list[tuple[str, Workload, Wish]] = []
+    if wish.checkpointing not in (None, "full"):
+        changes.append(("learner.checkpointing=full", work, replace(wish, checkpointing="full")))
+    if wish.token_budget is not None and wish.token_budget > work.longest:
+        smaller = replace(wish, token_budget=work.longest)
+        changes.append((f"learner.token_budget={work.longest}", work, smaller))
+    if wish.kv_bytes is not None:
+        changes.append(("rollout.kv_cache=auto", work, replace(wish, kv_bytes=None)))
+    if wish.cuda and "alternating" not in wish.layouts and wish.layouts != ("separate",):
+        changes.append(
+            ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
+        )
+    if wish.mode == "full" and wish.optimizer == "adamw":
+        changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
+    if wish.reference == "auto":
+        changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
+    if wish.base == "none" and wish.mode == "lora":
+        changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
+    if wish.mode == "full":
+        changes.append(("learner.mode=lora", work, replace(wish, mode="lora", base="none", reference="none")))
+    half = max(1, work.completion // 2)
+    changes.append((f"rollout.max_completion_length={half}", replace(work, completion=half), wish))
+    yield from (text for text, w, asked in changes if _search(shape, device_bytes, w, asked) is not None)
+    yield from _other_models(shape, device_bytes, work, wish)
+    if (
+        wish.cuda
+        and wish.layouts != ("separate",)
+        and _search(shape, device_bytes, work, replace(wish, layouts=("separate",)))
+    ):
+        yield "a second card of this size (cluster.gpus.generator=1, cluster.gpus.learner=1)"
+    if small.device_peak > USABLE * device_bytes:
+        yield f"{'a card' if wish.cuda else 'memory.device'} of {gib(small.device_peak / USABLE)}"
+    else:
+        yield "memory.learner and memory.generator (auto leaves them to the plan)"
+
+
+def _other_models(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[str]:
+    """The largest of the table that is smaller and fits."""
+    smaller: Sequence[Shape] = [s for s in SHAPES.values() if s.params < shape.params]
+    for other in sorted(smaller, key=lambda s: (s.kind != shape.kind, -s.params)):
+        if _search(other, device_bytes, work, wish) is not None:
+            yield f"model.path: {other.name}"
+            return

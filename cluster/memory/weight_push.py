@@ -1,0 +1,32 @@
+"""What a push of whole weights takes (learner.push: merged; learner.mode: full), in bytes. Pure functions.
+
+What travels is host memory: on CUDA no plan counts it, on a CPU it is of the memory that both roles have. An adapter's
+own bytes are not counted.
+"""
+
+from cluster.memory.shape import LINEAR, Shape
+
+BLOCKS = (
+    tuple(LINEAR)[:4],
+    tuple(LINEAR)[4:],
+)  # attention, feed-forward: a block is sent whole (learner.model.lora_merge)
+# On a CPU, times what is sent. Measured with 75 MB (in brackets by how much the resident sets grew): the learner's own
+# bytes, and of the object store the pages of this push and of the one before, which is still held (3.4); the
+# generator's view of the store, and vLLM's copies of the layer that it loads (1.9).
+LEARNER_COPIES, GENERATOR_COPIES = 3, 2
+
+
+def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b: int) -> int:
+    """The whole model; or the linear weights of the blocks that the adapter touches; 0 for an adapter. b: bytes of an
+    element."""
+    if mode == "full":
+        return b * shape.params
+    if push == "adapter":
+        return 0
+    sent = [name for block in BLOCKS if set(block) & set(targets) for name in block]
+    return b * shape.layers * sum(i * o for i, o in map(shape.linear, sent))
+
+
+def merging_bytes(shape: Shape) -> int:
+    """One matrix at a time is float32 where it lies, before it is rounded and travels."""
+    return 4 * max(i * o for i, o in map(shape.linear, LINEAR))

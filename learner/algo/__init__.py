@@ -1,0 +1,1 @@
+"""The algorithm: advantages, ratios and losses, as pure functions."""

@@ -1,0 +1,49 @@
+"""What the learner makes of a batch's facts: advantages, weights in the loss, what is trained at all, in which update.
+
+Pure. Letters: R completions of the batch, U updates.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.algo.advantage import ADVANTAGES
+from learner.algo.loss import LOSSES
+from learner.batch.rows import Rows
+from learner.learner_config import LearnerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Opinions:
+    """Of each completion."""
+
+    advantages: npt.NDArray[np.float64]  # [R] 0 without a reward
+    coefficients: npt.NDArray[np.float64]  # [R] weight of each of its tokens in the loss of its update
+    trained: npt.NDArray[np.bool_]  # [R] false without a reward, if it is masked, or if its gradient is exactly 0
+    update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
+
+
+def opinions_of(rows: Rows, config: LearnerConfig, max_completion_length: int) -> Opinions:
+    """Whole groups go to the updates in their order, as evenly as possible. An advantage is worked out over the batch,
+    a coefficient over the completions of the update, which is an optimizer batch of its own.
+
+    With loss.mask_truncated (DAPO 2503.14476, section 3.4; mask_truncated_completions in TRL) a completion that was cut
+    off has no tokens in the loss; its reward counts in the advantages of its group all the same.
+    """
+    loss, updates = config.loss, config.updates_per_batch
+    if not rows.rewards:
+        return Opinions(np.empty(0), np.empty(0), np.empty(0, bool), np.empty(0, np.int64))
+    rewards = np.concatenate(rows.rewards)
+    scored = np.isfinite(rewards)
+    masked = rows.truncated & loss.mask_truncated
+    lengths = np.where(masked, 0, rows.lengths)
+    advantages = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards))
+    groups = np.arange(len(rows.rewards)) * updates // len(rows.rewards)
+    update = np.repeat(groups, [len(group) for group in rows.rewards])
+    coefficients = np.zeros(len(rewards))
+    for number in range(updates):
+        own = scored & (update == number)
+        coefficients[own] = LOSSES[loss.kind](lengths[own], max_completion_length)
+    trained = scored & ~masked & ((advantages != 0) | (loss.beta > 0))
+    return Opinions(advantages, coefficients, trained, update)

@@ -1,0 +1,112 @@
+"""Where the completions of a packed row lie, and which blocks of attention that makes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Segments of one prefix are computed together while they hold no more tokens than it, or than this many: one call of
+# the kernel then replaces several, and the scores that it computes in vain are at most as many as those it needs.
+BLOCK = 128
+
+
+class Segment(NamedTuple):
+    """Tokens [start, stop) of a row, which attend to [prefix_start, prefix_stop) too (empty if they are equal)."""
+
+    start: int
+    stop: int
+    prefix_start: int = 0
+    prefix_stop: int = 0
+
+
+class Block(NamedTuple):
+    """Neighbouring segments that share a prefix, or one segment without."""
+
+    prefix: int | None  # index of the block that is the prefix
+    prefix_length: int
+    lengths: list[int]  # of its segments
+
+
+class Layout:
+    """The segments of a row, and what the kernels make of them: once for a row, then shared by all layers.
+
+    Args:
+        segments: tile the row from 0, in order, none empty; a prefix is a whole segment without a prefix.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = list(segments)
+        self.blocks = _blocks(self.segments)
+        self.sizes = [sum(block.lengths) for block in self.blocks]
+        self._made: dict[Any, Any] = {}
+
+    def mask(self, index: int, window: int | None, like: Tensor) -> Tensor | None:
+        """[M, P + M], 0 where a query of the block sees a key of prefix and block, else -inf; None if just causal."""
+        block = self.blocks[index]
+        if block.prefix is None and (window is None or window >= block.lengths[0]):
+            return None
+        key = index, window, like.dtype
+        if key not in self._made:
+            self._made[key] = _mask(block, window, like)
+        made: Tensor = self._made[key]
+        return made
+
+    def ragged(self, device: torch.device) -> "Ragged":
+        """The same for FlashAttention."""
+        if "ragged" not in self._made:
+            self._made["ragged"] = _ragged(self.segments, device)
+        made: Ragged = self._made["ragged"]
+        return made
+
+
+class Ragged(NamedTuple):
+    """Segments as FlashAttention wants them; keys are gathered, so that each segment has its prefix before it."""
+
+    keys: Tensor  # [sum of P + T] int64, places in the row
+    query_ends: Tensor  # [S + 1] int32, cumulative lengths
+    key_ends: Tensor  # [S + 1] int32
+    longest_query: int
+    longest_key: int
+
+
+def _blocks(segments: list[Segment]) -> list[Block]:
+    blocks: list[Block] = []
+    places: dict[tuple[int, int], int] = {}  # of the segments that may be prefixes
+    before: Segment | None = None
+    for segment in segments:
+        length, prefix = segment.stop - segment.start, segment[2:]
+        prefix_length = prefix[1] - prefix[0]
+        if prefix_length == 0:
+            places[segment[:2]] = len(blocks)
+            blocks.append(Block(None, 0, [length]))
+        elif before and prefix == before[2:] and sum(blocks[-1].lengths) + length <= max(prefix_length, BLOCK):
+            blocks[-1].lengths.append(length)
+        else:
+            blocks.append(Block(places[prefix], prefix_length, [length]))
+        before = segment
+    return blocks
+
+
+def _mask(block: Block, window: int | None, like: Tensor) -> Tensor:
+    lengths = np.array(block.lengths)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    places = block.prefix_length + np.arange(len(owners)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    owner, place = (torch.from_numpy(values).to(like.device) for values in (owners, places))
+    distance = place[:, None] - torch.cat([torch.arange(block.prefix_length, device=like.device), place])
+    seen = distance >= 0
+    seen[:, block.prefix_length :] &= owner[:, None] == owner
+    if window is not None:
+        seen &= distance < window
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+
+
+def _ragged(segments: list[Segment], device: torch.device) -> Ragged:
+    keys = [part for s in segments for part in (np.arange(*s[2:]), np.arange(*s[:2]))]
+    queries = np.array([s.stop - s.start for s in segments])
+    widths = queries + np.array([s.prefix_stop - s.prefix_start for s in segments])
+    ends = (np.concatenate([[0], lengths.cumsum()]).astype(np.int32) for lengths in (queries, widths))
+    query_ends, key_ends = (torch.from_numpy(values).to(device) for values in ends)
+    places = torch.from_numpy(np.concatenate(keys)).to(device)
+    return Ragged(places, query_ends, key_ends, int(queries.max()), int(widths.max()))

@@ -1,0 +1,68 @@
+"""What surrounds a call of learner.main.main that it cannot work in: other packages of our names, a running event loop,
+a script without a guard. Imports the standard library alone, since the packages may be somebody else's."""
+
+import ast
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).parents[2]
+OURS = ("cluster", "learner", "rewards", "rollout")
+
+
+def hidden_package() -> str:
+    """A sentence if a module of the user would be imported in place of a package of this project, or ''.
+
+    The working directory counts in any case: Ray puts it first on the path of its workers.
+    """
+    for name in OURS:
+        spec = importlib.util.find_spec(name)
+        found = [] if spec is None or spec.origin is None else [Path(spec.origin)]
+        here = [Path(f"{name}.py").absolute(), Path(name, "__init__.py").absolute()]
+        for file in [*found, *(file for file in here if file.is_file())]:
+            if file.resolve() != (ROOT / name / "__init__.py").resolve():
+                return (
+                    f"{file} hides gleaner's package {name} (in {ROOT}) in the processes of a run; rename it, or "
+                    "start from another folder"
+                )
+    return ""
+
+
+def wrong_place() -> str:
+    """A sentence if the present call comes from where a run cannot be started, or ''."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _unguarded()
+    return (
+        "main() runs an event loop of its own and cannot be called inside one, as in a notebook; start a process: "
+        "!python -m learner.main --config FILE"
+    )
+
+
+def _unguarded() -> str:
+    """The processes of the reward functions import the main script again: its call of main() must then not run."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
+        frame = frame.f_back
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if frame is None or script is None or frame.f_globals.get("__spec__") is not None:  # `python -m` imports a name
+        return ""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    for node in tree.body:
+        if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno):
+            guarded = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            return "" if guarded else _advice(script, frame.f_lineno)
+    return ""
+
+
+def _advice(script: str, line: int) -> str:
+    return (
+        f"{script}, line {line}: main() starts processes that import this script again; put the call under "
+        'if __name__ == "__main__":'
+    )

@@ -1,0 +1,235 @@
+"""Checkpoints that are whole or not there: temporary folder, fsync, manifest of digests, rename.
+
+A SIGKILL in a plain save loop leaves an unreadable newest file almost every time, and one flipped bit loads without a
+word from torch and from safetensors. Hence: a checkpoint becomes visible by one rename, after everything in it is on
+the disk, and its manifest (written last) says what every file must be. There is no pointer to the newest one: the
+listing is the truth. One writer per folder (learner.driver.run_lock).
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.files import Digest, digest_of, digests_in, fsync, writing
+
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp-"
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be had as asked for; the message says what was found and what to do."""
+
+
+@asynccontextmanager
+async def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None) -> AsyncIterator[Path]:
+    """Write a checkpoint: `async with commit(root, step, keep) as folder: save into folder`.
+
+    `written`, which may be filled until the block ends, is what another process says it wrote, by path in the folder:
+    where this process finds something else there, CheckpointError is raised and nothing is committed.
+
+    The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
+    all but the `keep` newest whole ones are deleted. Checkpoints of later steps belong to a lineage that was left by
+    resuming from an earlier one, and go too: else the next automatic resume would take them for the newest.
+
+    Files are hashed and put on the disk in a thread, gigabytes of them in full mode: generators are served meanwhile.
+    """
+    folder = await _to_its_end(_begin, root, step)
+    try:
+        yield folder
+        await _to_its_end(_seal, folder, step, written or {})
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # what went wrong matters more; the next commit removes the rest
+        raise
+    await _to_its_end(_name, folder, root / name_of(step))
+    await _to_its_end(_prune, root, step, keep)
+
+
+async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """The result of work(*args), done in a thread. A caller that is cancelled waits for it all the same: the next
+    commit must not find this one still writing."""
+    task = asyncio.create_task(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+def _begin(root: Path, step: int) -> Path:
+    """A new temporary folder in `root`, without those of writers that were killed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{TEMPORARY}*"):
+        _delete(leftover)
+    folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def _name(folder: Path, final: Path) -> None:
+    """Makes the sealed folder a checkpoint."""
+    if final.exists():  # one that did not verify, or one of an abandoned lineage: a rename cannot replace a full folder
+        final.rename(final.with_name(f"{TEMPORARY}replaced-{final.name}"))
+    folder.rename(final)
+    fsync(final.parent)
+
+
+def name_of(step: int) -> str:
+    """The folder's name: step 12 -> step-000012."""
+    return f"step-{step:06d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name: step-000012 -> 12."""
+    match = re.fullmatch(r"step-(\d{6,})", folder.name)
+    if not match:
+        raise CheckpointError(
+            f"resume: a checkpoint's folder must be named like {name_of(12)}, got {folder}; "
+            "give one of those in the run's checkpoints/"
+        )
+    return int(match[1])
+
+
+def verify(folder: Path) -> str | None:
+    """None if every file is what the manifest says, else the first reason why the checkpoint is not whole."""
+    try:
+        step, files = _read(folder)
+        for name, expected in sorted(files.items()):
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != expected["bytes"]:
+                return f"{name} has {size} bytes, not {expected['bytes']}"
+            if digest_of(file) != expected:
+                return f"{name} has another sha256 than when it was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} is not usable: {type(error).__name__}: {error}"
+    return None if step == step_of(folder) else f"{MANIFEST} is of step {step}"
+
+
+def files_of(folder: Path) -> dict[str, Digest]:
+    """What the manifest of a whole checkpoint says of each of its files, by path in it."""
+    return _read(folder)[1]
+
+
+def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint (of a step below `before`), and the newer ones that were skipped, with the reason."""
+    skipped: list[str] = []
+    for folder in reversed(_listing(root)):
+        if before is not None and step_of(folder) >= before:
+            continue
+        reason = verify(folder)
+        if reason is None:
+            return folder, skipped
+        skipped.append(f"{folder.name}: {reason}")
+    return None, skipped
+
+
+def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
+    """The setting `resume` -> checkpoint to continue from (None: from the start), and what was skipped, with reasons.
+
+    `auto` is the newest whole one in `root`; a path is that checkpoint, or the newest whole one before it in its own
+    folder. Where there are checkpoints and none is whole, that is an error: a silent fresh start would throw work away.
+    """
+    if resume == "none":
+        return None, []
+    if resume == "auto":
+        found, skipped = newest(root)
+        if skipped and found is None:
+            raise CheckpointError(_none_whole(root, skipped))
+        return found, skipped
+    asked = Path(resume).expanduser().absolute()
+    if not asked.is_dir():
+        there = ", ".join(folder.name for folder in _listing(asked.parent)) or "none"
+        raise CheckpointError(
+            f"resume: must be auto, none or the folder of a checkpoint, got {resume!r}, which is not there; "
+            f"checkpoints in {asked.parent}: {there}"
+        )
+    step, reason = step_of(asked), verify(asked)
+    if reason is None:
+        return asked, []
+    found, skipped = newest(asked.parent, before=step)
+    skipped.insert(0, f"{asked.name}: {reason}")
+    if found is None:
+        raise CheckpointError(_none_whole(asked.parent, skipped))
+    return found, skipped
+
+
+def _none_whole(root: Path, skipped: list[str]) -> str:
+    return (
+        f"resume: a checkpoint must verify, and none of {len(skipped)} in {root} does ({'; '.join(skipped)}); "
+        "give the folder of another checkpoint, or start again with resume: none"
+    )
+
+
+def _listing(root: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    return sorted((f for f in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", f.name)), key=step_of)
+
+
+def _read(folder: Path) -> tuple[int, dict[str, Digest]]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    return int(manifest["step"]), dict(manifest["files"])
+
+
+def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
+    """Put every file on the disk, then the manifest that describes them."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            fsync(file)
+    files = digests_in(folder)
+    _compare(folder, files, written)
+    manifest = folder / MANIFEST
+    with writing(manifest):
+        manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
+    fsync(manifest)
+    for directory, _, _ in os.walk(folder):
+        fsync(Path(directory))  # else the names in it may not survive a power cut
+
+
+def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Digest]) -> None:
+    """Raises CheckpointError unless what the learner wrote is what this process finds."""
+    differing = [name for name, digest in written.items() if found.get(name) != digest]
+    if differing:
+        name = differing[0]
+        here = f"has {found[name]['bytes']} bytes of other content" if name in found else "is not there"
+        raise CheckpointError(
+            "output_dir: must be a folder that the learner's node and the driver's share; of what the learner wrote in "
+            f"{folder.parent} the driver finds {len(differing)} of {len(written)} files missing or different (first: "
+            f"{name}, {written[name]['bytes']} bytes, {here}); no checkpoint was made. Put output_dir on a shared file "
+            "system, or both on one node"
+        )
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Delete all but the `keep` newest whole checkpoints up to `step`, which has just been committed."""
+    kept = 0
+    for folder in reversed(_listing(root)):
+        if step_of(folder) > step:
+            log.warning("checkpoint %s is of a later step than the one just written (%d): deleted", folder, step)
+        elif step_of(folder) == step or (kept < keep and verify(folder) is None):
+            kept += 1
+            continue
+        # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
+        _delete(folder.rename(root / f"{TEMPORARY}pruned-{folder.name}"))
+    for replaced in root.glob(f"{TEMPORARY}replaced-*"):
+        _delete(replaced)
+
+
+def _delete(path: Path) -> None:
+    """A folder, or a file that somebody left here."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

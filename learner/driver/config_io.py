@@ -1,0 +1,154 @@
+"""YAML + dotted overrides -> RunConfig; every error at once, each with field, rule, value and the nearest key."""
+
+import difflib
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from learner.config import RunConfig
+from learner.driver.yaml_tree import ConfigError, parse_value, read_yaml
+from rewards.secret_values import masked
+
+__all__ = ["ConfigError", "describe", "load", "parse_value", "sentences", "to_yaml"]
+
+SHOWN = 80  # characters of a wrong value that are worth showing
+
+
+def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
+    """The validated configuration of a file (or none) with `a.b=value` overrides on top.
+
+    Raises ConfigError. List items are reached by index: rewards.0.weight=2.
+    """
+    tree = read_yaml(Path(path)) if path is not None else {}
+    for override in overrides:
+        key, sign, text = override.removeprefix("--").partition("=")
+        if not sign or not key:
+            raise ConfigError(f"{override!r}: an override is written key=value, for example learner.learning_rate=1e-4")
+        try:
+            value = parse_value(text)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        _assign(tree, key.split("."), value, key)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(sentences(error))) from None
+
+
+def _assign(tree: Any, keys: Sequence[str], value: Any, whole: str) -> None:
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(tree, list):
+            tree = tree[_index(tree, key, whole)]
+        elif isinstance(tree, dict):
+            if tree.get(key) is None:
+                tree[key] = {}
+            tree = tree[key]
+        if not isinstance(tree, dict | list):
+            raise ConfigError(f"{whole}: {'.'.join(keys[: depth + 1])} is a {type(tree).__name__}, it has no keys")
+    if isinstance(tree, list):
+        tree[_index(tree, keys[-1], whole)] = value
+    else:
+        tree[keys[-1]] = value
+
+
+def _index(items: list[Any], key: str, whole: str) -> int:
+    if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):
+        raise ConfigError(f"{whole}: {key!r} must be an index below {len(items)} into a list")
+    return int(key)
+
+
+def sentences(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
+    """One line for each mistake: field, rule, value, next step."""
+    return [_sentence(e, root) for e in error.errors()]
+
+
+def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """One pydantic error as: field: rule (got value); next step."""
+    where = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] == "extra_forbidden":
+        known = _keys_at(root, error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if error["type"] == "missing":
+        return f"{where}: required, but not given"
+    message = " ".join(error["msg"].removeprefix("Value error, ").split())
+    if "got" in message or isinstance(error["input"], dict):  # a rule between keys names their values itself
+        return f"{where}: {message}"
+    return f"{where}: {message} (got {_shown(error['input'])})"
+
+
+def _shown(value: Any) -> str:
+    """`value` in at most SHOWN characters and one line, however large it is, and without secrets."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = SHOWN
+    return brief.repr(masked(value))[:SHOWN]
+
+
+def _keys_at(root: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """The keys that the model at this location below `root` knows."""
+    model: Any = root
+    for part in location:
+        if isinstance(part, int):
+            continue
+        model = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
+        model = next((a for a in (model, *get_args(model)) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        if model is None:
+            return []
+    return sorted(model.model_fields)
+
+
+def describe() -> str:
+    """Every key with its type and default, one a line, for --help."""
+    lines: list[str] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            inner = next((a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)), None)
+            if inner is not None and _is_model(field.annotation):
+                walk(inner, f"{prefix}{name}.")
+            elif inner is not None:
+                walk(inner, f"{prefix}{name}.<i>.")
+            else:
+                required = field.is_required()
+                default = "required" if required else _as_written(field.get_default(call_default_factory=True))
+                choices = _choices(field.annotation)
+                lines.append(f"  {prefix}{name} = {default}" + (f"  ({choices})" if choices else ""))
+
+    walk(RunConfig, "")
+    return "\n".join(lines)
+
+
+PLURAL = {int: "a number", float: "a number", str: "text", list: "a list"}
+
+
+def _choices(annotation: Any) -> str:
+    """`a | b` where a key takes one of some words or numbers; `a | b | a number` where it takes other values too."""
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) not in (Union, UnionType):
+        return ""
+    plain = [get_args(member)[0] if get_origin(member) is Annotated else member for member in get_args(annotation)]
+    words = [_choices(member) for member in plain if get_origin(member) is Literal]
+    others = [PLURAL.get(get_origin(member) or member, "null") for member in plain if get_origin(member) is not Literal]
+    return " | ".join([*words, *others]) if words else ""
+
+
+def _as_written(default: Any) -> str:
+    """A default as a file or the command line has it."""
+    return default if isinstance(default, str) else json.dumps(default)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved configuration, complete, loadable again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,105 @@
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere, a summary at the end."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from learner.driver.evaluate import Evaluation
+
+COLUMNS = {
+    "reward": ("reward/mean", "{:.3f}"),
+    "accuracy": ("eval/accuracy", "{:.3f}"),
+    "tokens/s": ("rollout/tokens_per_s", "{:.0f}"),
+    "length": ("rollout/completion_length", "{:.0f}"),
+    "staleness": ("policy/staleness_mean", "{:.1f}"),
+    "mismatch": ("policy/mismatch_max", "{:.1e}"),
+    "generate s": ("time/generate", "{:.2f}"),
+    "train s": ("time/train", "{:.2f}"),
+    "push s": ("time/push", "{:.2f}"),
+}
+ROWS = 12
+
+
+class Progress:
+    """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.console = console or Console()
+        self._rows: deque[list[str]] = deque(maxlen=ROWS)
+        self._status = "starting"
+        self._live: Live | None = None
+        self._started, self._training_s = time.monotonic(), 0.0
+
+    def __enter__(self) -> "Progress":
+        if self.console.is_terminal:
+            self._live = Live(self._picture(), console=self.console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            self._live = None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One finished step."""
+        self._training_s += metrics.get("time/step", 0.0)
+        cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
+        where = f"{step}/{self.total_steps}"
+        if self._live is None:
+            words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
+            self.console.print(f"step {where} {words}", highlight=False, soft_wrap=True)
+        else:
+            self._rows.append([where, *cells])
+            self._status = f"step {step} of {self.total_steps}"
+            self._live.update(self._picture())
+
+    def note(self, text: str) -> None:
+        """A remark on a line of its own, above the table on a terminal, where it is the status, too."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self._status = text
+        if self._live is not None:
+            self._live.update(self._picture())
+
+    def _picture(self) -> Group:
+        table = Table("step", *COLUMNS, title="gleaner", title_justify="left")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, Text(self._status))
+
+    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, advice: str | None) -> None:
+        """Before and after: scores, three completions, the time, and where what was trained is."""
+        if evaluations:
+            first, last = evaluations[0], evaluations[-1]
+            later = [f"step {last.step}", "change"] if last is not first else []
+            table = Table("held-out", f"step {first.step}", *later, title="summary")
+            for key in sorted(last.metrics):
+                before, after = first.metrics.get(key, float("nan")), last.metrics[key]
+                table.add_row(key, *[f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"][: 1 + len(later)])
+            self.console.print(table)
+            for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
+                lines = Text(f"prompt  {old['prompt']}\n", style="bold")
+                lines.append(f"before  {old['completion']}  (reward {_short(old['reward'])})\n", style="not bold")
+                if last is not first:  # a run stopped before its second evaluation has no after
+                    lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
+                self.console.print(lines, soft_wrap=True)
+        self.note(
+            f"time     {time.monotonic() - self._started:.0f} s in all, {self._training_s:.0f} s of them training"
+        )
+        if advice is not None:
+            self.note(f"advice   {advice}")
+        for name in ("adapter", "model"):  # the second after full fine-tuning
+            if (run_dir / name).is_dir():
+                self.console.print(f"{name:8} {run_dir / name}", highlight=False, soft_wrap=True)
+        self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+
+
+def _short(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.3g}"

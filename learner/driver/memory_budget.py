@@ -1,0 +1,300 @@
+"""memory: of a run's configuration -> the budgets that its processes are held to, and what they then really took.
+
+Settled before any process starts; a run that cannot fit is refused with what to change. The plan's choices do not
+change what is learned (gradients depend neither on the token budget nor on recomputation), so a run may be resumed
+under another.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.files import writing
+from cluster.memory import learner as learner_memory
+from cluster.memory.generator import asleep
+from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
+from cluster.memory.search import plan
+from cluster.memory.shape import LINEAR, Shape
+from cluster.placement import pack
+from learner.config import RunConfig, roles
+from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
+from rollout.config import DEFAULT_KV
+
+log = logging.getLogger("learner")
+
+NO_LIMIT = 2**60
+WARN_AT = 0.9
+METRICS = {"learner": "memory/learner_peak", "generator": "memory/generator_peak"}
+
+
+class MemoryPlanError(ValueError):
+    """The run does not fit, or its memory settings contradict each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What the run's processes get.
+
+    Attributes:
+        learner: the configuration with everything settled that the plan settles.
+        kv_cache: bytes of each generator.
+        learner_bytes: most that the learner's allocator may hold, without the CUDA context; None: no limit.
+        layout: where the roles live.
+        plan: what was planned, by role and part; None for an architecture that the memory model does not know.
+        note: one line for the user.
+    """
+
+    learner: LearnerConfig
+    kv_cache: int
+    learner_bytes: int | None
+    layout: Layout
+    plan: Plan | None
+    note: str
+
+    @property
+    def alternating(self) -> bool:
+        """Whether the generators sleep while the learner trains."""
+        return self.layout == "alternating"
+
+
+def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
+    """The budgets of a run.
+
+    Args:
+        model: the content of the model's config.json.
+
+    Raises:
+        MemoryPlanError: the message names the settings to change.
+    """
+    try:
+        shape = Shape.from_config(model, config.model.path)
+    except ValueError as error:
+        return _unplanned(config, str(error))
+    if config.memory.device is None:
+        return _unlimited(config, shape)
+    found = plan(shape, config.memory.device, _workload(config), _wish(config, _layouts(config)))
+    if isinstance(found, Misfit):
+        raise MemoryPlanError(str(found))
+    _check_cache(config, found)
+    chosen = config.learner.model_copy(
+        update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
+    )
+    note = (
+        f"memory: {found.layout} on {gib(found.device_bytes)}: learner {gib(found.learner_bytes)} (checkpointing "
+        f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
+        f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
+    )
+    return Budgets(chosen, found.kv_bytes, _learner_cap(config, found), found.layout, found, note)
+
+
+def _unplanned(config: RunConfig, reason: str) -> Budgets:
+    sizes = config.memory
+    if sizes.device is not None:
+        raise MemoryPlanError(f"memory.device: no plan for this model ({reason}); set memory.device=null")
+    kv = config.rollout.kv_cache
+    cap = None if sizes.learner == "auto" else sizes.learner
+    kv_bytes = DEFAULT_KV if kv == "auto" else kv
+    return Budgets(config.learner, kv_bytes, cap, _layouts(config)[0], None, f"memory: no plan ({reason})")
+
+
+def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
+    """The settings as they stand; what they will take is planned all the same, to be compared with."""
+    learner, kv = config.learner, config.rollout.kv_cache
+    cuda = config.cluster.gpus.learner > 0
+    settled = {
+        "checkpointing": ("full" if cuda else "none") if learner.checkpointing == "auto" else learner.checkpointing,
+        "token_budget": AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget,
+    }
+    fixed = config.model_copy(
+        update={
+            "learner": learner.model_copy(update=settled),
+            "rollout": config.rollout.model_copy(update={"kv_cache": DEFAULT_KV if kv == "auto" else kv}),
+        }
+    )
+    found = plan(shape, NO_LIMIT, _workload(config), _wish(fixed, _layouts(config)[:1]))
+    if isinstance(found, Misfit):
+        raise MemoryPlanError(str(found))
+    _check_cache(config, found)
+    cap = None if config.memory.learner == "auto" else config.memory.learner
+    note = (
+        f"memory: memory.device is null, so no limit is applied; planned: learner {gib(found.learner_bytes)}, "
+        f"generator {gib(found.generator_bytes)}"
+    )
+    return Budgets(learner, found.kv_bytes, cap, found.layout, found, note)
+
+
+def _check_cache(config: RunConfig, found: Plan) -> None:
+    if found.sequences < 1:
+        tokens = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        raise MemoryPlanError(
+            f"rollout.kv_cache: must hold one sequence of {tokens} tokens, {gib(found.kv_bytes)} does not; raise it, "
+            "set it to auto with memory.device, or lower rollout.max_prompt_length or max_completion_length"
+        )
+    heads = found.shape.head_dim
+    if config.rollout.kv_cache_dtype == "fp8" and config.cluster.gpus.generator == 0 and heads % 32:
+        raise MemoryPlanError(
+            f"rollout.kv_cache_dtype: fp8 on a CPU needs heads of a multiple of 32 elements (vLLM), got {heads}; "
+            "set it to auto"
+        )
+
+
+def _layouts(config: RunConfig) -> tuple[Layout, ...]:
+    """The layouts that the run's placement allows, the preferred first."""
+    wanted, gpus = config.memory.layout, config.cluster.gpus
+    if config.memory.device is not None and (gpus.generator > 0) != (gpus.learner > 0):
+        raise MemoryPlanError(
+            f"memory.device: one role on a GPU and one on a CPU share no memory (cluster.gpus {gpus.generator:g} and "
+            f"{gpus.learner:g}); set memory.device=null, and rollout.kv_cache and memory.learner instead"
+        )
+    own_cards = gpus.generator + gpus.learner > 1
+    one_card = min(gpus.generator, gpus.learner) > 0 and not own_cards
+    if wanted == "alternating":
+        _check_alternating(config, one_card=one_card)
+        return ("alternating",)
+    if wanted == "separate" and not own_cards:
+        raise MemoryPlanError(
+            f"memory.layout: separate needs a card for each role; set cluster.gpus.generator=1 and .learner=1 (got "
+            f"{gpus.generator:g} and {gpus.learner:g})"
+        )
+    if wanted == "slices" and own_cards:
+        raise MemoryPlanError(
+            f"memory.layout: slices needs both roles on one card; set cluster.gpus.generator + .learner to at most 1 "
+            f"(got {gpus.generator:g} + {gpus.learner:g})"
+        )
+    if own_cards:
+        return ("separate",)
+    in_turns = one_card and config.max_staleness == 0 and config.rollout.oversample == 0
+    return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
+
+
+def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
+    gpus = config.cluster.gpus
+    if not one_card:
+        raise MemoryPlanError(
+            "memory.layout: alternating needs both roles on one CUDA card; set cluster.gpus.generator=0.5 and "
+            f".learner=0.5 (got {gpus.generator:g} and {gpus.learner:g})"
+        )
+    if config.max_staleness > 0:
+        raise MemoryPlanError(
+            "max_staleness: must be 0 with memory.layout=alternating, since a generator cannot generate while it "
+            f"sleeps; set max_staleness=0, or memory.layout=slices (got {config.max_staleness})"
+        )
+    if config.rollout.oversample > 0:
+        raise MemoryPlanError(
+            "rollout.oversample: must be 0 with memory.layout=alternating, since an engine with stragglers cannot go "
+            f"to sleep; set oversample=0, or memory.layout=slices (got {config.rollout.oversample})"
+        )
+
+
+def _workload(config: RunConfig) -> Workload:
+    rollout = config.rollout
+    return Workload(
+        generations=rollout.num_generations,
+        prompt=rollout.max_prompt_length,
+        completion=rollout.max_completion_length,
+        sequences=rollout.max_num_seqs,
+        adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
+        generators=_generators_a_card(config),
+        groups=config.learner.groups_per_step,
+    )
+
+
+def _generators_a_card(config: RunConfig) -> int:
+    """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
+    generators = roles(config)[:-1]
+    if config.cluster.gpus.generator == 0:
+        return len(generators)
+    bundle_of = pack(roles(config)).bundle_of
+    return max(Counter(bundle_of[role.name] for role in generators).values())
+
+
+def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
+    model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
+    targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
+    known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
+    return Wish(
+        mode=learner.mode,
+        push=learner.push,
+        rank=learner.lora.rank,
+        targets=known or tuple(LINEAR),
+        dtype=model.dtype,
+        optimizer=learner.optimizer.kind,
+        frozen_adapters=int(learner.mode == "lora" and (model.adapter is not None or model.reference is not None)),
+        reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
+        offload=learner.offload_boundaries,
+        base=model.base,
+        checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
+        token_budget=None if learner.token_budget == "auto" else learner.token_budget,
+        kv_bytes=None if kv == "auto" else kv,
+        kv_dtype=config.kv_dtype,
+        layouts=layouts,
+        cuda=cuda,
+        learner_cap=None if sizes.learner == "auto" else sizes.learner + learner_memory.learner_context(cuda=cuda),
+        generator_cap=None if sizes.generator == "auto" else sizes.generator,
+    )
+
+
+def _learner_cap(config: RunConfig, found: Plan) -> int:
+    """What memory.learner says, else all that the generators leave: slack is of use only to the role that grows."""
+    if config.memory.learner != "auto":
+        return config.memory.learner
+    others = 0
+    if found.layout == "slices":
+        others = found.generators * found.generator_bytes
+    elif found.layout == "alternating":
+        others = found.generators * learner_memory.total(asleep(found.generator))
+    return round(USABLE * found.device_bytes) - others - found.learner["context"]
+
+
+class PlanFile:
+    """plan.json of a run: the plan, and beside each role's number what was measured. Rewritten as peaks grow."""
+
+    def __init__(self, folder: Path, budgets: Budgets) -> None:
+        self._file = folder / "plan.json"
+        self._peaks: dict[str, float | None] = dict.fromkeys(METRICS)
+        found = budgets.plan
+        self._planned = {} if found is None else {"learner": found.learner, "generator": found.generator}
+        self._room = 0 if found is None else found.generator_room
+        self._limited = found is not None and found.device_bytes != NO_LIMIT
+        self._settings: dict[str, Any] = {"note": budgets.note, "learner_cap_bytes": budgets.learner_bytes}
+        if found is not None:
+            self._settings |= {
+                "device_bytes": found.device_bytes if self._limited else None, "layout": found.layout,
+                "base": found.base, "checkpointing": found.checkpointing, "token_budget": found.token_budget,
+                "kv_bytes": found.kv_bytes, "sequences": found.sequences, "generators": found.generators,
+            }  # fmt: skip
+        self._write()
+
+    def measure(self, metrics: Mapping[str, float]) -> None:
+        """Takes the peaks (bytes) out of a step's metrics; warns once when a generator comes to 90 % of its room.
+
+        The learner warns by itself (learner.trainer.memory_limit), against what its allocator may hold.
+        """
+        grown = {
+            role: metrics[name] for role, name in METRICS.items() if metrics.get(name, 0) > (self._peaks[role] or 0)
+        }
+        if not grown:
+            return
+        before = self._peaks["generator"] or 0
+        self._peaks |= grown
+        self._write()
+        now = self._peaks["generator"] or 0
+        if self._limited and before <= WARN_AT * self._room < now:
+            share = 100 * now / self._room
+            log.warning("memory: a generator's peak of %s is %.0f %% of its %s", gib(now), share, gib(self._room))
+
+    def _write(self) -> None:
+        roles = {
+            role: {
+                "parts": self._planned.get(role),
+                "planned": learner_memory.total(self._planned[role]) if role in self._planned else None,
+                "measured": self._peaks[role],
+            }
+            for role in METRICS
+        }
+        with writing(self._file):
+            self._file.write_text(json.dumps({**self._settings, **roles}, indent=2))

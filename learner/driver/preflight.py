@@ -1,0 +1,269 @@
+"""Everything that can be wrong is found before anything expensive starts: one clear line each, nothing written."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.memory.plan import gib
+from cluster.placement import PlacementError, local_node, place
+from cluster.ray_cluster import in_job
+from learner.config import RunConfig, roles
+from learner.driver import checkpoint
+from learner.driver.assumed_cards import Cards, planned_for
+from learner.driver.config_io import to_yaml
+from learner.driver.evaluate import accuracy_judge
+from learner.driver.findings import Findings, PreflightError
+from learner.driver.fingerprints import Fingerprints, fingerprints_of
+from learner.driver.memory_budget import Budgets, MemoryPlanError, settle
+from learner.driver.resume import ResumeError, check_allowed, check_same_run
+from learner.driver.run_lock import RunFolderInUse
+from learner.driver.trials import ENGINE, LEARNER, Trial
+from learner.learner_config import LoraConfig
+from learner.model.adapter_config import AdapterError, follow, read_adapter
+from learner.model.reference_config import ReferenceConfigError, check_reference
+from learner.model.weight_files import WeightsError, adapter_weights, model_weights
+from rewards.base import RewardError, case_of
+from rewards.check import try_rewards
+from rollout.architecture import ArchitectureError, check_architecture, check_length
+from rollout.data.chat import Chat, ChatError, Messages, Prompt
+from rollout.data.cursor import Cursor
+from rollout.data.problems import Problems, ProblemsError, load
+from rollout.schema import Problem
+
+TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
+
+PROBLEMS = (
+    PreflightError, PlacementError, MemoryPlanError, ArchitectureError, RewardError, ChatError, ProblemsError,
+    checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError, WeightsError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can start."""
+
+    config: RunConfig
+    problems: Problems
+    heldout: list[Problem]
+    total_steps: int
+    resume_from: Path | None
+    finished_steps: int
+    skipped_checkpoints: list[str]
+    changed: list[str]  # since the checkpoint, and allowed
+    fingerprints: Fingerprints
+    budgets: Budgets
+    notes: tuple[str, ...] = ()  # for the user
+
+
+def place_output(config: RunConfig) -> RunConfig:
+    """The configuration with the output folder that it means, once that is known to be writable."""
+    try:
+        if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
+            config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
+        there = next(path for path in [config.run_dir, *config.run_dir.parents] if path.exists())
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (OSError, RuntimeError) as error:  # a name that is too long; a home folder of nobody
+        raise PreflightError(f"output_dir: {config.output_dir} is no folder ({error}); give another") from error
+    if not writable:
+        raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
+    return config
+
+
+def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
+    """All checks of a start, and those which at a start the processes of generators and learner make themselves.
+
+    cards: to be assumed instead of those that are here. Raises PreflightError with one line per mistake.
+    """
+    found = Findings(PROBLEMS)
+    placed = found.of(place_output, config)
+    trials = [Trial(module, _absolute(config)) for module in (LEARNER, ENGINE)]
+    try:
+        prepared = found.of(prepare, config, cards) if placed is None else found.of(prepare, placed, cards)
+        for trial in trials:
+            found.of(trial.finish)
+    finally:
+        for trial in trials:
+            trial.close()
+    found.finish()
+    assert prepared is not None
+    return prepared
+
+
+def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
+    """Checks placement, checkpoints, model, memory, data and rewards; what is wrong with one hides no other.
+
+    Raises PreflightError with one line per mistake.
+    """
+    found = Findings(PROBLEMS)
+    found.of(_check_placement, config, cards)
+    resume_from, skipped = found.of(_checkpoint, config) or (None, [])
+    followed = found.of(_follow_adapter, _absolute(config))
+    config, notes = followed or (_absolute(config), ())
+    chat = found.of(_chat, config)
+    found.of(_check_weights, config, adapters=followed is not None)
+    budgets = None
+    if chat is not None and (planned := config if cards is None else found.of(planned_for, config, cards)):
+        budgets = found.of(settle, planned, chat.config)
+    longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
+    data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
+    found.of(_check_accuracy, config)
+    if chat is not None and data is not None:
+        found.of(_check_rewards, config, data[0].at(0))
+    found.finish()
+    assert data is not None
+    assert budgets is not None
+    problems, heldout = data
+    fingerprints = fingerprints_of(config, problems.rows())
+    changed = check_same_run(config, fingerprints, resume_from) if resume_from is not None else []
+    return Prepared(
+        config=config,
+        problems=problems,
+        heldout=heldout,
+        total_steps=_total_steps(config, len(problems), resume_from),
+        resume_from=resume_from,
+        finished_steps=0 if resume_from is None else checkpoint.step_of(resume_from),
+        skipped_checkpoints=skipped,
+        changed=changed,
+        fingerprints=fingerprints,
+        budgets=budgets,
+        notes=notes,
+    )
+
+
+def report(prepared: Prepared, cards: Cards | None) -> str:
+    """What --dry-run prints."""
+    config = prepared.config
+    assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, which nobody has seen"]
+    lines = [to_yaml(config), f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
+    lines += [f"resume       {prepared.resume_from or 'from the start'}"]
+    lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
+    lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
+    lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
+    lines += [*assumed, prepared.budgets.note, *prepared.notes]
+    return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
+
+
+def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """With learner.lora as model.adapter has it where it is left open, and the line that says so."""
+    if config.model.reference is not None and config.learner.mode == "full":
+        check_reference(config.model.reference, config.model.path)
+    elif config.model.reference is not None:
+        read_adapter(config.model.reference, "model.reference")
+    if config.model.adapter is None:
+        return config, ()
+    lora = follow(config.learner.lora, config.model.adapter)
+    open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
+    followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
+    return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
+
+
+def _check_placement(config: RunConfig, cards: Cards | None) -> None:
+    cpus = sum(role.cpus for role in roles(config))
+    if cards is not None:
+        place(roles(config), [{"CPU": float(cpus), "GPU": float(cards.count)}])
+    elif config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
+        place(roles(config), [local_node(cpus)])
+
+
+def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and those that were passed over."""
+    try:
+        folder = config.run_dir / "checkpoints"
+    except RuntimeError:  # said by place_output
+        return None, []
+    check_allowed(config)
+    resume_from, skipped = checkpoint.resolve(config.resume, folder)
+    if config.resume == "none" and any(folder.glob("step-*")):
+        raise PreflightError(
+            f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
+        )
+    return resume_from, skipped
+
+
+def _chat(config: RunConfig) -> Chat:
+    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
+    chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
+    chat.stops(config.rollout.stop)
+    _check_context(config, chat.context)
+    check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    check_length(chat.config, config.model.path, longest)
+    return chat
+
+
+def _check_weights(config: RunConfig, *, adapters: bool) -> None:
+    """Whether the files of base and adapters are whole. A hub model is looked for in the cache alone."""
+    found = Findings((WeightsError,))
+    found.of(model_weights, config.model.path)
+    if adapters and config.learner.mode == "lora":
+        for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
+            if folder is not None:
+                found.of(adapter_weights, folder, key)
+    found.finish()
+
+
+def _check_accuracy(config: RunConfig) -> None:
+    try:
+        accuracy_judge(config.rewards, config.data.eval.judge)
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
+
+
+class Untokenised:
+    """Stands for the model's chat where that cannot be loaded, so that the data is checked all the same."""
+
+    def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
+        """The text instead of token ids: of no length that counts, and different for different prompts."""
+        return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
+
+
+def _absolute(config: RunConfig) -> RunConfig:
+    """Paths that exist here are made absolute, since the processes of the run have folders of their own."""
+
+    def whole(text: str | None) -> str | None:
+        try:
+            path = Path(text).expanduser() if text is not None else None
+            return str(path.absolute()) if path is not None and path.exists() else text
+        except (OSError, RuntimeError):  # of what is no path: the check of that setting says so
+            return text
+
+    model = config.model.model_copy(
+        update={name: whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+    )
+    rewards = []
+    for reward in config.rewards:
+        file, colon, function = reward.use.rpartition(":")
+        use = f"{whole(file)}{colon}{function}" if file.endswith(".py") else reward.use
+        rewards.append(reward.model_copy(update={"use": use}))
+    return config.model_copy(update={"model": model, "rewards": rewards})
+
+
+def _check_context(config: RunConfig, context: int | None) -> None:
+    need = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    if context is not None and need > context:
+        raise PreflightError(
+            f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
+            f"tokens, got {need}"
+        )
+
+
+def _check_rewards(config: RunConfig, problem: Problem) -> None:
+    """Each function once, on two dummy completions of the first problem, in a worker process like those of the run."""
+    case = case_of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
+    try_rewards(config.rewards, **case, memory_bytes=config.rollout.reward_memory)
+
+
+def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:
+    """With epochs, if no group is replaced; fewer where the checkpoint says that enough problems were consumed."""
+    if config.num_steps is not None:
+        return config.num_steps
+    needed = config.num_problems(num_problems)
+    if resume_from is not None:
+        consumed = Cursor()
+        consumed.restore(**json.loads((resume_from / "state.json").read_text())["cursor"])
+        if consumed.consumed >= needed:
+            return checkpoint.step_of(resume_from)
+    return math.ceil(needed / config.learner.groups_per_step)

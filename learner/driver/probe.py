@@ -1,0 +1,45 @@
+"""The tokens that learner and generators are asked about, to prove that they have one policy."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from learner.algo.advantage import has_signal
+from rollout.schema import ragged, rewards_of
+
+TOKENS = 64
+LIFE = 16  # versions that the same tokens are kept at least, for evidence is of the moves between them
+
+
+class Probe:
+    """Tokens of a prompt at first; then of a batch that was trained on, where the policy moves most.
+
+    They stay for versions at a time, since what is compared is one answer with another to the same tokens
+    (rollout.evidence). Adam's momentum goes on moving the policy there: at beta_1 = 0.9 two thirds of what a batch does
+    come in the ten steps after its own.
+    """
+
+    def __init__(self, prompt: Sequence[int], longest: int) -> None:
+        self._length = min(TOKENS, longest)
+        self.ids = self._filled(prompt)
+        self._age: int | None = None  # versions since they are tokens of a batch
+
+    def trained_on(self, groups: Sequence[pa.Table], settled: bool) -> None:
+        """After each step. settled: on the present tokens a generator that was frozen would have been found out."""
+        signals = [group for group in groups if has_signal(rewards_of(group))]
+        if self._age is not None:
+            self._age += 1
+        if signals and (self._age is None or (settled and self._age >= LIFE)):
+            self._age, self.ids = 0, self._of(signals[0])
+
+    def _of(self, group: pa.Table) -> tuple[int, ...]:
+        """The end of the prompt and the beginning of the completion whose reward is farthest from the group's mean."""
+        rewards = rewards_of(group)
+        chosen = int(np.nanargmax(np.abs(rewards - np.nanmean(rewards))))
+        completion = ragged(group, "completion_ids")[chosen][: self._length * 3 // 4]
+        return self._filled([*ragged(group, "prompt_ids")[chosen].tolist(), *completion.tolist()][-self._length :])
+
+    def _filled(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """As often as it takes: a mean over a few tokens says little."""
+        return tuple((list(tokens) * (self._length // len(tokens) + 1))[: self._length])

@@ -1,0 +1,154 @@
+"""A run goes on only from a checkpoint of the same run: same settings, same data, reward functions and base model.
+
+What decides which numbers a run produces must be equal; processes and bytes are free to change. Paths do not count
+where the content behind them is compared. What is to be different on purpose is named in resume_allow_changed.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from learner.config import RunConfig
+from learner.driver.fingerprints import FILE, Fingerprints
+
+DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
+FREE = (
+    "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.reward_memory",
+    "learner.token_budget", "learner.checkpointing", "learner.offload_boundaries", "learner.restarts", "data.eval",
+)  # fmt: skip
+BY_CONTENT = ("model.path", "model.adapter", "model.reference", "data.path", "data.split", "data.args", "data.size")
+# The saved weights and optimizer states are made for these.
+FIXED = ("model.dtype", "model.base", "learner.mode", "learner.lora", "learner.optimizer.kind")
+CONTENTS = ("data", "rewards", "base")
+SHOWN = 40  # letters of a value in a sentence
+
+
+class ResumeError(ValueError):
+    """The checkpoint is not one of this run; the message names what differs."""
+
+
+def check_allowed(config: RunConfig) -> None:
+    """Raises ResumeError if resume_allow_changed names what does not exist, or what cannot change."""
+    known = [*CONTENTS, *_deciding(config, by_content=False)]
+    for key in config.resume_allow_changed:
+        if _within(key, FIXED):
+            raise ResumeError(
+                f"resume_allow_changed: {key} cannot change, since a checkpoint's weights and optimizer are made for "
+                "it; leave it out, and start another run with name= and model.adapter="
+            )
+        if not any(_within(one, [key]) for one in known):
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see --help for the settings"
+            raise ResumeError(
+                "resume_allow_changed: must name data, rewards or base (their content), or a setting that decides a "
+                f"run's numbers, such as learner.learning_rate; got {key}; {hint}"
+            )
+
+
+def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> list[str]:
+    """Compares a run that is about to start with the checkpoint that it would go on from.
+
+    Returns what is different and allowed to be, in words; empty if it is the same run.
+
+    Raises:
+        ResumeError: anything else differs; all of it is named, settings with both values.
+    """
+    then, recorded = _read(folder)
+    now, before = (_deciding(one, by_content=recorded is not None) for one in (config, then))
+    changes = {
+        key: _changed(key, now.get(key), before.get(key))
+        for key in dict.fromkeys([*now, *before])
+        if now.get(key) != before.get(key)
+    }
+    if recorded is not None:
+        changes |= _contents(inputs, recorded)
+    allowed = [key for key in changes if _within(key, config.resume_allow_changed) and not _within(key, FIXED)]
+    refused = [key for key in changes if key not in allowed]
+    if refused:
+        listed = ", ".join(key for key in refused if not _within(key, FIXED))
+        last = f", or allow it: resume_allow_changed=[{listed}]" if listed else ""
+        raise ResumeError(
+            f"resume: {folder} was made with another {', '.join(changes[key] for key in refused)}; give the same "
+            f"again, or this run another name= (and model.adapter={folder.parents[1] / 'adapter'} to start from what "
+            f"was learned){last}"
+        )
+    return [changes[key] for key in allowed]
+
+
+def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
+    """Settings and inputs that a checkpoint was made with; no inputs in one of a version that did not record them."""
+    try:
+        then = RunConfig.model_validate_json((folder / "config.json").read_text())
+    except ValidationError as error:
+        raise ResumeError(
+            f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
+            f"({error.errors()[0]['msg']}); give this run another name="
+        ) from None
+    file = folder / FILE
+    return then, Fingerprints.from_json(file.read_text()) if file.exists() else None
+
+
+def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
+    """Dotted key -> value of the settings that decide; by_content: without the paths whose content is compared."""
+    values = config.model_dump(mode="json")
+    left_out = [*FREE, *BY_CONTENT] if by_content else FREE
+    found = {
+        key: value
+        for section in DECIDING
+        for key, value in _leaves(section, values[section])
+        if not _within(key, left_out) and not re.fullmatch(r"rewards\.\d+\.env", key)
+    }
+    if by_content:  # a submitted job's copy of its folder lies elsewhere each time
+        found |= {key: Path(str(value)).name for key, value in found.items() if re.fullmatch(r"rewards\.\d+\.use", key)}
+    held_out = config.data.eval  # what is held out of the training data is not left to train on
+    split = held_out.split if by_content else None  # in the versions before, it was no source of its own
+    elsewhere = held_out.path is not None or split is not None
+    return found | {"data.eval": 0 if elsewhere or held_out.every == 0 else held_out.size}
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Dotted keys down to what is no mapping, nor a list of mappings."""
+    if isinstance(value, Mapping) and value:
+        parts: Any = value.items()
+    elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        parts = enumerate(value)
+    else:
+        yield key, value
+        return
+    for name, part in parts:
+        yield from _leaves(f"{key}.{name}", part)
+
+
+def _within(key: str, ones: Iterable[str]) -> bool:
+    """Whether the key is one of these or lies below one."""
+    return any(key == one or key.startswith(f"{one}.") for one in ones)
+
+
+def _changed(key: str, now: object, before: object) -> str:
+    if "args" in key.split("."):  # may hold what must not be printed
+        return key
+    return f"{key} ({_short(before)}, now {_short(now)})"
+
+
+def _short(value: object) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _contents(now: Fingerprints, before: Fingerprints) -> dict[str, str]:
+    """Which contents differ, and in which of their parts."""
+    found = {}
+    for name in CONTENTS:
+        new, old = getattr(now, name), getattr(before, name)
+        parts = [
+            f"{part} {old[part]}, now {new[part]}" if part in new and part in old and len(old[part]) < SHOWN else part
+            for part in dict.fromkeys([*new, *old])
+            if new.get(part) != old.get(part)
+        ]
+        if parts:
+            found[name] = f"content of {name} ({', '.join(parts)})"
+    return found

@@ -1,0 +1,89 @@
+"""The checkpoints of one run: what is in them, when they are committed, and what is published from them.
+
+A checkpoint is one folder: the learner's part (weights, optimizer, random state), the place in the problem stream, the
+evaluations so far, and what the run was made from (configuration and fingerprints of its inputs).
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.actor import Actor
+from cluster.files import Digest, writing
+from learner.config import RunConfig
+from learner.driver import checkpoint
+from learner.driver.evaluate import Evaluation
+from learner.driver.fingerprints import FILE, Fingerprints
+from learner.driver.publishing import TRAINER, publish
+from learner.driver.step_metrics import Sinks
+from rollout.producer import Pipes
+
+
+class RunCheckpoints:
+    """Saves and restores the learner and the pipes. Waits for the learner, by its deadline for a step."""
+
+    def __init__(
+        self, config: RunConfig, fingerprints: Fingerprints, trainer: Actor, pipes: Pipes, sinks: Sinks
+    ) -> None:
+        self._config, self._fingerprints = config, fingerprints
+        self._trainer, self._pipes, self._sinks = trainer, pipes, sinks
+        self._deadline = config.cluster.deadlines.step
+        self.saved: int | None = None  # step of the newest checkpoint
+
+    async def check_shared(self) -> None:
+        """Raises CheckpointError if the learner's process does not see the run folder: better now than at the first
+        checkpoint."""
+        mark = self._sinks.folder / f".seen-{uuid.uuid4().hex[:8]}"
+        mark.touch()
+        try:
+            seen = await self._trainer.call("sees", mark, deadline_s=self._config.cluster.deadlines.push)
+        finally:
+            mark.unlink()
+        if not seen:
+            raise checkpoint.CheckpointError(
+                "output_dir: must be a folder that the learner's node and the driver's share, and the learner does not "
+                f"see what the driver writes in {self._sinks.folder}; put output_dir on a shared file system, or both "
+                "on one node"
+            )
+
+    async def save(self, step: int, evaluations: Sequence[Evaluation]) -> None:
+        """Commits a checkpoint, then publishes its adapter or model; killed between the two, the next start does."""
+        with self._sinks.timeline.span("checkpoint", "loop", step=step):
+            await self._commit(step, evaluations)
+            folder = self._root / checkpoint.name_of(step)
+            whole = self._config.learner.mode == "full"
+            await asyncio.to_thread(publish, folder, self._sinks.folder, whole_model=whole)
+        self.saved = step
+        self._sinks.progress.note(f"checkpoint of step {step}")
+
+    async def _commit(self, step: int, evaluations: Sequence[Evaluation]) -> None:
+        written: dict[str, Digest] = {}
+        async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
+            theirs = await self._trainer.call("save", folder / TRAINER, deadline_s=self._deadline)
+            written |= {f"{TRAINER}/{name}": digest for name, digest in theirs.items()}
+            state = {
+                "step": step,
+                "cursor": self._pipes.cursor.state(),
+                "dropped_stale": self._pipes.buffer.dropped_stale,
+                "evaluations": [e.to_dict() for e in evaluations],
+            }
+            with writing(folder):
+                (folder / "state.json").write_text(json.dumps(state))
+                (folder / "config.json").write_text(self._config.model_dump_json())
+                (folder / FILE).write_text(self._fingerprints.to_json())
+
+    async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
+        """Restores learner and pipes; returns the step and the evaluations up to it."""
+        state = json.loads((folder / "state.json").read_text())
+        await self._trainer.call("load", folder / TRAINER, deadline_s=self._deadline)
+        self._pipes.cursor.restore(**state["cursor"])
+        self._pipes.buffer.dropped_stale = int(state["dropped_stale"])
+        self.saved = int(state["step"])
+        self._sinks.progress.note(f"resumed at step {self.saved} from {folder}")
+        return self.saved, [Evaluation(**e) for e in state["evaluations"]]
+
+    @property
+    def _root(self) -> Path:
+        return self._sinks.folder / "checkpoints"

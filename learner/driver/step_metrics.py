@@ -1,0 +1,88 @@
+"""What a run says of itself after each step: where the seconds went, memory, metrics, progress."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.telemetry import Metrics, Timeline, overlap, seconds
+from learner.driver.console import Progress
+from learner.driver.idle_advice import IdleTimes
+from learner.driver.memory_budget import PlanFile
+from rollout.producer import Pipes, Producer
+from rollout.weight_sync import Answer, Receipt
+
+KINDS = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
+
+
+@dataclass(slots=True)
+class Sinks:
+    """Where a run leaves its traces."""
+
+    folder: Path
+    metrics: Metrics
+    timeline: Timeline
+    progress: Progress
+    plan: PlanFile | None = None
+
+
+class Journal:
+    """Turns spans and counters into the metrics of a step, and hands them to every sink."""
+
+    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes) -> None:
+        self._sinks, self._producers, self._pipes = sinks, producers, pipes
+        self.idle = IdleTimes()
+        self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
+
+    def start(self) -> None:
+        """Seconds are counted from here."""
+        self._accounted = time.perf_counter()
+
+    def times(self, tokens: float) -> dict[str, float]:
+        """Where the seconds since the step before went.
+
+        time/overlap: generators and learner busy at once. time/generator_idle: mean over the generators of the seconds
+        in which one had no request. time/learner_idle: neither training nor making the next policy. time/push_load,
+        time/push_probe: of the newest policy that has come so far, as the slowest generator timed itself.
+        """
+        start, now, timeline = self._accounted, time.perf_counter(), self._sinks.timeline
+        busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
+        generating = timeline.busy_by_role("generate", start, now)
+        learning = seconds(busy["train"]) + seconds(timeline.busy("policy", start, now))
+        timeline.forget_before(start)
+        self._accounted, step = now, now - start
+        receipts = self._receipts()
+        return {f"time/{kind}": seconds(spans) for kind, spans in busy.items()} | {
+            "time/step": step,
+            "time/push_load": max(receipt.load_s for receipt in receipts),
+            "time/push_probe": max((answer.seconds for answer in self._answers()), default=0.0),
+            "time/overlap": overlap(busy["generate"], busy["train"]),
+            "time/generator_idle": step - sum(map(seconds, generating.values())) / len(self._producers),
+            "time/learner_idle": step - learning,
+            "rollout/tokens_per_s": tokens / step,
+        }
+
+    def _receipts(self) -> list[Receipt]:
+        """Of the newest policy that each generator took, so at worst of the step before; a late one may have none."""
+        return [producer.feed.receipt for producer in self._producers if producer.feed.receipt is not None]
+
+    def _answers(self) -> list[Answer]:
+        return [producer.feed.answer for producer in self._producers if producer.feed.answer is not None]
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One step, to every sink; step 0 is the evaluation before training."""
+        if step > 0:
+            self.idle.add(metrics)
+            buffer = self._pipes.buffer
+            metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
+            metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
+            metrics["buffer/groups"] = float(len(buffer))
+            metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
+            if buffer.oversample:
+                metrics["rollout/early_stopped"] = float(sum(p.stragglers for p in self._producers))
+                metrics["rollout/resumed"] = float(sum(p.resumed for p in self._producers))
+                metrics["rollout/resumed_tokens"] = float(sum(p.resumed_tokens for p in self._producers))
+            if self._sinks.plan is not None:
+                self._sinks.plan.measure(metrics)
+        self._sinks.metrics.log(step, metrics)
+        self._sinks.progress.step(step, metrics)

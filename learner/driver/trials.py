@@ -1,0 +1,56 @@
+"""Checks that need torch or vLLM, each in a process of its own with a deadline: --dry-run itself loads neither."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from learner.config import RunConfig
+from learner.driver.findings import PreflightError
+
+LEARNER, ENGINE = "learner.model.model_trial", "rollout.vllm.trial"
+ROOT = Path(__file__).parents[2]
+
+
+class Trial:
+    """`python -m <module>`, which reads a configuration as JSON and prints a list of what is wrong as its last line."""
+
+    def __init__(self, module: str, config: RunConfig) -> None:
+        self._module, self._deadline = module, config.cluster.deadlines.start
+        self._begin = time.monotonic()
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(config.model_dump_json())
+        self._process.stdin.close()
+        self._process.stdin = None  # communicate() would flush it
+
+    def finish(self) -> None:
+        """Waits for the verdict. Raises PreflightError with one line for each thing that is wrong."""
+        left = self._deadline - (time.monotonic() - self._begin)
+        try:
+            out, err = self._process.communicate(timeout=max(left, 0.1))
+        except subprocess.TimeoutExpired:
+            self.close()
+            raise PreflightError(
+                f"model.path: {self._module} did not come to an end within {self._deadline:g} s "
+                "(cluster.deadlines.start); give another model, or a longer deadline"
+            ) from None
+        try:
+            wrong = json.loads(out.splitlines()[-1])
+        except (IndexError, ValueError):
+            last = next(reversed(err.strip().splitlines()), f"exit code {self._process.returncode}")
+            raise PreflightError(f"model.path: {self._module} could not try the model: {last[:300]}") from None
+        if wrong:
+            raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
+
+    def close(self) -> None:
+        """Ends it, whatever it does; may be called after finish()."""
+        self._process.kill()
+        self._process.communicate()

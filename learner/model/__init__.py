@@ -1,0 +1,1 @@
+"""The policy: base model, adapters, packed attention, logprobs, and what is exported."""

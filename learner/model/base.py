@@ -1,0 +1,82 @@
+"""The base model as transformers gives it, checked: frozen, without dropout, in its own type or in 4 bits.
+
+4 bits (model.base: nf4) is QLoRA (2305.14314): every linear layer but the output embedding is held as NormalFloat4 in
+blocks of 64 with doubly quantised scales, 0.52 bytes per weight, and multiplied out to model.dtype layer by layer.
+vLLM quantises the same checkpoint the same way as it loads it (quantization="bitsandbytes"), so generator and learner
+hold the same policy; merging the adapter, or serving the unquantised base, would not be the policy that is trained.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from learner.config import ModelConfig
+from learner.model.meta_base import without_weights
+from rollout.architecture import ArchitectureError, check_architecture
+
+
+def load_base(model: ModelConfig, device: torch.device, *, lora: bool) -> Any:
+    """The frozen causal language model of model.path in model.dtype, without dropout.
+
+    Raises ArchitectureError if it is none that is trained here, with an adapter (`lora`) or as a whole.
+    """
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+    check_architecture(config.to_dict(), model.path, lora=lora)
+    for name, value in config.to_dict().items():
+        if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
+            setattr(config, name, 0.0)  # the sampler has none, so neither may the learner
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    options: dict[str, Any] = {}
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"  # sdpa leaves the cap out without a word
+    if model.base == "nf4":
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"model.base: {model.path} is quantised already; give the unquantised model, or base: none"
+            )
+        # Quantised weight by weight as the files are read: the whole model is never there in full.
+        options |= {"quantization_config": nf4(dtype), "device_map": {"": device}}
+    if device.type == "meta":  # no weights: learner.tools.meta_run asks what a step of this model would need
+        return without_weights(config, dtype, options.get("quantization_config")).requires_grad_(False)
+    lm: Any = AutoModelForCausalLM.from_pretrained(
+        model.path, config=config, dtype=dtype, trust_remote_code=False, **options
+    )
+    return (lm if model.base == "nf4" else lm.to(device)).requires_grad_(False)
+
+
+def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """QLoRA's quantisation, computing in dtype."""
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def to_eval(wrapped: Any) -> None:
+    """Evaluation mode (no dropout) without what bitsandbytes makes of it on a CPU.
+
+    A 4-bit layer in evaluation mode that meets an input without gradient rewrites its weights for a bfloat16 kernel,
+    which is less exact and cannot be differentiated afterwards. It knows that mode by its own flag alone.
+    """
+    wrapped.eval()
+    library = sys.modules.get("bitsandbytes")  # slow to import; and where nobody has, there is no such layer
+    if library is None:
+        return
+    for module in wrapped.modules():
+        if isinstance(module, library.nn.Linear4bit):
+            module.training = True
+
+
+def head_of(lm: Any, path: str) -> Tensor:
+    """[V, H] weight of the output embedding; ValueError if it has a bias or none can be found."""
+    if lm.base_model is lm:
+        raise ArchitectureError(
+            f"model.path: {path} (model_type {lm.config.model_type}) keeps its layers where base_model_prefix does not "
+            "say, so that its final states cannot be had without its logits; give another architecture (docs/models.md)"
+        )
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
+        raise ValueError(f"model.path: {path} must end in a linear output embedding without bias, got {head}")
+    return head.weight

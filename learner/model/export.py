@@ -1,0 +1,83 @@
+"""What leaves the learner: the update for the generators, the folder for users, the masters for a resumed run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from learner.driver.publishing import MODEL, VLLM_FOLDER
+from learner.model.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from learner.model.policy import Policy
+from learner.model.served_names import differ, served_config, served_weights
+from rollout.safetensors_stream import Source, pack
+from rollout.types import Adapter, Weights
+
+MODEL_FILE = "model.safetensors"
+
+
+def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter | Weights:
+    """The present weights in the model's own type: an adapter or the whole model exactly as the learner computes with
+    it, or the base's weights merged with the adapter.
+
+    Held once in this process's memory. 16-bit weights that are merged are rounded once more: what moves one by less
+    than half of the distance to the next 16-bit number is lost.
+    """
+    dtype = policy.head.dtype
+    if merged:
+        return Weights.build(version, pack(policy.merged(), dtype))
+    kind, config = policy.model_type, policy.peft_config
+    masters = policy.masters if config is None else served_weights(kind, policy.masters)
+    payload = pack({name: Source.of(master) for name, master in masters.items()}, dtype)
+    if config is None:
+        return Weights.build(version, payload)
+    return Adapter.build(version, bytes(payload), served_config(kind, config))
+
+
+def export(policy: Policy, folder: Path, path: str) -> None:
+    """For users. An adapter in PEFT's format, float32, which vLLM loads too, or where it has other names a copy of it
+    under those in VLLM_FOLDER; or a whole model in its own type, a model.path for this project, transformers and vLLM.
+    The folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if policy.peft_config is not None:
+        _save_adapter(policy.masters, policy.peft_config, folder)
+        if differ(policy.model_type, policy.peft_config):
+            served = served_weights(policy.model_type, policy.masters)
+            _save_adapter(served, served_config(policy.model_type, policy.peft_config), folder / VLLM_FOLDER)
+        return
+    dtype = policy.head.dtype
+    weights = {name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()}
+    save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+    policy.save_config(folder)
+    AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(folder)
+
+
+def _save_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: weight.detach().cpu().clone() for name, weight in weights.items()}  # no two may share their memory
+    save_file(own, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+
+
+def save_masters(policy: Policy, folder: Path) -> None:
+    """The weights that the optimizer updates, for load_masters. The folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: master.detach().cpu() for name, master in policy.masters.items()}, folder / WEIGHTS_FILE)
+
+
+def save(policy: Policy, folder: Path, path: str) -> None:
+    """Both in one folder: what load_masters needs, and the form for users. With an adapter these are the same file; a
+    whole model lies in `model/` in its own type, beside the masters. The folder is made."""
+    if policy.peft_config is not None:
+        export(policy, folder, path)
+        return
+    save_masters(policy, folder)
+    export(policy, folder / MODEL, path)
+
+
+def load_masters(policy: Policy, folder: Path) -> None:
+    """Raises ValueError if they are another policy's, FileNotFoundError if the folder holds none."""
+    policy.load(load_file(folder / WEIGHTS_FILE))

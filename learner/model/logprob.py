@@ -1,0 +1,209 @@
+"""Hidden states -> logprobs of given tokens and entropy, without ever holding a [tokens, vocab] tensor.
+
+Letters: N tokens, V vocabulary, H hidden size. r = h W^T, z = f(r) / T are the logits at temperature T, with the f that
+the model applies to its output embedding's products (learner.model.logits; mostly f(r) = r), p = softmax(z).
+
+Under LoRA the head W is frozen and the loss reaches h only through one number per token, so that
+    d logp[n] / d h[n] = (f'(r[n, y]) W[y] - sum_v p[n, v] f'(r[n, v]) W[v]) / T =: e[n]
+can be formed in the forward pass, while p[n] is at hand, and is all that is kept: the backward pass is g[n] e[n].
+Two matrix products in all instead of the three of recomputing the logits. The tiles over the vocabulary are folded
+together by the online softmax of FlashAttention (2205.14135) with K = V = W; the running sums are float32, since
+sums rounded to bfloat16 per tile bias the gradient. Where f' is constant, entropy comes for free:
+H[n] = logsumexp(z[n]) - f' h[n]·(p[n] W) / T.
+
+Where the head is trained, its gradient sums over tokens what must not be kept per token, so the backward pass forms the
+logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T, four matrix products in all.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from learner.model.logits import PLAIN, Logits
+
+TOKEN_TILE = 512
+VOCAB_TILE = 8192  # a tile of float32 logits is 16 MiB
+
+
+class _How(NamedTuple):
+    logits: Logits
+    temperature: float
+    token_tile: int
+    vocab_tile: int
+
+
+def policy_logprobs(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    logits: Logits = PLAIN,
+    token_tile: int = TOKEN_TILE,
+    vocab_tile: int = VOCAB_TILE,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs, differentiable once in `hidden`, and in `head` if that wants a gradient; entropies without gradient.
+
+    Args:
+        hidden: [N, H] states that predict the targets; float32, bfloat16 or float16.
+        head: [V, H] output embedding of the same dtype; with tied embeddings the embedding matrix itself.
+        targets: [N] int64 token ids.
+        temperature: the sampler's.
+        logits: what the model does to head @ hidden.
+
+    Returns:
+        ([N], [N]) float32, nats.
+    """
+    kind = _TrainedHead if head.requires_grad else _FrozenHead
+    how = _How(logits, temperature, token_tile, vocab_tile)
+    logprobs, entropy = kind.apply(hidden, head, targets, how)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+@torch.no_grad()
+def token_logprobs(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    logits: Logits = PLAIN,
+    token_tile: int = TOKEN_TILE,
+    vocab_tile: int = VOCAB_TILE,
+) -> Tensor:
+    """[N] float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
+    out = torch.empty(len(targets), device=hidden.device)
+    how = _How(logits, temperature, token_tile, vocab_tile)
+    for rows in _tiles(len(targets), token_tile):
+        out[rows] = _fold(hidden[rows], head, targets[rows], how, "logprob").logprob
+    return out
+
+
+class _FrozenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        jacobian = torch.empty_like(hidden)
+        slope = how.logits.scale / how.temperature
+        for rows in _tiles(len(targets), how.token_tile):
+            h = hidden[rows]
+            fold = _fold(h, head, targets[rows], how, "mean_row")
+            logprobs[rows] = fold.logprob
+            own = head[targets[rows]].float()
+            if how.logits.cap is None:
+                entropy[rows] = fold.top + fold.log_total - (h.float() * fold.mean_row).sum(-1) * slope
+            else:
+                entropy[rows] = fold.entropy
+                own *= how.logits.bend_(fold.logprob + fold.top + fold.log_total, how.temperature)[:, None]
+            jacobian[rows] = own.sub_(fold.mean_row).mul_(slope).to(hidden.dtype)
+        ctx.save_for_backward(jacobian)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        (jacobian,) = ctx.saved_tensors
+        # In its place: nothing else wants it, and autograd says so if a second backward pass does.
+        return jacobian.mul_(grad[:, None]), None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, top, log_total = (torch.empty(len(targets), device=hidden.device) for _ in range(4))
+        for rows in _tiles(len(targets), how.token_tile):
+            fold = _fold(hidden[rows], head, targets[rows], how, "entropy")
+            logprobs[rows], entropy[rows], top[rows], log_total[rows] = fold[:4]
+        ctx.save_for_backward(hidden, head, targets, top, log_total)
+        ctx.how = how
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, head, targets, top, log_total = ctx.saved_tensors
+        how: _How = ctx.how
+        slope = (grad * (how.logits.scale / how.temperature))[:, None]
+        # Vocabulary outside: float32 sums of [N, H] and of one tile of the head, instead of a whole [V, H].
+        grad_hidden, grad_head = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(head)
+        for words in _tiles(len(head), how.vocab_tile):
+            weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
+            for rows in _tiles(len(targets), how.token_tile):
+                logits = how.logits.of_(_product(hidden[rows], weight.t()), how.temperature)
+                bend = None if how.logits.cap is None else how.logits.bend_(logits.clone(), how.temperature)
+                logits.sub_(top[rows, None]).sub_(log_total[rows, None]).exp_().mul_(-slope[rows])
+                place, inside = _within(targets[rows], words)
+                logits.scatter_add_(1, place, torch.where(inside, slope[rows], 0.0))
+                rounded = (logits if bend is None else logits.mul_(bend)).to(head.dtype)
+                grad_hidden[rows] += _product(rounded, weight)
+                total += _product(rounded.t(), hidden[rows])
+                del logits, bend, rounded  # before the next tile is made
+            grad_head[words] = total.to(head.dtype)
+        return grad_hidden.to(hidden.dtype), grad_head, None, None
+
+
+class _Fold(NamedTuple):
+    """Of one tile of tokens, float32."""
+
+    logprob: Tensor  # [n] of the targets
+    entropy: Tensor  # [n]
+    top: Tensor  # [n] greatest logit
+    log_total: Tensor  # [n] logsumexp of the logits less `top`: apart, or great logits would round it away
+    mean_row: Tensor  # [n, H] p W; with a cap (p bend) W
+
+
+def _fold(hidden: Tensor, head: Tensor, targets: Tensor, how: _How, want: str) -> _Fold:
+    """What the forward pass needs of the logits, folded over the tiles of the vocabulary.
+
+    `want`: logprob, entropy or mean_row, which comes with the entropy only if there is a cap; what is not wanted is not
+    to be read.
+    """
+    n = len(hidden)
+    top = torch.full((n,), torch.finfo(torch.float32).min, device=hidden.device)
+    total, spread, label = (torch.zeros(n, device=hidden.device) for _ in range(3))
+    mean = torch.zeros(n, hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
+    bent = want == "mean_row" and how.logits.cap is not None
+    for words in _tiles(len(head), how.vocab_tile):
+        logits = how.logits.of_(_product(hidden, head[words].t()), how.temperature)
+        place, inside = _within(targets, words)
+        label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]  # of the same product, so errors cancel
+        higher = torch.maximum(top, logits.amax(-1))
+        lift = top - higher
+        decay = lift.exp()
+        logits.sub_(higher[:, None])
+        weights = logits.exp() if want == "entropy" or bent else logits.exp_()
+        if want == "entropy" or bent:  # total is the sum of exp(z - top), spread that of exp(z - top) (z - top)
+            spread.addcmul_(lift, total).mul_(decay).add_(torch.linalg.vecdot(logits, weights))
+        total.mul_(decay).add_(weights.sum(-1))
+        if bent:
+            weights.mul_(how.logits.bend_(logits.add_(higher[:, None]), how.temperature))
+        if want == "mean_row":
+            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words]))
+        top = higher
+        del logits, weights  # before the next tile is made
+    log_total = total.log()
+    return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
+
+
+def _within(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """([n, 1] place of each target in that tile of the vocabulary, [n, 1] whether it is there; else the place is 0)."""
+    place = targets[:, None] - words.start
+    inside = (place >= 0) & (place < words.stop - words.start)
+    return place * inside, inside
+
+
+def _tiles(length: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32: logits rounded to bfloat16 would put an error of 2e-2 nats on a logprob."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # no CPU kernel has half inputs and a float32 output

@@ -1,0 +1,100 @@
+"""LoRA adapters on one base: the policy's, and frozen ones that may be switched in for another role."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import torch
+
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig
+from learner.model.adapter_config import check_same, read_adapter
+from learner.model.lora_targets import check_targets, lora_targets
+
+POLICY, REFERENCE = "default", "reference"
+
+
+def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
+    """The PEFT model: a new adapter, or the one of model.adapter, to be trained.
+
+    The reference, where it is not the bare base (model.reference, or the adapter that training starts from), is a
+    second adapter on the same base, frozen.
+    """
+    if model.adapter is not None:
+        content = read_adapter(model.adapter, "model.adapter")
+        check_same(lora, content, model.adapter, LoraConfig.model_fields)
+        check_targets(lm, lora.targets, content["target_modules"], model.adapter)
+        wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
+    else:
+        wrapped = _fresh(lm, lora, seed)
+    reference = model.reference or model.adapter
+    if reference is not None:
+        add_frozen(wrapped, REFERENCE, reference, lm.dtype)
+    return wrapped
+
+
+def add_frozen(wrapped: Any, name: str, folder: str, dtype: torch.dtype) -> None:
+    """Loads the adapter of a folder beside the others, frozen, in the base's type.
+
+    Raises:
+        AdapterError: it is no plain LoRA adapter.
+        ValueError: the name is taken.
+    """
+    if name in wrapped.peft_config:
+        raise ValueError(f"adapter {name!r}: its name must be new, there are {', '.join(wrapped.peft_config)}")
+    read_adapter(folder, f"adapter {name!r}")
+    modes = [(module, module.training) for module in wrapped.modules()]
+    wrapped.load_adapter(folder, name, is_trainable=False)
+    for module, training in modes:  # PEFT calls eval() on everything; checkpointing and 4-bit layers hang on the flag
+        module.training = training
+    for key, weight in wrapped.named_parameters():
+        if f".{name}." in key:
+            weight.data = weight.data.to(dtype)
+            weight.requires_grad = False
+
+
+@contextmanager
+def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
+    """Within it the model computes with the adapter `name`, or with the bare base (None); nothing of it is trained.
+
+    Which weights train is the same after as before: PEFT's switches set requires_grad, so it is put back.
+    """
+    trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
+    try:
+        if name is None:
+            with wrapped.disable_adapter():
+                yield
+        else:
+            wrapped.set_adapter(name, inference_mode=True)
+            yield
+    finally:
+        wrapped.set_adapter(POLICY)
+        for weight, wanted in trained:
+            weight.requires_grad = wanted
+
+
+def as_json(config: peft.PeftConfig) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    plain["inference_mode"] = True
+    return {name: getattr(value, "value", value) for name, value in plain.items()}
+
+
+def _fresh(lm: Any, lora: LoraConfig, seed: int) -> Any:
+    targets = lora_targets(lm, lora.targets)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type=peft.TaskType.CAUSAL_LM,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(lm, settings, adapter_name=POLICY)
+        except ValueError as error:
+            first = str(error).partition(". ")[0].removeprefix("[PEFT:PeftType.LORA] ")
+            raise ValueError(f"learner.lora.targets: {first} (PEFT), got {', '.join(targets)}; name others") from None

@@ -1,0 +1,202 @@
+"""The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to; or a model that is
+trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.reference).
+
+Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
+a second, cast copy of each LoRA layer's input (24 instead of 15 bytes per token, layer and hidden unit, bfloat16), and
+the adapter would not be, bit for bit, the one that vLLM serves. Updates of a bfloat16 or float16 weight would be
+rounded away, so the weights that the optimizer updates are float32 masters; the model holds their cast copy. With a
+float32 base masters and model share their memory. Trained as a whole, N bfloat16 weights cost 2N bytes for the model,
+4N for the masters, 4N for their gradients, 2N for those of a micro-batch and 8N for AdamW's states; with 8-bit states
+there are no masters (learner.trainer.stochastic_rounding), and it is 2N for the model, 2N for gradients, 2N for
+states. A reference is another 2N, or N.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from learner.batch.layout import Layout
+from learner.batch.micro_batch import MicroBatch
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig
+from learner.model import packing_check
+from learner.model.activation_checkpointing import Policy as Checkpointing
+from learner.model.activation_checkpointing import apply as apply_checkpointing
+from learner.model.activation_checkpointing import offloaded
+from learner.model.adapter_config import WEIGHTS_FILE
+from learner.model.base import head_of, load_base, to_eval
+from learner.model.head_check import check_head
+from learner.model.logits import logits_of
+from learner.model.lora import POLICY, REFERENCE, acting_as, add_frozen, as_json, attach
+from learner.model.lora_merge import merged
+from learner.model.reference import Reference
+from rollout.safetensors_stream import Source
+
+
+class Policy:
+    """Base model plus adapter; without `lora`, the whole model.
+
+    Attributes:
+        head: [V, H] output embedding; frozen with an adapter.
+        logits: what the model does to head @ hidden.
+        model_type: of its config.
+        masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each
+            of its weights -> float32 weight to optimize; the model's own weight if keep_masters is false.
+        packed: whether micro-batches may be packed (learner.model.packed_attention); otherwise they must be padded.
+        peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json); None without one.
+
+    Raises:
+        ValueError: the model cannot be trained here, or the adapter contradicts `lora`; the message names the setting.
+        OSError: the model or the adapter was not found (raised by transformers and peft).
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        lora: LoraConfig | None,
+        *,
+        checkpointing: Checkpointing,
+        seed: int,
+        device: torch.device,
+        offload: bool = False,
+        keep_masters: bool = True,
+        keep_reference: bool = False,
+    ) -> None:
+        self._lm = load_base(model, device, lora=lora is not None)
+        self._offload = offload
+        self.head = head_of(self._lm, model.path)
+        text = self._lm.config.get_text_config()
+        self.model_type, self.logits = text.model_type, logits_of(text)
+        self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
+        self.peft_config: dict[str, Any] | None = None
+        self._roles: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        if lora is not None:
+            adapters = self._peft.peft_config
+            self.peft_config = as_json(adapters[POLICY]) | {"base_model_name_or_path": model.path}
+            self._roles["policy"] = partial(acting_as, self._peft, POLICY)
+            self._roles["reference"] = partial(acting_as, self._peft, REFERENCE if REFERENCE in adapters else None)
+        self._cast = [
+            (name.replace(f".{POLICY}.", "."), weight)
+            for name, weight in self._peft.named_parameters()
+            if weight.requires_grad
+        ]
+        self.masters = {
+            name: _master(weight, self.head.dtype) if keep_masters else weight for name, weight in self._cast
+        }
+        if model.adapter is not None:
+            self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
+        to_eval(self._peft)
+        apply_checkpointing(self._lm, checkpointing, model.path)
+        check_head(self._lm, self.logits, self.hidden, model.path)
+        self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting)
+        if lora is None and keep_reference:
+            trial = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            self._roles["reference"] = Reference(self._lm, model, partial(self.hidden, trial)).acting
+
+    def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+        """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
+
+        No attention mask is passed: attention is causal and the padding comes last, so no real token sees it, and
+        the attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
+        """
+        packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout}
+        with offloaded(self._offload and torch.is_grad_enabled()):
+            states: Tensor = self._lm.base_model(input_ids=ids, use_cache=False, **packed).last_hidden_state
+        return states.flatten(0, 1)
+
+    def predicting(self, batch: MicroBatch) -> Tensor:
+        """[N, H] states that predict the completion tokens of the batch."""
+        return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
+
+    def acting_as(self, role: str) -> AbstractContextManager[None]:
+        """Within it the model is another role on the same base: `reference`, or an adapter that `add_role` loaded.
+
+        The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes); of
+        a model that is trained as a whole, model.reference or the weights that training started from.
+        """
+        return self._roles[role]()
+
+    def add_role(self, role: str, folder: str) -> None:
+        """Loads the LoRA adapter of a folder, frozen, to act as `role`; 2 bytes per weight of it in 16-bit types.
+
+        Raises:
+            ValueError: it is no LoRA adapter, or there is such a role.
+        """
+        add_frozen(self._peft, role, folder, self.head.dtype)
+        self._roles[role] = partial(acting_as, self._peft, role)
+
+    def clear_gradients(self) -> None:
+        """To be called before the first micro-batch; a step that failed half-way may have left some."""
+        for name, weight in self._cast:
+            self.masters[name].grad = weight.grad = None
+
+    def collect_gradients(self) -> None:
+        """Adds the gradients of a micro-batch to those of the masters, in float32."""
+        for name, weight in self._cast:
+            master = self.masters[name]
+            if master is weight or weight.grad is None:
+                continue
+            master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+            weight.grad = None
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Masters -> the copy that the model computes with; to be called after each change of the masters."""
+        for name, weight in self._cast:
+            if self.masters[name] is not weight:
+                weight.copy_(self.masters[name])
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Sets masters and model. Raises ValueError if names or shapes differ from this policy's."""
+        wanted = {name: master.shape for name, master in self.masters.items()}
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+        if wanted != found:
+            names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            raise ValueError(
+                f"weights: names and shapes must be this model's, {len(names)} differ, first {names[0]}: "
+                f"wanted {wanted.get(names[0])}, got {found.get(names[0])}; compare learner.lora with r and "
+                "target_modules in the adapter's adapter_config.json"
+            )
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(tensors[name])
+        self.sync()
+
+    def merged(self) -> dict[str, Source]:
+        """The base's weights that the adapter changes, as they are with it (learner.model.lora_merge); the base's
+        stay."""
+        return merged(self._lm)
+
+    def scalings(self) -> dict[str, float]:
+        """PEFT's name of each layer with an adapter -> what B A is multiplied with, alpha / r."""
+        layers = ((name, module) for name, module in self._peft.named_modules() if isinstance(module, LoraLayer))
+        return {name: float(layer.scaling[POLICY]) for name, layer in layers}
+
+    def save_config(self, folder: Path) -> None:
+        """Writes the base model's config.json and generation_config.json."""
+        self._lm.config.save_pretrained(folder)
+        self._lm.generation_config.save_pretrained(folder)
+
+    def check_ids(self, highest: int) -> None:
+        """Raises ValueError if a token id is beyond the model's vocabulary."""
+        if highest >= len(self.head):
+            raise ValueError(
+                f"token ids: must be below the vocabulary of model.path, {len(self.head)}, got {highest}; the rollouts "
+                "were made with another tokenizer or model"
+            )
+
+
+def _master(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """A float32 copy of `weight`, which itself becomes `dtype`; for float32 the weight itself."""
+    if dtype == torch.float32:
+        return weight
+    master = weight.detach().float().clone().requires_grad_()
+    weight.data = weight.data.to(dtype)
+    return master

@@ -1,0 +1,41 @@
+"""What a model must be to be held close to (model.reference) by one that is trained as a whole: the same architecture.
+
+Only configurations are read, no weights.
+"""
+
+from pathlib import Path
+
+from learner.model.adapter_config import CONFIG_FILE
+
+# Settings of a transformers config that say nothing of how the learner computes; dropout and the ids of special tokens
+# are others.
+FREE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "initializer_range"}
+
+
+class ReferenceConfigError(ValueError):
+    """model.reference cannot be the reference of model.path."""
+
+
+def check_reference(reference: str, path: str) -> None:
+    """Raises ReferenceConfigError if `reference` is no whole model, or computes otherwise than that of `path`."""
+    from transformers import AutoConfig  # here: slow to import, and few runs use it
+
+    if (Path(reference) / CONFIG_FILE).exists():
+        raise ReferenceConfigError(
+            f"model.reference: must be a whole model, as what is trained is (learner.mode=full), {reference} is an "
+            "adapter; give a model's folder, or null for what training starts from"
+        )
+    try:
+        theirs = AutoConfig.from_pretrained(reference, trust_remote_code=False).to_dict()
+    except (OSError, ValueError) as error:
+        raise ReferenceConfigError(
+            f"model.reference: must be a model's folder or hub name, got {reference} ({str(error).splitlines()[0]}); "
+            "give another, or null for what training starts from"
+        ) from None
+    ours = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
+    for name in sorted((theirs.keys() | ours.keys()) - FREE):
+        if theirs.get(name) != ours.get(name) and "drop" not in name and not name.endswith("_token_id"):
+            raise ReferenceConfigError(
+                f"model.reference: must be a whole model of the architecture of model.path, {name} of {reference} is "
+                f"{theirs.get(name)!r}, not {ours.get(name)!r}; give another, or null for what training starts from"
+            )

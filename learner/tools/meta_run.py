@@ -1,0 +1,257 @@
+"""The exact peak of the learner's step for any real shape, in seconds, without weights, data or a GPU.
+
+What runs is the code that trains: learner.trainer.trainer.Trainer takes one optimizer step after another over a batch
+of given lengths. Its tensors lie on torch's meta device, so they have shapes and types but no memory; every operation,
+forward and backward, passes a ledger that knows which storages are alive and how many bytes they hold. Nothing is
+modelled and nothing is fitted, hence a change of the learner changes the answer.
+
+What it cannot see: memory that kernels take inside (that of FlashAttention's backward pass is added by its formula),
+the CUDA context and cuBLAS' workspace, and fragmentation; learner figures of cluster.memory add them.
+"""
+
+import gc
+import json
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import adam
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from cluster.memory.shape import Shape
+from learner.config import ModelConfig
+from learner.learner_config import LearnerConfig
+from learner.model import packing_check
+from learner.model.packed_attention import SEGMENTS, VARLEN
+from learner.trainer.trainer import Trainer
+from rollout.schema import build_group
+
+CUDA_BLOCK = 512  # bytes; torch's caching allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.h)
+
+Lengths = tuple[int, Sequence[int]]  # of one group: P, and T of each completion
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a learner. The first four are alive between two steps, `peak` is the highest within a step."""
+
+    weights: int  # of the base or the model, buffers and scales of 4 bits included, and the reference of a whole model
+    adapters: int  # the copy that the model computes with (and a frozen reference), and float32 masters
+    gradients: int  # of the masters
+    optimizer: int  # its states
+    peak: int
+
+    @property
+    def static(self) -> int:
+        return self.weights + self.adapters + self.gradients + self.optimizer
+
+    @property
+    def dynamic(self) -> int:
+        """What a step needs on top: activations, and gradients in the base's type."""
+        return self.peak - self.static
+
+
+def footprint(
+    shape: Shape,
+    learner: LearnerConfig,
+    groups: Sequence[Lengths],
+    *,
+    dtype: str = "bfloat16",
+    base: str = "none",
+    reference_dtype: str = "auto",
+    cuda: bool = True,
+) -> Footprint:
+    """Of one optimizer step over `groups`, not the first: there the optimizer has no states yet.
+
+    Args:
+        shape: of the model.
+        learner: the configuration of the run; checkpointing and token_budget must not be auto, and the optimizer must
+            be adamw (the 8-bit kernels take no tensors without content).
+        cuda: as on a card, or as on a CPU (other attention kernels, float32 products in the head, exact bytes).
+
+    Raises:
+        ValueError: the learner refuses the model or the settings.
+    """
+    settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
+    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
+        (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
+        with torch.device("meta"):  # for the adapters that peft makes, too
+            trainer = Trainer(
+                ModelConfig(path=folder, **settings),
+                learner,
+                temperature=1.0,
+                max_completion_length=max(max(completions) for _, completions in groups),
+                total_steps=2,
+                seed=0,
+                device="meta",
+            )
+        built = ledger.now
+        _warm(trainer)
+        gc.collect()
+        ledger.peak = ledger.now
+        trainer._step([_table(*lengths) for lengths in groups])
+        return _read(trainer, ledger, built)
+
+
+def _warm(trainer: Trainer) -> None:
+    """Gives the optimizer its states, which it makes in its first step: those are part of every later peak."""
+    for master in trainer._policy.masters.values():
+        master.grad = torch.zeros_like(master)
+    trainer._updater.step(0.0, loss_is_finite=True)
+    trainer._policy.clear_gradients()
+
+
+def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
+    policy = trainer._policy
+    named = dict(policy._peft.named_parameters())
+    model = {id(weight) for weight in named.values()}
+    masters = list(policy.masters.values())
+    own = [weight for name, weight in named.items() if "lora_" in name]
+    adapters = ledger.bytes_of([*own, *(master for master in masters if id(master) not in model)])
+    states = [state for optimizer in trainer._updater.optimizers for state in optimizer.state.values()]
+    return Footprint(
+        weights=built - adapters,
+        adapters=adapters,
+        gradients=ledger.bytes_of([m.grad for m in masters if m.grad is not None]),
+        optimizer=ledger.bytes_of([tensor for state in states for tensor in state.values()]),
+        peak=ledger.peak,
+    )
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of living meta storages while it is entered, and answers what only content could answer."""
+
+    def __init__(self, granule: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._granule = granule
+        self._living: dict[int, int] = {}  # storage -> bytes
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is aten._local_scalar_dense.default and args[0].is_meta:
+            return 0.0  # "are they equal?", "is it finite?": yes
+        if (
+            op is aten._to_copy.default
+            and args[0].is_meta
+            and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        ):
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)  # counts, to be divided by
+        result = op(*args, **kwargs)
+        for value in tree_iter(result):
+            if isinstance(value, Tensor) and value.is_meta:
+                self._see(value)
+        inside = KERNEL_BYTES.get(op)
+        if inside is not None:
+            self.peak = max(self.peak, self.now + inside(*args, **kwargs))
+        return result
+
+    def bytes_of(self, tensors: Sequence[Tensor]) -> int:
+        """Of their storages, each once; 0 for bitsandbytes' lookup table of 1 KiB, which no operation makes."""
+        return sum(self._living.get(key, 0) for key in {t.untyped_storage()._cdata for t in tensors if t.is_meta})
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._living:
+            self._living[key] = -(-storage.nbytes() // self._granule) * self._granule
+            self.now += self._living[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._living.pop(key)
+
+
+def _flash_backward_bytes(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    """What FlashAttention's variable-length backward pass takes inside: the gradient of the queries in float32, and
+    with fewer key than query heads those of keys and values per query head (mha_varlen_bwd in flash_api.cpp)."""
+    tokens, heads, width = query.shape
+    expanded = 2 * key.shape[0] * heads * width * key.element_size() if key.shape[1] != heads else 0
+    return 4 * tokens * heads * width + expanded
+
+
+def _dequantised_bytes(states: Tensor, packed: Tensor, shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """bitsandbytes multiplies many tokens by a 4-bit weight after it has multiplied the weight out (backends/cuda)."""
+    return shape[0] * shape[1] * states.element_size()
+
+
+KERNEL_BYTES: dict[Any, Callable[..., int]] = {
+    torch.ops.torch_attn._varlen_attn_backward.default: _flash_backward_bytes,
+    torch.ops.bitsandbytes.gemm_4bit.default: _dequantised_bytes,
+}
+
+
+@contextmanager
+def _as_on(cuda: bool) -> Iterator[None]:
+    """Within it the learner takes the branches that it would take on that device."""
+
+    def enable(lm: Any, *_: Any) -> bool:  # without the proof, which compares numbers
+        lm.set_attn_implementation(VARLEN if cuda else SEGMENTS)
+        return True
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(packing_check, "enable", enable))
+        stack.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused"))  # meta is none of its devices
+        if cuda:
+            stack.enter_context(_Cuda())
+        else:
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _cpu_attention))
+        yield
+
+
+class _Cuda(TorchFunctionMode):
+    """Meta tensors say that they are on a card."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        return function(*args, **(kwargs or {}))
+
+
+def _cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The CPU's flash kernel, which a meta tensor would not choose."""
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return out
+
+
+def _table(prompt: int, completions: Sequence[int]) -> pa.Table:
+    """A group of rollouts of these lengths, whose completions differ in reward, so that all of them train."""
+    n = len(completions)
+    zeros, empty = [0.0] * n, [""] * n
+    return build_group(
+        {
+            "run_id": empty, "group_id": empty, "problem_id": empty, "problem": empty, "completion": empty,
+            "epoch": [0] * n, "position": [0] * n, "attempt": [0] * n, "sample": list(range(n)),
+            "prompt_ids": [[0] * prompt] * n,
+            "completion_ids": [[0] * length for length in completions],
+            "behavior_logprobs": [[-1.0] * length for length in completions],
+            "token_versions": [[0] * length for length in completions],
+            "policy_version_min": [0] * n, "policy_version_max": [0] * n, "finish_reason": ["stop"] * n,
+            "reward": [float(i % 2) for i in range(n)],
+            "reward_parts": [{}] * n, "reward_status": ["ok"] * n, "reward_ms": zeros, "generate_ms": zeros,
+            "worker": [0] * n, "seed": [0] * n, "created_at": zeros,
+        }
+    )  # fmt: skip

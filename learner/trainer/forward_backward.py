@@ -1,0 +1,81 @@
+"""Forward and backward passes over the micro-batches of a step. Letters: N as in learner.batch, M too."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from learner.algo.loss import token_loss
+from learner.batch.micro_batch import MicroBatch
+from learner.learner_config import LearnerConfig
+from learner.model.logprob import policy_logprobs, token_logprobs
+from learner.model.policy import Policy
+
+
+class Passes:
+    """What the trainer does with a model and micro-batches.
+
+    Args:
+        temperature: the sampler's.
+        scale: of the loss, before the backward pass (float16).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: LearnerConfig,
+        temperature: float,
+        device: torch.device,
+        scale: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._policy, self._loss, self._split = policy, config.loss, config.updates_per_batch > 1
+        self._temperature, self._device, self._scale = temperature, device, scale
+        self.passed = 0  # micro-batches so far
+
+    def learn(
+        self, batches: Sequence[MicroBatch], *, version: int, proximal: Tensor | None = None
+    ) -> list[dict[str, Tensor]]:
+        """The gradient of all micro-batches, into the masters; what their metrics are made of.
+
+        Args:
+            version: the policy version that the batch began with.
+            proximal: [M] logprobs of that version, by `score`; None: the policy is still the same.
+        """
+        self._policy.clear_gradients()
+        references = self._references(batches) if self._loss.beta > 0 else [None] * len(batches)
+        parts = []
+        for batch, reference in zip(batches, references, strict=True):
+            moved = batch.to(self._device)
+            logprobs, entropy = policy_logprobs(
+                self._policy.predicting(moved), self._policy.head, moved.targets, self._temperature,
+                logits=self._policy.logits,
+            )  # fmt: skip
+            near = logprobs if proximal is None else proximal[batch.places].to(self._device)
+            slopes, part = token_loss(
+                logprobs, entropy, moved, self._loss, reference=reference, version=version,
+                proximal=near if self._split else None,
+            )  # fmt: skip
+            torch.autograd.backward(logprobs, self._scale(slopes))
+            self._policy.collect_gradients()
+            parts.append(part)
+            self.passed += 1
+        return parts
+
+    def score(self, batches: Sequence[MicroBatch], *, tokens: int) -> Tensor:
+        """[M] float32 in main memory: the policy's logprobs of the tokens of the micro-batches, nan for the others."""
+        known = torch.full((tokens,), math.nan)
+        for batch in batches:
+            known[batch.places] = self._logprobs(batch).cpu()
+        return known
+
+    def _references(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        with self._policy.acting_as("reference"):
+            return [self._logprobs(batch) for batch in batches]
+
+    @torch.no_grad()
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        self.passed += 1
+        moved = batch.to(self._device)
+        states, policy = self._policy.predicting(moved), self._policy
+        return token_logprobs(states, policy.head, moved.targets, self._temperature, logits=policy.logits)

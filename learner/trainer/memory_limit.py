@@ -1,0 +1,136 @@
+"""The learner's memory within a step: a token budget that gives way when memory runs out, and a limit that is kept."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from cluster.telemetry import peak_resident
+from learner.batch.micro_batch import MicroBatch
+from learner.batch.rows import Rows
+
+log = logging.getLogger("learner")
+
+T = TypeVar("T")
+
+WARN_AT = 0.9  # of the limit
+
+
+class OutOfMemory(RuntimeError):
+    """The learner does not fit; the message names tokens and bytes and what to change."""
+
+
+class TokenBudget:
+    """Tokens of a micro-batch; halved, for the rest of the run, whenever the device's memory runs out.
+
+    Attributes:
+        tokens: the budget now. retries: times it was halved.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.retries = tokens, 0
+
+    def run(self, plan: Callable[[int], Sequence[MicroBatch]], learn: Callable[[Sequence[MicroBatch]], T]) -> T:
+        """learn(plan(tokens)), again from the start with half the budget as long as it runs out of memory.
+
+        From the start, since the backward pass that broke off has added some of its gradients and not others. Plans
+        begin with their largest micro-batch, so a budget that is too large shows before much work is lost.
+
+        Raises:
+            OutOfMemory: a micro-batch of one completion does not fit either.
+        """
+        while True:
+            batches = plan(self.tokens)
+            try:
+                return learn(batches)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+            # Only here, after the exception and with it the frames that hold the broken graph are gone.
+            torch.cuda.empty_cache()  # nothing happens without CUDA
+            self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=reason)
+
+    def _halve(self, *, largest: int, alone: int, reason: str) -> None:
+        if largest <= alone:
+            raise OutOfMemory(
+                f"learner.token_budget: one completion with its prompt, {alone} tokens, does not fit in memory (budget "
+                f"{self.tokens}; {reason}). Lower rollout.max_prompt_length or max_completion_length, set "
+                "learner.checkpointing=full or model.base=nf4, or take a smaller model"
+            )
+        before, self.tokens = self.tokens, max(min(largest, self.tokens) // 2, alone)
+        self.retries += 1
+        log.warning(
+            "out of memory in a micro-batch of %d tokens: this step is taken again, and from now on every step, with a "
+            "token budget of %d instead of %d (%s)",
+            largest,
+            self.tokens,
+            before,
+            reason,
+        )
+
+
+def _largest(batches: Sequence[MicroBatch]) -> int:
+    return max(batch.ids.numel() for batch in batches)
+
+
+def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows:
+    """`count` completions of one prompt, all of the given lengths in tokens; which tokens does not matter."""
+    tokens = np.zeros(count * completion_length, np.int32)
+    return Rows(
+        rewards=[np.zeros(count)],
+        prompts=[np.zeros(prompt_length, np.int32)] * count,
+        completions=tokens,
+        behavior=tokens.astype(np.float32),
+        versions=tokens,
+        lengths=np.full(count, completion_length, np.int64),
+        truncated=np.zeros(count, np.bool_),
+    )
+
+
+class MemoryLimit:
+    """The bytes that the learner may hold; None: as many as there are.
+
+    On CUDA it is the cap of torch's allocator, which raises torch.OutOfMemoryError beyond it: weights, adapters,
+    states and activations, but not the CUDA context (about 0.5 GB). On a CPU nothing can be refused in advance: the
+    growth of the process's highest resident set since this object was made is compared with it by `check`.
+
+    Raises:
+        ValueError: more than the device has.
+    """
+
+    def __init__(self, limit: int | None, device: torch.device) -> None:
+        self._limit, self._device = limit, device
+        self._warned = False
+        self._start = peak_resident()
+        if limit is not None and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            if limit > total:
+                raise ValueError(
+                    f"memory.learner: must be at most the {total / 2**20:.0f} MiB of {device}, got "
+                    f"{limit / 2**20:.0f} MiB"
+                )
+            torch.cuda.set_per_process_memory_fraction(limit / total, device)
+
+    def start_step(self) -> None:
+        """Peaks are counted from here (on CUDA; a CPU knows the peak of the whole process only)."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """Bytes: on CUDA the allocator's peak in this step, else the process's highest resident set so far."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return peak_resident()
+
+    def check(self) -> None:
+        """To be called after a step: warns once from 90 % on; raises OutOfMemory beyond the limit."""
+        if self._limit is None:
+            return
+        used = self.peak() - (0 if self._device.type == "cuda" else self._start)
+        told = f"the learner's peak of {used / 2**20:.0f} MiB, its limit is {self._limit / 2**20:.0f} MiB"
+        if used > self._limit:
+            raise OutOfMemory(f"memory.learner: {told}; lower learner.token_budget, or give it more")
+        if used > WARN_AT * self._limit and not self._warned:
+            self._warned = True
+            log.warning("memory.learner: %s (%.0f %%)", told, 100 * used / self._limit)

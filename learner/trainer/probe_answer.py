@@ -1,0 +1,63 @@
+"""What a generator must hold and say once it has the learner's policy: what its own answer is compared with."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.model.logprob import token_logprobs
+from learner.model.policy import Policy
+from learner.model.served_names import served_weights
+from rollout.tensor_digests import digests_of, read_of
+from rollout.types import Held
+from rollout.weight_sync import Answer
+
+
+@torch.no_grad()
+def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: bool) -> Answer:
+    """What a generator that holds this policy answers when it is asked about the tokens.
+
+    Raises ValueError for fewer than two of them, or an id beyond the vocabulary.
+    """
+    started = time.perf_counter()
+    if len(token_ids) < 2:
+        raise ValueError(f"token_ids: at least two are needed for a logprob, got {len(token_ids)}")
+    policy.check_ids(max(token_ids))
+    ids = torch.tensor(token_ids, device=policy.head.device)
+    logprobs = token_logprobs(policy.hidden(ids[None, :-1]), policy.head, ids[1:], 1.0, logits=policy.logits)
+    held = held_of(policy, version, merged=merged)
+    return Answer(np.asarray(logprobs.cpu().numpy()), held, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
+    """Of the policy as learner.model.export.update_of sends it. Made from the weights again, one tensor at a time, not
+    from the payload: so a fault in that is found as well."""
+    if merged or policy.peft_config is None:
+        dtype = policy.head.dtype
+        return Held(digests_of((name, read_of(weight, version, dtype)) for name, weight in _weights(policy, merged)))
+    return Held(digests_of(_adapter(policy)))
+
+
+def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    scalings = policy.scalings()
+    for name, master in policy.masters.items():
+        sent = master.detach().to("cpu", policy.head.dtype, copy=True)
+        module, _, matrix = name.removesuffix(".weight").rpartition(".")
+        # In the engine's type, and rounded to it, as vLLM does it once on loading.
+        if matrix == "lora_B":
+            sent.mul_(scalings[module])
+        yield from served_weights(policy.model_type, {name: sent}).items()
+
+
+def _weights(policy: Policy, merged: bool) -> Iterator[tuple[str, Tensor]]:
+    if not merged:
+        for name, master in policy.masters.items():
+            yield name, master.detach()
+        return
+    for name, source in policy.merged().items():
+        place = torch.empty(source.shape, dtype=policy.head.dtype)
+        source.write(place)
+        yield name, place

@@ -1,0 +1,57 @@
+"""Without a network the hub's client tries for half a minute at each file: one quick connection tells beforehand."""
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from rollout.data.files import is_file_name
+
+log = logging.getLogger("rollout")
+
+CONNECT_S = 4.0
+# Modules that read HF_HUB_OFFLINE as they are imported, which may have happened.
+READERS = ("huggingface_hub.constants", "datasets.config")
+
+
+def settle(paths: Iterable[str | None]) -> None:
+    """Sets HF_HUB_OFFLINE, for this process and those that it starts, if one of `paths` is a hub name and the hub
+    cannot be reached. Behind a proxy nothing is tried."""
+    if os.environ.get("HF_HUB_OFFLINE") or getproxies() or not any(path and _is_hub_name(path) for path in paths):
+        return
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    host, port = url.hostname or "huggingface.co", url.port or (80 if url.scheme == "http" else 443)
+    if _connects(host, port):
+        return
+    log.warning("%s cannot be reached within %g s: what is in the hub's cache is used", host, CONNECT_S)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in READERS:
+        if name in sys.modules:
+            sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def _is_hub_name(path: str) -> bool:
+    plain = path.count("/") <= 1 and not path.startswith(("/", ".", "~", "rg:")) and not is_file_name(path)
+    return plain and len(path) < 200 and not Path(path).exists()
+
+
+def _connects(host: str, port: int) -> bool:
+    reached = threading.Event()
+
+    def attempt() -> None:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+        except OSError:
+            return
+        reached.set()
+
+    # In a thread: looking up a name has no time-out of its own.
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    return reached.is_set()

@@ -1,0 +1,150 @@
+"""A row of the data -> the messages of a prompt: a column, a part of one, or a template over columns."""
+
+import re
+import string
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from rollout.config import DataConfig
+from rollout.data.files import ProblemsError, Row
+
+PART = re.compile(r"\.([^.\[\]]+)|\[([^\[\]]+)\]")  # .text or [text]: one step into a nested column
+CONVERSIONS: dict[str, Callable[[object], str]] = {"r": repr, "s": str, "a": ascii}
+TOO_WIDE = re.compile(r"[0-9]{5}|[{}]")  # in a format: would make texts of any length
+
+
+def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]]:
+    """The conversation that `data.prompt` and `data.system` make of a row. Raises ProblemsError.
+
+    where: names the row in messages.
+    """
+    value = _prompt(row, config.prompt)
+    turns = _turns(value, where)
+    if isinstance(value, str) and value.strip():
+        messages = [{"role": "user", "content": value}]
+    elif turns:
+        messages = turns
+    else:
+        shown = repr(value)[:80]
+        raise ProblemsError(
+            f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
+            f"{where} gives {shown}; name another column, or repair that row"
+        )
+    if config.system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise ProblemsError(
+            f"data.system: must be null where the data brings its own system message, and {where} does; "
+            "remove one of them"
+        )
+    return [{"role": "system", "content": config.system}, *messages]
+
+
+def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
+    """Messages with their contents as text; None where it is no conversation."""
+    if not isinstance(value, list):
+        return None
+    turns = []
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return None
+        if message.get("tool_calls"):
+            raise ProblemsError(f"data.prompt: {where} has tool_calls, which are not supported; take them out")
+        content = _text(message.get("content"), where)
+        if not content.strip():
+            return None
+        turns.append({"role": message["role"], "content": content})
+    return turns
+
+
+def _text(content: Any, where: str) -> str:
+    """A message's content; of content parts the texts, a line break between them, as vLLM's own server joins them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ProblemsError(
+                f"data.prompt: content parts must be {{type: text, text: ...}}, and {where} has one of type {kind!r}; "
+                "take it out, since only text is trained on"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _prompt(row: Row, prompt: str) -> Any:
+    """A column's value, or a template filled from the columns."""
+    if prompt in row:
+        return row[prompt]
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise ProblemsError(
+            f"data.prompt: must be a column or a template such as 'Solve: {{question}}', got {prompt!r} ({error}); "
+            "write a literal brace twice"
+        ) from error
+    if all(field is None for _, field, _, _ in parts):
+        return _column(row, prompt)
+    texts = []
+    for literal, field, spec, conversion in parts:
+        texts.append(literal)
+        if field is not None:
+            value = _column(row, field)
+            if value is None:
+                return None
+            texts.append(_formatted(value, field, spec or "", conversion))
+    return "".join(texts)
+
+
+def _formatted(value: Any, field: str, spec: str, conversion: str | None) -> str:
+    if isinstance(value, Mapping):
+        names = ", ".join(map(str, value))
+        raise ProblemsError(
+            f"data.prompt: {{{field}}} must be a text or a number, and it is a mapping of {names}; write for example "
+            f"{{{field}[{next(iter(value), 'text')}]}}"
+        )
+    try:
+        if TOO_WIDE.search(spec):
+            raise ValueError("a width must be below 10000")
+        converted = value if conversion is None else CONVERSIONS[conversion](value)
+        return format(converted, spec)
+    except (ValueError, TypeError, OverflowError, KeyError) as error:
+        as_written = f"!{conversion}" * (conversion is not None) + f":{spec}"
+        raise ProblemsError(
+            f"data.prompt: {{{field}}} cannot be written as {as_written!r} ({error}); write {{{field}}}"
+        ) from None
+
+
+def _column(row: Row, field: str) -> Any:
+    """A column's value, or the part of a nested one that `problem[text]` or `problem.text` names."""
+    if field in row:
+        return row[field]
+    first = re.split(r"[.\[]", field, maxsplit=1)[0]
+    steps = field[len(first) :]
+    if first not in row or "".join(match[0] for match in PART.finditer(steps)) != steps:
+        near = get_close_matches(field, row, n=1)
+        raise ProblemsError(
+            f"data.prompt: must be a column or a template over columns, and there is no column {field!r}; columns "
+            f"are {', '.join(row)}" + (f"; did you mean {near[0]!r}?" if near else "; name one of them")
+        )
+    value = row[first]
+    for match in PART.finditer(steps):
+        name = match[1] or match[2]
+        if isinstance(value, Mapping) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
+            value = value[int(name)]
+        elif value is None:
+            return None
+        else:
+            there = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"is {_kind(value)}"
+            raise ProblemsError(f"data.prompt: there is no {name!r} in {field!r}: what it is looked for in {there}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"

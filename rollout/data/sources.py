@@ -1,0 +1,151 @@
+"""Where rows of problems come from: the hub, files and folders of this machine, or a reasoning_gym task."""
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from rewards.secret_values import SecretError, resolved, scrubbed
+from rollout.data import files
+from rollout.data.files import ProblemsError, Row
+from rollout.data.pace import Pace
+
+__all__ = ["GENERATED", "ProblemsError", "Row", "label", "other_seed", "read"]
+
+GENERATED = "rg:"
+GENERATED_SIZE = 1000  # problems of a reasoning_gym task where data.size is not given
+DEADLINE_S = 600.0  # for making problems
+
+
+def read(
+    path: str,
+    split: str | None,
+    args: Mapping[str, Any],
+    size: int | None,
+    seed: int,
+    key: str = "data",
+    deadline_s: float = DEADLINE_S,
+) -> list[Row]:
+    """The first `size` rows of a source. Raises ProblemsError.
+
+    Args:
+        path: `rg:<task>`, a file (files.FORMATS), a folder, or a hub name.
+        split: of a hub data set or a folder, or `train[:100]` of a file; null: train, for evaluation test, and of
+            what has one split only, all of it.
+        args: keyword arguments of the source: the task's settings, or those of datasets.load_dataset
+            (a hub data set with several configurations is chosen with {name: main}).
+        size: null = all rows; of a task, how many to make.
+        seed: of a task; files and hub data are not shuffled here.
+        key: of the configuration, under which messages name `path` and `split`.
+        deadline_s: seconds for making the problems of a task.
+    """
+    try:
+        args = resolved(args, "data.args")
+    except SecretError as error:
+        raise ProblemsError(str(error)) from None
+    if path.startswith(GENERATED):
+        if split not in (None, "train"):
+            raise ProblemsError(f"{key}.split: a reasoning_gym task has no splits, got {split!r}; leave it out")
+        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, deadline_s)
+    else:
+        rows = _read_dataset(path, split, args, size, key)
+    if not rows:
+        raise ProblemsError(
+            f"{key}.path: must hold at least one problem, got none from {path}; check the file or split"
+        )
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [row if len(row) == len(columns) else {name: row.get(name) for name in columns} for row in rows]
+
+
+def label(path: str, split: str) -> str:
+    """What the ids of a source's problems begin with."""
+    if path.startswith(GENERATED):
+        return path.removeprefix(GENERATED)
+    return files.plain_name(path) if files.is_file_name(path) else split
+
+
+def other_seed(seed: int) -> int:
+    """A seed whose generated problems differ: reasoning_gym makes problem i from seed + i, so it must be far away."""
+    return (seed + 2**30) % 2**31
+
+
+def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: int | None, key: str) -> list[Row]:
+    local = files.find(path, f"{key}.path")
+    usual = "train" if key == "data" else "test"
+    try:
+        if local is not None and local.is_file():
+            return files.read_file(local, split, args, size, key)
+        if local is not None and files.is_saved(local):
+            return files.read_saved(local, split, args, size, key, usual)
+        return _read_hub(path if local is None else str(local), split or usual, args, size)
+    except ProblemsError:
+        raise
+    except StopIteration:  # how datasets 5 meets a file without a line
+        return []
+    except ConnectionError as error:  # huggingface_hub's OfflineModeIsEnabled is one
+        raise ProblemsError(
+            f"{key}.path: {path} is neither a file or folder here nor in the hub's cache, and the hub cannot be "
+            "reached; download it where there is a network, or give a file"
+        ) from error
+    except Exception as error:  # readers of files that anybody may have written raise what they like
+        said = scrubbed(_first_line(error.__cause__ or error), args)
+        raise ProblemsError(
+            f"{key}.path: {path} (split {split or usual}{_named(args)}) cannot be read: {said}; check the name, "
+            f"{key}.split and data.args"
+        ) from error
+
+
+def _read_hub(path: str, split: str, args: Mapping[str, Any], size: int | None) -> list[Row]:
+    import datasets
+
+    datasets.disable_progress_bars()  # job logs are no terminal
+    found = datasets.load_dataset(path, split=split, **args)
+    if size is not None:
+        found = found.select(range(min(size, len(found))))
+    return [dict(row) for row in found]
+
+
+def _named(args: Mapping[str, Any]) -> str:
+    """The names alone: values may be secrets."""
+    return f", args {', '.join(args)}" if args else ""
+
+
+def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, deadline_s: float) -> list[Row]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ProblemsError(
+            f"data.path: rg:{task} needs reasoning_gym, which cannot be imported ({error}); run make setup, or "
+            "pip install 'gleaner[demo]'"
+        ) from error
+    if task not in DATASETS:
+        near = ", ".join(get_close_matches(task, DATASETS, n=3)) or f"{len(DATASETS)} tasks, see reasoning_gym"
+        raise ProblemsError(
+            f"data.path: rg: must be followed by a task of reasoning_gym, got {task!r}; nearest: {near}"
+        )
+    try:
+        made = reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
+    except Exception as error:  # the task's own, about values that it did not expect
+        raise ProblemsError(
+            f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: "
+            f"{scrubbed(_first_line(error), args)}; "
+            "correct data.args"
+        ) from error
+    rows: list[Row] = []
+    pace = Pace(size, deadline_s)
+    for index in range(size):
+        rows.append(_generated(made[index]))
+        if late := pace.late(index + 1):
+            raise ProblemsError(f"data.size: {late} (cluster.deadlines.start); lower data.size")
+    return rows
+
+
+def _generated(entry: Mapping[str, Any]) -> Row:
+    # Metadata differs in shape from problem to problem and from task to task: one text column holds it all.
+    metadata = json.dumps(entry["metadata"], default=str)
+    return {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

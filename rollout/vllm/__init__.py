@@ -1,0 +1,1 @@
+"""vLLM as a generator; the only files that import it."""

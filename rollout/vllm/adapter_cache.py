@@ -1,0 +1,140 @@
+"""The adapter versions that one engine holds: their files, who still uses them, which may go."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+
+from cluster.files import writing
+from rollout.engine import AdapterRefused
+from rollout.safetensors_stream import header_of
+from rollout.types import Adapter, Weights, digest_of
+
+_WEIGHTS = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+
+
+@dataclass(slots=True)
+class Resident:
+    """One version on disk.
+
+    keys: names of its tensors; rank: of the adapter, 0 for weights; lora_id: vLLM's integer id, at least 1; users: the
+    requests that began with it and still decode.
+    """
+
+    version: int
+    digest: str
+    folder: Path
+    keys: frozenset[str]
+    rank: int
+    lora_id: int
+    users: int = 0
+
+
+class AdapterWindow:
+    """Keeps at most `capacity` versions and drops neither the newest nor one that is in use (but see replace).
+
+    A version has a lora_id of its own, never used twice. With capacity 1 all have the same: a newer adapter then takes
+    the place of the one in use, under the requests that run.
+
+    stage() may run in any thread; everything else belongs to the engine's thread.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._residents: dict[int, Resident] = {}  # oldest first: versions only grow
+        self._keys: frozenset[str] | None = None
+        self._root = tempfile.TemporaryDirectory(prefix="gleaner-adapters-")
+
+    @property
+    def newest(self) -> Resident | None:
+        """The version that new requests use; None before the first one."""
+        return next(reversed(self._residents.values()), None)
+
+    @property
+    def residents(self) -> list[Resident]:
+        """Oldest first."""
+        return list(self._residents.values())
+
+    def stage(self, adapter: Adapter | Weights) -> Resident:
+        """Writes the adapter as PEFT would, in a folder of its own. The digest is that of the bytes read back.
+
+        Whole weights are not written: they are loaded from memory, and no two versions are held.
+
+        Raises AdapterCorrupt, AdapterRefused if the payload is not safetensors, or OSError with the folder in it.
+        """
+        adapter.verify()
+        keys = _keys_of(adapter)
+        # A fresh folder each time: vLLM keeps a loaded file mapped, and rewriting it in place kills the process.
+        folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
+        lora_id = 1 if self._capacity == 1 else adapter.version + 1
+        if isinstance(adapter, Weights):
+            return Resident(adapter.version, adapter.digest, folder, keys, 0, lora_id)
+        weights = folder / _WEIGHTS
+        with writing(folder):
+            weights.write_bytes(adapter.payload)
+            (folder / _CONFIG).write_text(json.dumps(adapter.config))
+        rank = int(adapter.config["r"])
+        return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys, rank, lora_id)
+
+    def check(self, staged: Resident) -> None:
+        """Raises AdapterRefused for a version that is not newer, or for modules other than the first adapter's."""
+        newest = self.newest
+        if newest is not None and staged.version <= newest.version:
+            raise AdapterRefused(
+                f"adapter v{staged.version} (sha256 {staged.digest[:12]}…): its version must be above "
+                f"v{newest.version}, the newest loaded (sha256 {newest.digest[:12]}…); give it a higher one"
+            )
+        if self._keys is not None and staged.keys != self._keys:
+            missing, extra = sorted(self._keys - staged.keys), sorted(staged.keys - self._keys)
+            raise AdapterRefused(
+                f"adapter v{staged.version}: its tensors must be those of the first adapter, since vLLM silently sets "
+                f"absent modules to zero; {len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}. "
+                "Train the same modules throughout a run, or restart the generators"
+            )
+
+    def victim(self) -> Resident | None:
+        """The oldest version that nobody uses and that is not the newest, or None."""
+        newest = self.newest
+        return next((r for r in self._residents.values() if r.users == 0 and r is not newest), None)
+
+    def is_full(self) -> bool:
+        return len(self._residents) >= self._capacity
+
+    def add(self, staged: Resident) -> None:
+        self._residents[staged.version] = staged
+        self._keys = staged.keys
+
+    def replace(self, staged: Resident) -> None:
+        """The staged version is the only one from here on, whoever still uses another."""
+        for resident in self.residents:
+            self.drop(resident)
+        self.add(staged)
+
+    def drop(self, resident: Resident) -> None:
+        """Forgets the version and deletes its files (a mapped file stays readable until vLLM lets go of it)."""
+        self._residents.pop(resident.version, None)
+        rmtree(resident.folder)
+
+    def discard(self, staged: Resident) -> None:
+        """Deletes the files of a version that was not added."""
+        rmtree(staged.folder)
+
+    def clear(self) -> None:
+        """Deletes every file. Idempotent."""
+        self._residents.clear()
+        self._root.cleanup()
+
+
+def _keys_of(adapter: Adapter | Weights) -> frozenset[str]:
+    try:
+        return frozenset(header_of(adapter.payload)[0])
+    except (struct.error, ValueError, AttributeError) as error:
+        raise AdapterRefused(
+            f"adapter v{adapter.version}: its payload must be safetensors, got {len(adapter.payload)} bytes starting "
+            f"with {bytes(adapter.payload[:8])!r}; build it with safetensors.torch.save"
+        ) from error

@@ -1,0 +1,163 @@
+"""LoRA on vLLM's CPU backend: upstream's reference op replaced by one that is fast and exact.
+
+Upstream (vllm/lora/ops/torch_ops/lora_ops.py, the same from 0.26 to 0.32) gathers a copy of the adapter for every
+token, tokens x rank x width floats per layer, and applies the adapter in the last slot to rows without one (index
+-1). vLLM already sorts a step's tokens into runs of one adapter; here every run is two matrix products, and rows
+without an adapter are left alone. In decode there is nearly always one run.
+
+The head is another matter: its op takes one row per sequence of the step for granted, so a probe, whose prompt logprobs
+are one row per token, kills the engine as soon as it shares a step with completions. The embedding's op again gathers
+rank x width floats per token (230 MB for a prefill of 4096 tokens of a 0.5B model), to add zeros. No adapter of ours
+touches head or embedding, hence both ops do nothing here, in every release.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# Releases whose punica_cpu.py was read and found to be the same. Others keep upstream's op: correct for our
+# batches, in which every row has an adapter, but 2 to 3 times slower.
+_KNOWN = ((0, 26), (0, 32))
+_TOLERANCE = 1e-4
+
+_Run = tuple[int, int, int]  # first row, past the last row, adapter slot
+
+
+def install_fast_cpu_lora() -> bool:
+    """Replaces the op for every engine of this process; returns whether it is in place.
+
+    Call before the engine is built. Logs a warning and leaves upstream's op in an unknown release, or where the new op
+    does not agree with a plain dense computation.
+    """
+    import vllm
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    wrapper: Any = PunicaWrapperCPU
+    wrapper.add_lora_logits = wrapper.add_lora_embedding = _add_nothing
+    release = _release(vllm.__version__)
+    if not _KNOWN[0] <= release <= _KNOWN[1]:
+        log.warning(
+            "fast CPU LoRA is known for vllm %s to %s, this is %s: keeping upstream's op (2-3 times slower). "
+            "Read its punica_cpu.py, then widen _KNOWN in rollout/vllm/cpu_lora.py",
+            *(".".join(map(str, bound)) for bound in _KNOWN),
+            vllm.__version__,
+        )
+        return False
+    upstream = (wrapper._update_prefill_metadata, wrapper.add_lora_linear)
+    if upstream[1] is _add_lora_linear:
+        return True
+    _patch(wrapper, upstream[0])
+    error = _self_check(wrapper)
+    if error > _TOLERANCE:
+        wrapper._update_prefill_metadata, wrapper.add_lora_linear = upstream
+        log.warning(
+            "fast CPU LoRA is off by %.2e from a dense computation (at most %.0e allowed) under vllm %s: "
+            "keeping upstream's op (2-3 times slower). Compare rollout/vllm/cpu_lora.py with its punica_cpu.py",
+            error,
+            _TOLERANCE,
+            vllm.__version__,
+        )
+        return False
+    return True
+
+
+def serve_experts() -> None:
+    """Lets a CPU compute mixtures of experts though LoRA is on, for every engine of this process.
+
+    With LoRA vLLM takes its Triton kernels for experts, which a CPU has not, adapted or not. Ours are not
+    (rollout.architecture), so that the CPU's own kernels are right.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    method: Any = unquantized_fused_moe_method
+    upstream = getattr(method, "select_unquantized_moe_backend", None)
+    if upstream is None:
+        log.warning("this vllm chooses kernels for experts in another way; on a CPU models with experts may not start")
+    elif not hasattr(upstream, "gleaner"):
+
+        def select(moe_config: Any, **others: Any) -> Any:
+            return upstream(moe_config=replace(moe_config, is_lora_enabled=False), **others)
+
+        select.gleaner = True  # type: ignore[attr-defined]
+        method.select_unquantized_moe_backend = select
+
+
+def _add_nothing(*_: Any, **__: Any) -> None:
+    """Leaves the output as it is: the learner refuses adapters of the embeddings."""
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _patch(wrapper: Any, upstream_metadata: Any) -> None:
+    def update_prefill_metadata(self: Any, token_lora_tensor: torch.Tensor) -> None:
+        upstream_metadata(self, token_lora_tensor)
+        # Once per step, rather than three tensor reads in each of the model's layers.
+        self.gleaner_runs = _runs(self)
+
+    wrapper._update_prefill_metadata = update_prefill_metadata
+    wrapper.add_lora_linear = _add_lora_linear
+
+
+def _runs(wrapper: Any) -> list[_Run]:
+    starts, lengths, slots = (part.tolist() for part in wrapper.prefill_metadata[:3])
+    triples = zip(starts, lengths, slots, strict=True)
+    return [(start, start + length, slot) for start, length, slot in triples if slot >= 0]
+
+
+def _add_lora_linear(
+    self: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    *,
+    buffer: tuple[torch.Tensor, ...] | None = None,
+) -> None:
+    """y[rows, slice] += scale * (x[rows] @ A[slot].T) @ B[slot].T, in place, for every run of rows and every slice.
+
+    x [tokens, in], y [tokens, sum(output_slices)], A per slice [slots, 1, rank, in], B [slots, 1, width, rank].
+    buffer is upstream's scratch space, unused. An argument that upstream adds later is a TypeError, not ignored.
+    """
+    for start, stop, slot in self.gleaner_runs:
+        rows = x[start:stop]
+        offset = 0
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            target = y[start:stop, offset : offset + width]
+            target.addmm_(torch.mm(rows, a[slot, 0].t()), b[slot, 0].t(), alpha=scale)
+            offset += width
+
+
+def _self_check(wrapper_class: Any) -> float:
+    """Largest difference from a dense computation, on a batch of two adapters and rows without one."""
+    from vllm.lora.layers import LoRAMapping
+
+    rows, width_in, widths, rank = 9, 16, (12, 20), 8
+    ids = (0, 0, 7, 7, 7, 0, 3, 7, 3)  # adapter id of each row, 0 = none
+    slot_of = {7: 0, 3: 1}
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, width_in, generator=generator)
+    y = torch.randn(rows, sum(widths), generator=generator)
+    a = tuple(torch.randn(2, 1, rank, width_in, generator=generator) for _ in widths)
+    b = tuple(torch.randn(2, 1, width, rank, generator=generator) for width in widths)
+    expected = y.double()
+    for row, adapter_id in enumerate(ids):
+        if adapter_id:
+            slot = slot_of[adapter_id]
+            parts = [b[i][slot, 0].double() @ (a[i][slot, 0].double() @ x[row].double()) for i in range(len(widths))]
+            expected[row] += torch.cat(parts)
+    wrapper = wrapper_class(rows, max_batches=rows, device=torch.device("cpu"))
+    mapping = LoRAMapping(ids, ids, is_prefill=True)
+    wrapper.update_metadata(mapping, lora_index_to_id=[7, 3], max_loras=2, vocab_size=32)
+    wrapper.add_lora_linear(y, x, a, b, 1.0, widths)
+    return float((y.double() - expected).abs().max())

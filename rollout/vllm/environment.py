@@ -1,0 +1,56 @@
+"""The environment of a generator process. It must be set before that process imports torch, so a launcher
+(Ray's runtime_env, or the shell) sets it; hence no vllm and no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout.engine import EngineEnvError
+
+# Wrong values of these break correctness or speed without a message; of the others only the presence is checked,
+# so that a launcher may give an engine more threads or another log level.
+_EXACT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE")
+
+
+def required_env(cuda: bool) -> dict[str, str]:
+    """Variables and values for a process that will hold a VllmEngine.
+
+    cuda: the engine will run on an NVIDIA device. Then TORCH_COMPILE_DISABLE must not be set at all.
+    """
+    env = {
+        # One process per engine: adapters pass by memory, and killing the actor leaves nothing behind.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # vLLM makes process groups, of this one process; their ports, which ask for no token, stay on this machine.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if cuda:
+        return env
+    return env | {
+        # vLLM compiles one logprob helper even in eager mode: 10 s of g++ at the first request.
+        "TORCH_COMPILE_DISABLE": "1",
+        # vLLM makes torch.set_num_threads a no-op, so this is the only way; spinning OpenMP threads on a busy box
+        # cost 10 times. A launcher that gives the engine k idle cores sets k.
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a line about NUMA at every start
+        # Two engines with "auto" pin themselves to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def check_env(cuda: bool, environ: Mapping[str, str]) -> None:
+    """Raises EngineEnvError, naming every variable that is missing or wrong in environ."""
+    wrong = []
+    for name, value in required_env(cuda).items():
+        found = environ.get(name)
+        if found is None or (name in _EXACT and found != value):
+            wrong.append(f"{name} must be {value!r}, got {found!r}")
+    if cuda and environ.get("TORCH_COMPILE_DISABLE", "0") not in ("", "0"):
+        wrong.append("TORCH_COMPILE_DISABLE must not be set on CUDA, it turns vLLM's compilation off")
+    if wrong:
+        raise EngineEnvError(
+            f"environment of the generator process: {'; '.join(wrong)}. "
+            "Start the process with rollout.vllm.environment.required_env(cuda)"
+        )

@@ -1,0 +1,146 @@
+"""The policy read back from what vLLM computes with: the slots of its LoRA kernels, or its weights.
+
+Only the engine's own thread calls held_by, between two steps. The functions under it run in vLLM's worker, which is in
+this process. Read in vLLM 0.32 (lora/layers, layers/utils.py); one device per engine, so no tensor is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.tensor_digests import columns_of, digests_of, read_of
+from rollout.types import Held
+from rollout.vllm.adapter_cache import Resident
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
+    """What the engine holds of the newest policy, an adapter or whole weights; what it lacks is missing in it.
+
+    It costs a copy and a digest of each tensor, and where vLLM repacked weights for a CPU a prompt of COLUMNS tokens.
+    """
+    # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so functions and residents are passed as they are.
+    found: list[Held] = engine.collective_rpc(_adapter if adapters else _weights, args=(newest,))
+    return found[0]
+
+
+def _adapter(worker: Any, newest: Resident) -> Held:
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if newest.lora_id not in manager.lora_index_to_id:
+        return Held({})
+    slot = manager.lora_index_to_id.index(newest.lora_id)
+    keys = _keys_by_module(manager.model, newest.keys)
+    tensors = digests_of(_slots(manager, slot, keys, newest.rank))
+    unread = {
+        key
+        for name, layer in manager.modules.items()
+        if not _is_linear(layer)
+        for module in manager.packed_modules.get(name, [name])
+        for key in keys.get(module, {}).values()
+    }
+    return Held(tensors, tuple(sorted(unread)))
+
+
+def _keys_by_module(model: Any, keys: frozenset[str]) -> dict[str, dict[bool, str]]:
+    """vLLM's name of a module, before it fuses some -> whether it is A -> PEFT's name of the tensor."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    found: dict[str, dict[bool, str]] = {}
+    for key in keys:
+        module, is_a = parse_fine_tuned_lora_name(key, _renames(model))
+        found.setdefault(module, {})[is_a] = key
+    return found
+
+
+def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int) -> Named:
+    """Each tensor of the adapter; and whatever else in its slot would count, under vLLM's name."""
+    for name, layer in manager.modules.items():
+        if not _is_linear(layer):
+            continue
+        parts = manager.packed_modules.get(name, [name])
+        for part, stack_a, stack_b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+            a, b, used = stack_a[slot, 0], stack_b[slot, 0], rank if part in keys else 0
+            if part in keys:
+                yield keys[part][True], a[:rank]
+                yield keys[part][False], b[:, :rank]
+            if used < len(a) and a[used:].any() and b[:, used:].any():  # vLLM zeroes a slot before it fills it
+                yield f"{part} beyond what was sent", b[:, used:]
+
+
+def _is_linear(layer: Any) -> bool:
+    """Whether its slots are pairs (A [slots, 1, rank, in], B [slots, 1, out, rank]), one for each layer fused in it.
+    Fused experts have others; so have embedding and head, which no adapter of ours touches."""
+    stacks = getattr(layer, "lora_a_stacked", None)
+    return isinstance(stacks, tuple) and all(stack.dim() == 4 and stack.shape[1] == 1 for stack in stacks)
+
+
+def _weights(worker: Any, newest: Resident) -> Held:
+    model = worker.model_runner.get_model()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {key: _find(model, modules, key) for key in newest.keys}
+    tensors = digests_of(
+        item for key, place in found.items() if place for item in _values(model, key, *place, newest.version)
+    )
+    return Held(tensors, tuple(sorted(key for key, place in found.items() if place is None)))
+
+
+def _find(model: Any, modules: dict[str, Any], key: str) -> tuple[Any, slice] | None:
+    """The module that holds a weight of the checkpoint, and which rows of its output; None if it is not known."""
+    renames = _renames(model)
+    path, _, kind = (renames.apply_list([key])[0] if renames else key).rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
+    if path in modules:
+        return modules[path], slice(0, getattr(modules[path], "org_vocab_size", None))
+    parent, _, part = path.rpartition(".")
+    for fused, parts in model.packed_modules_mapping.items():
+        module = modules.get(f"{parent}.{fused}")
+        sizes = getattr(module, "output_sizes", ())
+        if part in parts and len(sizes) == len(parts):
+            first = sum(sizes[: parts.index(part)])
+            return module, slice(first, first + sizes[parts.index(part)])
+    return None
+
+
+def _values(model: Any, key: str, module: Any, rows: slice, version: int) -> Named:
+    if key.endswith(".bias"):
+        yield key, module.bias[rows].to(module.weight.dtype)  # some CPU kernels take it in float32
+        return
+    if module.weight.numel() == 0:  # vLLM has nothing but the copy that it repacked for a CPU
+        yield key, _columns(module, module.input_size, rows, version)
+        return
+    tied = bool(model.config.tie_word_embeddings) and key.endswith("embed_tokens.weight")
+    head: Any = getattr(model, "lm_head", module if tied else None)  # some models have no head but the embedding
+    repacked = hasattr(head, "cpu_linear")  # and kept what it was made from
+    if repacked and module is head and not tied:
+        yield key, _columns(head, head.weight.shape[1], rows, version)
+        return
+    own = read_of(module.weight[rows], version, module.weight.dtype)
+    yield key, own
+    if repacked and tied:
+        of_head = _columns(head, head.weight.shape[1], rows, version)
+        if not torch.equal(own, of_head):
+            yield "lm_head.weight", of_head
+
+
+def _columns(module: Any, width: int, rows: slice, version: int) -> Tensor:
+    """[rows, COLUMNS]. A product with unit vectors is exact: each sum has one term that is not zero."""
+    columns, weight = columns_of(version, width), module.weight
+    units = torch.zeros(len(columns), width, dtype=weight.dtype)
+    units[torch.arange(len(columns)), columns] = 1
+    product: Tensor = module.cpu_linear(units, weight, None)
+    return product.T[rows]
+
+
+def _renames(model: Any) -> Any:
+    """vLLM's names for those of the checkpoint, without its fusions; None if they are the same."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    # The first is vLLM 0.32's name of it, the second 0.26's.
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()

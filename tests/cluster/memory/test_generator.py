@@ -1,0 +1,39 @@
+"""What a generator holds, and what every process on a card pays before its first tensor, by hand."""
+
+from __future__ import annotations
+
+from cluster.memory.generator import Serving, asleep, generator_bytes
+from cluster.memory.learner import Learning, Micro, learner_bytes
+from cluster.memory.plan import Plan, Wish, Workload
+from cluster.memory.search import plan
+from cluster.memory.shape import SHAPES
+
+LLAMA = SHAPES["Llama-3.2-1B"]  # 16 layers, h 2048, f 8192, keys 512, V 128256
+CONTEXT = 500 * 10**6
+
+
+def test_a_generator_by_hand() -> None:
+    parts = {
+        "weights": 2 * 1_235_814_400,
+        "kv_cache": 10**9,
+        # two versions, 2 bytes, rank 16: q and o 4096, k and v 2560, three of 10240, in each layer
+        "lora_slots": 2 * 2 * 16 * 16 * (2 * 4096 + 2 * 2560 + 3 * 10240),
+        # activations of 4096 tokens, and 16 bytes a logit of 128 sequences
+        "workspace": 4096 * 2 * (2 * 8192 + 4 * 2048) + 16 * 128 * 128_256,
+        "graphs": 16 * 12 * 10**6,
+        "context": CONTEXT,
+    }
+    assert generator_bytes(LLAMA, Serving(kv_bytes=10**9)) == parts
+    assert asleep(parts) == {name: parts[name] for name in ("workspace", "graphs", "context")}
+    assert "graphs" not in generator_bytes(LLAMA, Serving(cuda=False))
+
+
+def test_two_processes_on_one_card_pay_for_two_contexts() -> None:
+    wish = Wish(base="none", checkpointing="full", token_budget=2048, kv_bytes=10**9, layouts=("slices",))
+    found = plan(LLAMA, 16 * 2**30, Workload(), wish)
+    assert isinstance(found, Plan)
+    tensors = [
+        sum(size for name, size in role.items() if name != "context") for role in (found.learner, found.generator)
+    ]
+    assert found.device_peak == sum(tensors) + 2 * CONTEXT
+    assert learner_bytes(LLAMA, Learning(), Micro(2048, 1000, 2048))["context"] == CONTEXT

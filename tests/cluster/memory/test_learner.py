@@ -1,0 +1,92 @@
+"""The memory model's coefficients against the fake run of the step that trains: within 2 % of the learner's peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.memory.learner import Learning, Micro, ReferenceKind, learner_static, step_bytes
+from cluster.memory.shape import SHAPES
+from cluster.memory.units import Checkpointing, total
+from learner.learner_config import LearnerConfig
+from learner.tools.meta_run import footprint
+
+CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
+    ("Qwen2.5-0.5B", "full", "none", 16, (256, 786, 4)),
+    ("Llama-3.2-1B", "none", "none", 16, (256, 786, 4)),
+    ("Qwen3-4B", "mlp", "none", 16, (256, 300, 8)),
+    ("Llama-3.1-8B", "full", "nf4", 16, (256, 786, 4)),
+    ("Qwen2.5-14B", "full", "none", 64, (512, 500, 4)),
+    ("Gemma-3-1B", "full", "none", 16, (2000, 300, 8)),
+    ("SmolLM2-135M", 3, "none", 16, (256, 786, 4)),
+    ("Qwen2.5-7B", 2, "none", 16, (1000, 100, 8)),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), CASES)
+def test_the_model_is_the_step(
+    name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int]
+) -> None:
+    """Four layers of the real widths: every part is linear in the number of layers."""
+    shape = replace(SHAPES[name], layers=4)
+    prompt, completion, count = lengths
+    settings = {"checkpointing": policy, "token_budget": prompt + count * (completion - 1), "lora": {"rank": rank}}
+    # Twice: in the second micro-batch the gradients of the first are there.
+    groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
+    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, base=base)
+    learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy)
+    micro = Micro.of(prompt, completion, count, settings["token_budget"])
+    static = learner_static(shape, learning)
+    parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
+    assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
+    assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "policy", "reference"),
+    [
+        ("Llama-3.1-8B", 2, "full", "none"),
+        ("Qwen2.5-0.5B", 8, "none", "none"),
+        ("Qwen3-0.6B", 8, "none", "auto"),
+        ("Gemma-3-1B", 8, "none", "none"),
+        ("Llama-3.1-8B", 2, "full", "int8"),
+    ],
+)
+def test_full_fine_tuning(name: str, layers: int, policy: Checkpointing, reference: ReferenceKind) -> None:
+    shape = replace(SHAPES[name], layers=layers)
+    settings: dict[str, Any] = {"mode": "full", "checkpointing": policy, "token_budget": 3396}
+    settings["loss"] = {"beta": 0.04 if reference != "none" else 0}
+    kind = "int8" if reference == "int8" else "auto"
+    groups = [(256, [786] * 4), (257, [785] * 4)]
+    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, reference_dtype=kind)
+    learning = Learning(mode="full", checkpointing=policy, reference=reference)
+    static = learner_static(shape, learning)
+    assert static["weights"] + static["reference"] == pytest.approx(fake.weights, rel=0.01)
+    predicted = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))
+    assert predicted == pytest.approx(fake.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "none"), ("SmolLM2-1.7B", "full")])
+def test_completions_that_end_early_under_long_prompts(name: str, policy: Checkpointing) -> None:
+    """They gather more keys per token than those the plan is made for: the model is still the step, and what is
+    stated as the bound holds."""
+    shape, prompt, count, budget = replace(SHAPES[name], layers=4), 1000, 8, 4096
+    learning = Learning(checkpointing=policy)
+    planned = Micro.of(prompt, 300, count, budget)
+    bound = replace(planned, keys=(1 + count) * planned.tokens)
+    highest = total(learner_static(shape, learning), step_bytes(shape, learning, bound))
+    settings = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": budget})
+    for length in (300, 40, 2):
+        groups = budget // (prompt + count * (length - 1))
+        micro = Micro(
+            groups * (prompt + count * (length - 1)),
+            groups * count * length,
+            groups * (prompt + count * (prompt + length - 1)),
+        )
+        # Prompts that differ, or they would be one group.
+        fake = footprint(shape, settings, [(prompt - i, [length] * count) for i in range(groups + 2)])
+        predicted = total(learner_static(shape, learning), step_bytes(shape, learning, micro))
+        assert predicted == pytest.approx(fake.peak, rel=0.02)
+        assert fake.peak <= highest

@@ -1,0 +1,54 @@
+"""What of a batch is trained on, and with which weight, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from learner.algo.targets import opinions_of
+from learner.batch.rows import read
+from learner.learner_config import LearnerConfig, LossConfig
+from tests.learner.rollouts import make_group, uniform
+
+GROUPS: list[dict[str, Any]] = [  # completions of 2, 3 and 4 tokens, the last cut off; of 1 and 5 tokens
+    {"completions": [[1] * 2, [2] * 3, [3] * 4], "rewards": [0, 1, 2], "cut": [2]},
+    {"completions": [[4] * 1, [5] * 5], "rewards": [0, 4]},
+]
+
+
+def found_in(config: LossConfig, groups: list[dict[str, Any]] = GROUPS) -> Any:
+    rows = read([make_group([7, 8], behavior=uniform, position=i, **group) for i, group in enumerate(groups)])
+    return opinions_of(rows, LearnerConfig(loss=config), max_completion_length=10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficients"),
+    [
+        # TRL with mask_truncated_completions: the tokens of the others are counted, all completions are.
+        ("dapo", [1 / 11, 1 / 11, 1 / 11, 1 / 11, 1 / 11]),
+        ("dr_grpo", [1 / 50] * 5),
+        ("grpo", [1 / 10, 1 / 15, 1 / 5, 1 / 5, 1 / 25]),
+    ],
+)
+def test_a_truncated_completion_counts_in_the_advantages_and_is_not_trained(kind: Any, coefficients: Any) -> None:
+    config = LossConfig(kind=kind, advantage="none", beta=0.1, mask_truncated=True)
+    found = found_in(config)
+    assert found.trained.tolist() == [True, True, False, True, True]  # not for the KL either
+    assert found.advantages.tolist() == [-1, 0, 1, -2, 2]  # of groups with it
+    own = found.trained
+    assert found.coefficients[own].tolist() == pytest.approx([c for c, t in zip(coefficients, own, strict=True) if t])
+
+
+def test_truncated_completions_train_unless_masked_and_an_update_may_be_left_with_none() -> None:
+    plain = found_in(LossConfig(advantage="none"))
+    assert plain.trained.tolist() == [True, False, True, True, True]
+    assert plain.coefficients == pytest.approx([1 / 15] * 5)
+    all_cut = found_in(LossConfig(mask_truncated=True), [GROUPS[0] | {"cut": [0, 1, 2]}])
+    assert not all_cut.trained.any()
+
+
+def test_of_no_group_there_is_nothing_of_the_right_types() -> None:
+    found, some = found_in(LossConfig(), []), found_in(LossConfig())
+    for name in ("advantages", "coefficients", "trained", "update"):
+        assert (getattr(found, name).shape, getattr(found, name).dtype) == ((0,), getattr(some, name).dtype)

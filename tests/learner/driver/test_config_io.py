@@ -1,0 +1,295 @@
+"""The door: what is right comes through whole, and everything that is wrong is said at once, with its place."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.config import RunConfig
+from learner.driver.config_io import ConfigError, load, parse_value, to_yaml
+from rollout.config import parse_bytes
+
+NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: a}, {use: b, weight: 2}]"]
+
+FILE = """
+model: {path: Qwen/Qwen2.5-0.5B-Instruct}
+data: {path: train.jsonl, prompt: "Solve: {question}"}
+rewards:
+  - {use: format, weight: 0.5}
+  - {use: accuracy}
+rollout: {kv_cache: 64MiB}
+"""
+
+
+def refusal(*overrides: str, path: Path | None = None) -> list[str]:
+    """The lines of the error."""
+    with pytest.raises(ConfigError) as caught:
+        load(None if path is None else str(path), [*(NEEDED if path is None else []), *overrides])
+    return str(caught.value).splitlines()
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_with_overrides_on_top(tmp_path: Path) -> None:
+    path = write(tmp_path, FILE)
+    overrides = [
+        "--learner.learning_rate=1e-4",
+        "rewards.1.weight=3",
+        "learner.loss.epsilon=[0.1,1]",
+        "learner.loss.ratio=clip",
+    ]
+    config = load(str(path), [*overrides, "data.prompt=Q: {question}"])
+    assert config.learner.learning_rate == 1e-4  # YAML 1.1 reads 1e-4 as text
+    assert config.learner.loss.epsilon == (0.1, 1.0)
+    assert [(r.use, r.weight) for r in config.rewards] == [("format", 0.5), ("accuracy", 3.0)]
+    assert (config.data.prompt, config.data.path) == ("Q: {question}", "train.jsonl")
+    assert config.rollout.kv_cache == 64 * 2**20
+    assert config.num_steps == 60
+
+
+def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: {pth: x}\nrewards: [{use: a, wieght: 2}]\nlearner: {learning_rate: -1, loss: {kind: ppo}}\nfoo: 1\n",
+    )
+    said = refusal("rollout.num_generations=1", path=path)
+    assert set(said) >= {
+        "model.path: required, but not given",
+        "model.pth: unknown key; did you mean path?",
+        "data: required, but not given",
+        "rewards.0.wieght: unknown key; did you mean weight?",
+        "rollout.num_generations: Input should be greater than or equal to 2 (got 1)",
+        "learner.learning_rate: Input should be greater than 0 (got -1)",
+        "learner.loss.kind: Input should be 'dapo', 'dr_grpo' or 'grpo' (got 'ppo')",
+    }
+    (foo,) = [line for line in said if line.startswith("foo")]
+    assert foo.startswith("foo: unknown key; known here: checkpoint, cluster, data,")
+    assert len(said) == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("steps", "'steps': an override is written key=value, for example learner.learning_rate=1e-4"),
+        ("--bogus", "'--bogus': an override is written key=value, for example learner.learning_rate=1e-4"),
+        ("rewards.2.weight=1", "rewards.2.weight: '2' must be an index below 2 into a list"),
+        ("rewards.x.weight=1", "rewards.x.weight: 'x' must be an index below 2 into a list"),
+        ("model.path.deep=1", "model.path.deep: model.path is a str, it has no keys"),
+        ("rollout={workers: 1, workers: 2}", "rollout: workers: given twice in one block (line 1)"),
+        ("name=../elsewhere", r"name: String should match pattern"),
+        ("rollout.kv_cache=12 parsecs", "rollout.kv_cache: not a size: '12 parsecs'; write for example 256MiB"),
+        ("learner.lora.rank=17", "learner.lora.rank: Input should be 8, 16, 32, 64, 128 or 256 (got 17)"),
+        ("learner.learning_rate=.nan", "learner.learning_rate: Input should be a finite number (got nan)"),
+    ],
+)
+def test_one_mistake_one_sentence(override: str, sentence: str) -> None:
+    (said,) = refusal(override)
+    assert said.startswith(sentence)
+
+
+def test_rules_between_keys() -> None:
+    assert refusal("steps=3", "epochs=1")[0].startswith("config: steps and epochs are mutually exclusive")
+    assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
+    (said,) = refusal("rollout.in_flight=continue")
+    assert said.startswith("config: rollout.in_flight: continue needs completions that run")
+    for learner in ("learner.mode=lora", "learner.mode=full", "learner.push=merged"):
+        given = [*NEEDED, "rollout.in_flight=continue", "max_staleness=1", learner]
+        assert load(None, given).rollout.in_flight == "continue"
+    (said,) = refusal("learner.push=merged", "model.base=nf4", "cluster.gpus.generator=1")
+    assert said.startswith("config: learner.push: merged weights need a base in 16 or 32 bits")
+    (said,) = refusal("rollout.top_p=0.9")
+    assert said.startswith("rollout.top_p: must be 1.0 (got 0.9): the learner scores the full distribution")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("seed: 1\nmodel: {path: x}\nseed: 2\n", "seed: given twice in one block (line 1)"),
+        ("- a\n- b\n", "must be a mapping of keys, got list"),
+        ("a: [1\n", "not YAML"),
+        ("{[1, 2]: 3}\n", "not YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_configuration(tmp_path: Path, text: str, sentence: str) -> None:
+    (said,) = refusal(path=write(tmp_path, text))
+    assert sentence in said
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "absent.yaml"
+    assert refusal(path=path) == [f"--config {path}: No such file or directory; the ready-made ones are in configs/"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("0.5", 0.5),
+        ("true", True),
+        ("", None),
+        ("null", None),
+        ("[a, 1]", ["a", 1]),
+        ("{a: 1}", {"a": 1}),
+        ("'3'", "3"),
+        ("Solve: {question}", "Solve: {question}"),
+        ("- {question}", "- {question}"),
+        ("End with #### and a number", "End with #### and a number"),  # the rest would be a comment
+        ("#### then", "#### then"),
+        ("2024-01-31", "2024-01-31"),
+        ("{question} = ?", "{question} = ?"),
+    ],
+)
+def test_text_on_the_command_line_stays_as_it_stands(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+# What a file or a command line may hold, tuned to YAML's own signs: brackets, anchors, tags, dates, numbers.
+HOSTILE = st.lists(
+    st.sampled_from(
+        ["[", "]", "{", "}", ":", ",", "&a ", "*a", "!!int ", "!!python/name:os ", "- ", "#", "'", '"', "|\n"]
+    )
+    | st.sampled_from(
+        ["9" * 5000, "2024-99-99", "0x" + "f" * 40, "1e999", ".inf", "1:99:99", "~", "\0", "\ud800", "\n"]
+    )
+    | st.text(max_size=4),
+    max_size=12,
+).map("".join)
+KEYS = st.sampled_from(
+    ["model", "path", "data", "args", "rewards", "0", "use", "rollout", "kv_cache", "steps", "", "²"]
+)
+
+
+def what_is_said(path: str | None, overrides: list[str]) -> str | None:
+    """What is said of a configuration that is refused; any exception but ConfigError goes on to the test."""
+    try:
+        load(path, overrides)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@given(overrides=st.lists(st.tuples(st.lists(KEYS, min_size=1, max_size=4), HOSTILE), max_size=3))
+def test_no_override_ends_in_anything_but_a_sentence(overrides: list[tuple[list[str], str]]) -> None:
+    assert what_is_said(None, [*NEEDED, *(f"{'.'.join(keys)}={value}" for keys, value in overrides)]) != ""
+
+
+@given(text=HOSTILE)
+def test_no_file_ends_in_anything_but_a_sentence(tmp_path_factory: Any, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert what_is_said(str(path), NEEDED) != ""
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("name: \xe9t\xe9\n".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at 6; save it as UTF-8"),
+        (b"steps: " + b"9" * 10_000, "not YAML: Exceeds the limit"),
+        (b"data: " + b"[" * 5000 + b"]" * 5000, "lists and mappings must be nested at most 32 deep"),
+        (b"data: " + b"[" * 40 + b"]" * 40, "lists and mappings must be nested at most 32 deep"),
+        (b"data: {args: &all {again: *all}}", "lists and mappings must be nested at most 32 deep"),
+        (LAUGHS.encode(), "must hold at most 100000 values, aliases counted as often as they are used"),
+        (b"seed: 2024-99-99", "not YAML: month must be in 1..12"),
+        (b'name: "a\\0b"', "text must not hold a null character"),
+        (b"steps: 99999999999999999999", "a whole number must lie within 64 bits"),
+    ],
+)
+def test_a_hostile_file_is_one_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    (said,) = refusal(path=path)
+    assert said.startswith(f"--config {path}: {sentence}")
+
+
+def test_a_wrong_value_is_shown_in_part() -> None:
+    (said,) = refusal(f"steps=[{', '.join(['abc'] * 300)}]")
+    assert len(said) < 160
+    (said,) = refusal("steps=3", "epochs=1")
+    assert "{" not in said  # of a rule between keys, not the whole configuration
+    (said,) = refusal("memory.device=24")
+    assert said == "memory.device: must be a size of at least 1MiB, got 24 bytes; write the unit, for example 24GiB"
+
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kb": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
+def test_sizes(number: int, unit: str, space: str) -> None:
+    assert parse_bytes(f"{number}{space}{unit}") == number * UNITS[unit]
+    assert parse_bytes(f"{number}.5 GiB") == number * 2**30 + 2**29
+
+
+@given(text=st.from_regex(r"[0-9.eE+ -]{1,6}[kKMGiB]{0,3}", fullmatch=True))
+def test_a_size_is_a_number_of_bytes_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        size = parse_bytes(text)
+        assert isinstance(size, int)
+        assert size >= 0
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12)
+WHOLE = st.integers(-(2**63), 2**63)  # what a configuration may hold
+
+
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    rate=st.floats(1e-12, 1e3),
+    prompt=TEXT,
+    args=st.dictionaries(TEXT, TEXT | WHOLE | st.booleans() | st.none(), max_size=3),
+    weight=st.floats(-1e6, 1e6),
+    size=st.none() | st.integers(1, 10**6),
+)
+def test_what_is_written_beside_a_run_is_the_run(tmp_path_factory: Any, **drawn: Any) -> None:
+    given_tree = {
+        "seed": drawn["seed"],
+        "model": {"path": "m"},
+        "data": {"path": "d", "prompt": drawn["prompt"], "args": drawn["args"], "size": drawn["size"]},
+        "rewards": [{"use": "judge", "weight": drawn["weight"]}],
+        "learner": {"learning_rate": drawn["rate"], "token_budget": 4096},
+    }
+    config = RunConfig.model_validate(given_tree)
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(str(path), []) == config
+
+
+LIGHT = """
+import json, sys
+from learner.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+loaded = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "vllm", "ray", "transformers", "datasets"})
+print(json.dumps([code, loaded]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--help"], 0, "  learner.lora.rank = 16  (8 | 16 | 32 | 64 | 128 | 256)\n"),
+        (["model.path=x", "rollouts.workers=2"], 2, "config: rollouts: unknown key; did you mean rollout?\n"),
+    ],
+)
+def test_help_and_refusal_load_nothing_heavy(words: list[str], code: int, text: str) -> None:
+    """Ctrl-C in a slow import is how a first try ends."""
+    ran = subprocess.run([sys.executable, "-c", LIGHT, *words], capture_output=True, text=True, timeout=120)
+    assert json.loads(ran.stdout.splitlines()[-1]) == [code, []]
+    assert text in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,247 @@
+"""--dry-run: everything that config, files and torch's meta device know, all of it at once."""
+
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from learner.config import RunConfig
+from learner.driver.assumed_cards import Cards, parse
+from learner.driver.findings import PreflightError
+from learner.driver.trials import Trial
+from learner.main import main
+from learner.model.model_trial import wrong_with
+from learner.model.weight_files import WeightsError, adapter_weights, model_weights
+from rollout.data import hub
+from tests.tiny import make_adapter, make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("dry") / "tiny")
+
+
+@pytest.fixture
+def model(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to spoil, in a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(source, tmp_path / "tiny"))
+
+
+def config_of(model: Path, /, **changes: Any) -> dict[str, Any]:
+    Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}"}) + "\n" for i in range(20)))
+    Path("mine.py").write_text(
+        "def ok(completions, **columns):\n    return [0.5] * len(completions)\n"
+        "def one(completions, **columns):\n    return [1.0]\n"
+    )
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": "data.jsonl", "eval": {"every": 0}},
+        "rewards": [{"use": "mine.py:ok"}],
+        "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
+        **changes,
+    }
+
+
+def refused(config: dict[str, Any], *words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of the refusal; nothing may be written."""
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["--config", "config.yaml", *words]) == 2
+    assert not Path("runs").exists()
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+
+
+def test_whatever_may_be_a_name_of_the_hub_is_known_before_the_hub_is_asked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def settle(paths: list[str | None]) -> None:
+        asked.extend(paths)
+        raise InterruptedError
+
+    monkeypatch.setattr(hub, "settle", settle)
+    config = config_of(model, learner={"mode": "full", "loss": {"beta": 0.1}})
+    config["model"]["reference"], config["data"]["eval"] = "org/reference", {"path": "org/questions"}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(InterruptedError):
+        main(["--config", "config.yaml"])
+    assert asked == [str(model), "org/reference", "data.jsonl", "org/questions"]
+
+
+def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No check hides another: cards, data, reward, LoRA target, weights, and what vLLM knows."""
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"architectures": ["NobodysForCausalLM"]}))
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-100])
+    wrong = config_of(model, rewards=[{"use": "mine.py:one"}, {"use": "mine.py:two"}])
+    lines = refused(
+        wrong,
+        "--dry-run",
+        "cluster.gpus.learner=1",
+        "learner.lora.targets=[q_prj]",
+        "output_dir=~nosuchuser",
+        capsys=capsys,
+    )
+    said = "\n".join(lines)
+    for pattern in (
+        "output_dir: ~nosuchuser is no folder",
+        "placement: the run needs .* 1 GPU",
+        "model.path: .*model.safetensors must have [0-9]+ bytes by its header, got",
+        "returned 1 values for 2 completions",
+        "mine.py has no function 'two'; functions there: ok, one",
+        "learner.lora.targets: .*got 'q_prj'",
+        "model.path: vLLM has no architecture NobodysForCausalLM",
+    ):
+        assert re.search(f"^error: .*{pattern}", said, flags=re.MULTILINE), (pattern, said)
+    assert len(lines) == 7
+
+
+@pytest.mark.usefixtures("no_trials")
+def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(model, cluster={"gpus": {"generator": 0.5, "learner": 0.5}})
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", "80GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "assumed      1 cards of 80.0 GiB" in out
+    assert "memory: slices on 80.0 GiB: learner " in out
+    assert "device: null" in out  # the configuration itself is as it was given
+    (line,) = refused(config, "--dry-run", "--assume-gpus", "1x1GiB", capsys=capsys)
+    assert re.search("memory.device: .* needs .* GiB", line)
+    (line,) = refused(config, "--dry-run", "--assume-gpus", "80GiB", "rollout.workers=3", capsys=capsys)
+    assert "placement: the run needs" in line
+    (line,) = refused(config, "--dry-run", capsys=capsys)
+    assert "placement: the run needs" in line
+    (line,) = refused(config, "--assume-gpus", "80GiB", capsys=capsys)
+    assert line == "error: --assume-gpus: a run needs the cards themselves; give it with --dry-run"
+    (line,) = refused(config_of(model), "--dry-run", "--assume-gpus", "80GiB", capsys=capsys)
+    assert "--assume-gpus: this configuration runs on CPUs alone" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "cards"), [("80GiB", Cards(1, 80 * 2**30)), ("2x24GB", Cards(2, 24 * 10**9)), (" 1x 1GiB", None)]
+)
+def test_cards(text: str, cards: Cards | None) -> None:
+    if cards is not None:
+        assert parse(text) == cards
+    for wrong in ("", "80", "0x24GiB", "x24GiB", "2x", "2y24GiB", "9999x1GiB"):
+        with pytest.raises(PreflightError, match="^--assume-gpus: "):
+            parse(wrong)
+
+
+def spoil(model: Path, how: str) -> None:
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    if how == "absent":
+        file.unlink()
+    elif how == "pickled":
+        file.rename(model / "pytorch_model.bin")
+    elif how == "lfs":
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n")
+    elif how == "garbage":
+        file.write_bytes(b"\xff" * 1000)
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "cut":
+        file.write_bytes(whole[:-1])
+    elif how == "longer":
+        file.write_bytes(whole + b"\0")
+    elif how == "header":
+        file.write_bytes(struct.pack("<Q", 20) + b'{"a": [[[[[[[[[[[[[[' + whole)
+    else:
+        tensors = load_file(file)
+        file.unlink()
+        names = sorted(tensors)
+        save_file({name: tensors[name] for name in names[::2]}, model / "a.safetensors")
+        save_file({name: tensors[name] for name in names[1::2]}, model / "b.safetensors")
+        where = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(names)}
+        if how == "swapped":
+            where[names[0]] = "b.safetensors"
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        if how == "shard":
+            (model / "b.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("absent", "must hold model.safetensors or model.safetensors.index.json, and has neither"),
+        ("pickled", r"holds pickled weights alone \(pytorch_model.bin\)"),
+        ("lfs", "is a pointer of git-lfs, not the weights; run: git lfs pull"),
+        ("garbage", r"is no safetensors file \(1000 bytes\)"),
+        ("empty", r"is no safetensors file \(0 bytes\)"),
+        ("cut", "must have [0-9]+ bytes by its header, got"),
+        ("longer", "must have [0-9]+ bytes by its header, got"),
+        ("header", "the header of .* is damaged"),
+        ("shard", "names 1 files that are not there, first b.safetensors"),
+        ("swapped", "lies in b.safetensors, and it does not"),
+    ],
+)
+def test_weights_that_are_not_whole(model: Path, how: str, sentence: str) -> None:
+    assert len(model_weights(str(model)) or {}) > 10
+    spoil(model, how)
+    with pytest.raises(WeightsError, match=f"^model.path: .*{sentence}"):
+        model_weights(str(model))
+
+
+def test_weights_in_shards_and_of_the_hub(model: Path) -> None:
+    single = model_weights(str(model))
+    spoil(model, "shards")
+    assert model_weights(str(model)) == single
+    assert model_weights("nobody/nothing") is None
+
+
+def trial_of(folder: Path, /, **changes: Any) -> list[str]:
+    return wrong_with(RunConfig.model_validate(config_of(folder, **changes)))
+
+
+def test_the_learner_s_own_code_on_the_meta_device(model: Path) -> None:
+    weights, content = make_adapter(model, seed=0)
+    adapter = Path("adapter")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    (adapter / "adapter_model.safetensors").write_bytes(weights)
+    with_adapter = {"path": str(model), "dtype": "float32", "adapter": "adapter"}
+    assert trial_of(model) == []
+    assert trial_of(model, model=with_adapter) == []
+    shape = json.loads((model / "config.json").read_text())
+
+    (model / "config.json").write_text(json.dumps(shape | {"intermediate_size": 64}))
+    base, fit = trial_of(model, model=with_adapter)
+    assert re.search("6 tensors of .* have not the shape of its config.json, first model.layers.0.mlp", base)
+    assert re.search("model.adapter: .* weights of adapter have another shape than the model's", fit)
+
+    (model / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 1, "layer_types": None}))
+    (fit,) = trial_of(model, model=with_adapter)
+    assert "model.adapter: adapter has weights that the model has no place for: 14, first" in fit
+
+    (model / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 300}))
+    (kind,) = trial_of(model)
+    assert kind.startswith("model.path: ")
+    assert len(kind.splitlines()) == 1
+
+
+def test_an_adapter_that_is_not_there(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    (line,) = refused(config_of(model), "model.adapter=empty", capsys=capsys)
+    assert "model.adapter" in line
+    with pytest.raises(WeightsError, match=r"^model.adapter: .* which has no adapter_model.safetensors"):
+        adapter_weights("empty", "model.adapter")
+
+
+def test_a_trial_has_a_deadline(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    Path("sleeper.py").write_text("import time\ntime.sleep(600)\n")
+    Path("dies.py").write_text("raise SystemExit('no memory for that')\n")
+    config = RunConfig.model_validate(config_of(model, cluster={"deadlines": {"start": 0.5}}))
+    with pytest.raises(PreflightError, match="sleeper did not come to an end within 0.5 s"):
+        Trial("sleeper", config).finish()
+    config = RunConfig.model_validate(config_of(model))
+    with pytest.raises(PreflightError, match="dies could not try the model: no memory for that"):
+        Trial("dies", config).finish()

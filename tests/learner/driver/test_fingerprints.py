@@ -1,0 +1,97 @@
+"""Fingerprints change with the content and with nothing else, and no reward function runs for them."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import RunConfig
+from learner.driver import fingerprints
+from learner.driver.fingerprints import Fingerprints, fingerprints_of
+from rewards.source import source_of
+
+
+def made(base: Path, *uses: str, rows: Any = ({"a": 1},), **changed: Any) -> Fingerprints:
+    config = RunConfig.model_validate(
+        {"model": {"path": str(base)}, "data": {"path": "d"}, "rewards": [{"use": use} for use in uses or ["format"]]}
+        | changed
+    )
+    return fingerprints_of(config, rows)
+
+
+def test_rows_count_by_content_and_order(tmp_path: Path) -> None:
+    def rows(*rows: dict[str, Any]) -> Any:
+        return made(tmp_path, rows=rows).data["rows"]
+
+    one, two = {"a": 1, "b": ["x", None]}, {"a": 2, "b": []}
+    assert rows(one, two) == rows({"b": ["x", None], "a": 1}, two)
+    assert len({rows(one, two), rows(two, one), rows(one), rows(), rows({"a": "1", "b": ["x", None]}, two)}) == 5
+    assert rows({"a": b"1"}) != rows({"a": b"2"})
+    assert rows({"a": datetime.date(2026, 1, 1)}) != rows({"a": datetime.date(2026, 1, 2)})
+    assert rows({"a": object()}) == rows({"a": object()})  # whose repr differs each time
+
+
+def test_a_large_base_counts_by_size_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprints, "BLOCKS", 8)
+    monkeypatch.setattr(fingerprints, "BLOCK_BYTES", 16)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("of no weight")
+    file, content = tmp_path / "model.safetensors", bytes(range(256)) * 10
+
+    def digest(data: bytes) -> str:
+        file.write_bytes(data)
+        return made(tmp_path).base["model.safetensors"]
+
+    def flipped(place: int) -> bytes:
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+    places = [block * (len(content) - 16) // 7 for block in range(8)]
+    seen = [digest(content), digest(content + b"x"), *(digest(flipped(place)) for place in (0, *places[1:], 2559))]
+    assert len(set(seen)) == 2 + 9
+    assert all(one.startswith("sampled ") for one in seen)
+    assert digest(flipped(20)) == seen[0]  # between two blocks: what the docstring says is not seen
+    assert set(made(tmp_path).base) == {"config.json", "model.safetensors"}
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 10_000)
+    assert digest(flipped(20)) != digest(content)
+
+
+def test_an_adapter_counts_where_the_run_stays_close_to_it(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+    model = {"path": str(base), "adapter": str(adapter)}
+    assert set(made(base, model=model).base) == {"config.json"}
+    assert set(made(base, model=model, learner={"loss": {"beta": 0.1}}).base) == {
+        "config.json",
+        "reference config.json",
+    }
+
+
+def test_a_model_of_the_hub_counts_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    there = str(tmp_path / "models--a--b" / "snapshots" / "0123abc" / "config.json")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: {"a/b": there}.get(name))
+    assert made(Path("a/b")).base == {"revision": "0123abc"}
+
+
+def test_the_source_of_a_reward_function_is_found_without_running_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "mine" / "deep"
+    package.mkdir(parents=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py", package / "score.py", tmp_path / "own.py"):
+        file.write_text("raise SystemExit('was run')\n")
+    assert source_of("mine.deep.score:f") == package / "score.py"
+    assert source_of("own:f") == source_of("own.py:f") == tmp_path / "own.py"
+    assert source_of("number") == Path(__file__).parents[3] / "rewards" / "number.py"
+    assert source_of("nowhere.at.all:f") is source_of("sys:f") is source_of("no.py:f") is None
+    found = made(tmp_path, "own.py:f", "mine.deep.score:f", "math", "reasoning_gym").rewards
+    assert set(found) == {"f of own.py", "f_2 of score.py", "math of math.py", "reasoning_gym of reasoning_gym.py"}
+    assert "math-verify 0." in found["math of math.py"]
+    (tmp_path / "own.py").write_text("def f(): ...\n")
+    assert made(tmp_path, "own.py:f").rewards["f of own.py"] != found["f of own.py"]

@@ -1,0 +1,104 @@
+"""Composition: what the configuration says reaches sampler, engine and learner, each value where it belongs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+from learner.config import RunConfig
+from learner.driver import launch
+from learner.driver.launch import make_trainer, sampling_of, worker_spec
+from learner.driver.memory_budget import Budgets
+from learner.driver.watched_learner import LearnerLost
+from learner.learner_config import LossConfig
+from rollout.producer import group_seed
+from rollout.types import Sampling
+from tests.learner import naive
+from tests.learner.trainers import MAX_LENGTH, TEMPERATURE, advantages_by_hand, distance, gradient, naive_gradient
+
+LOSS = {"kind": "dr_grpo", "ratio": "clip", "advantage": "none"}  # whose constant is max_completion_length
+
+
+def config_of(path: str, adapter: str | None = None) -> RunConfig:
+    """No value is a default, nor equal to another."""
+    return RunConfig.model_validate(
+        {
+            "name": "seeded{seed}",
+            "seed": 3,
+            "max_staleness": 2,
+            "model": {"path": path, "dtype": "float32", "adapter": adapter},
+            "data": {"path": "rg:chain_sum"},
+            "rewards": [{"use": "number"}, {"use": "format", "weight": 0.5}],
+            "rollout": {
+                "num_generations": 6,
+                "max_prompt_length": 40,
+                "max_completion_length": MAX_LENGTH,
+                "temperature": TEMPERATURE,
+                "max_num_seqs": 11,
+                "reward_workers": 2,
+                "reward_memory": "5GiB",
+                "stop": ["\n\n"],
+            },
+            "learner": {"lora": {"rank": 8, "alpha": 16}, "loss": LOSS, "optimizer": {"max_grad_norm": 1e9}},
+        }
+    )
+
+
+def test_each_group_is_sampled_as_configured_with_a_seed_of_its_own() -> None:
+    sampling = sampling_of(config_of("m"))
+    seed = group_seed(3, 7, 1)
+    assert sampling(7, 1) == Sampling(n=6, max_tokens=MAX_LENGTH, temperature=TEMPERATURE, seed=seed)
+    assert len({seed, sampling(1, 7).seed, sampling(7, 2).seed, sampling(8, 1).seed}) == 4
+
+
+def test_a_generator_is_built_from_its_settings() -> None:
+    config = config_of("m")
+    budgets = Budgets(config.learner, 12345, None, "separate", None, "")
+    spec = worker_spec(config, 4, budgets)
+    assert (spec.rank, spec.run_id, spec.rewards) == (4, "seeded3", tuple(config.rewards))
+    assert (spec.reward_workers, spec.reward_memory) == (2, 5 * 2**30)
+    engine = spec.engine
+    assert (engine.model, engine.dtype, engine.stop) == ("m", "float32", ("\n\n",))
+    assert (engine.max_model_len, engine.kv_cache_bytes, engine.max_num_seqs) == (40 + MAX_LENGTH, 12345, 11)
+    assert (engine.max_lora_rank, engine.adapter_window, engine.seed) == (8, 2 + 2, 3 * 1000 + 4)
+
+
+async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the config's whole micro-batch on the card for the first time: a likely moment to be killed."""
+    told: list[tuple[BaseException, int | None]] = []
+
+    async def processes(*_: Any) -> Any:
+        raise LearnerLost("learner: process died during rehearse")
+
+    async def beside(work: Any) -> Any:
+        return await work
+
+    class Allowed:
+        prepared = None
+
+        def after(self, error: BaseException, saved: int | None) -> bool:
+            told.append((error, saved))
+            return len(told) == 1
+
+    monkeypatch.setattr(launch, "_processes", processes)
+    session, progress = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside)), SimpleNamespace(note=print)
+    arguments = cast(Any, (Allowed(), session, progress, asyncio.Event()))
+    assert await launch._attempt(*arguments) is None
+    assert [(type(error), saved) for error, saved in told] == [(LearnerLost, None)]
+    with pytest.raises(LearnerLost):
+        await launch._attempt(*arguments)
+
+
+async def test_the_learner_scores_at_the_samplers_temperature_and_divides_by_the_longest_completion(
+    tiny_path: str, adapter_path: str, groups: list[pa.Table]
+) -> None:
+    """Of rows that were sampled at TEMPERATURE; either value wrong is another gradient."""
+    trainer: Any = make_trainer(config_of(tiny_path, adapter_path), 10, None)
+    found = await gradient(trainer, groups)
+    model = naive.load(tiny_path, adapter_path)
+    wanted = naive_gradient(model, None, groups, LossConfig.model_validate(LOSS), advantages_by_hand("none"))
+    assert distance(found, wanted) < 2e-5

@@ -1,0 +1,213 @@
+"""The whole loop without a model: the real Loop, Producers and pipes, between a fake engine and a fake trainer."""
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.actor import ActorDied, Local
+from learner.driver import checkpoint
+from rollout import ledger
+from rollout.schema import ragged
+from rollout.weight_sync import DeliveryError
+from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines
+
+
+async def test_synchronous_training_takes_each_position_in_order_from_the_newest_policy(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(), 5, pace_s=1e-4))
+    assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in written if "eval/accuracy" in line] == [0, 2, 4, 5]
+    assert [line["policy/staleness_max"] for line in written[1:]] == [0.0] * 5
+    assert [line["loss/total"] for line in written[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert written[-1]["buffer/dropped_stale"] == 0
+    told = ("time/push_load", "time/push_probe", "memory/generator_peak", "time/push_export", "time/push_learner_probe")
+    assert [[line[key] for key in told] for line in written[1:]] == [[2.0, 3.0, 1.0, 4.0, 5.0]] * 5
+    saved = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-000002", "step-000004", "step-000005"]
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == "5"
+
+
+async def test_asynchronous_training_overlaps_and_keeps_its_bound(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(max_staleness=2), 12, pace_s=1e-3, trainer_s=4e-3))
+    written = lines(tmp_path)[1:]
+    assert max(line["policy/staleness_max"] for line in written) == 2  # the room is used, and not more
+    assert sum(line["time/overlap"] for line in written) > 0
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 12 * PER_STEP
+    assert max(positions) < (12 + 3) * PER_STEP  # nothing was left behind but what is in flight
+
+
+async def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 100, pace_s=1e-3)
+    running = asyncio.create_task(finish(loop))
+    while loop.step < 3:
+        await asyncio.sleep(1e-3)
+    loop.stop.set()
+    await running
+    newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
+    assert not skipped
+    total = loop.step + 4
+    assert total < 100
+
+    resumed = build(tmp_path, configure(), total, resume_step=loop.step)
+    await finish(resumed, newest)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(total + 1))
+    assert list(itertools.chain(*consumed(tmp_path))) == list(range(total * PER_STEP))
+    assert [e.step for e in resumed.evaluations] == [0, *range(2, total, 2), total]
+
+
+async def test_a_checkpoint_between_groups_that_overtook_each_other_loses_and_repeats_none(tmp_path: Path) -> None:
+    never = {"path": "fake", "eval": {"every": 0}}  # meanwhile all groups would be done
+    config = configure(max_staleness=2, checkpoint={"every": 1, "keep": 99}, data=never)
+    await finish(build(tmp_path, config, 8, pace_s=4e-3, trainer_s=1e-3))
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    states = {folder: json.loads((folder / "state.json").read_text()) for folder in folders}
+    gaps = [folder for folder in folders if states[folder]["cursor"]["done"]]
+    resume_from = gaps[len(gaps) // 2]  # some positions above the first one that is not done are done
+    resumed = build(tmp_path, config, 12, resume_step=states[resume_from]["step"], pace_s=4e-3, trainer_s=1e-3)
+    await finish(resumed, resume_from)
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 12 * PER_STEP
+    assert {*range(resumed.pipes.cursor.low), *resumed.pipes.cursor.state()["done"]} == set(positions)
+
+
+async def test_steps_that_a_kill_undid_are_taken_again_alike(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(), 5))
+    before = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
+    resumed = build(tmp_path, configure(), 6, resume_step=2)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
+    await finish(resumed, tmp_path / "checkpoints" / "step-000002")
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    after = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
+    assert len(after) == 6
+    for old, new in zip(before, after, strict=False):
+        assert old.drop_columns("created_at").equals(new.drop_columns("created_at"))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_dynamic_sampling_trains_on_signal_only_and_counts_each_problem_once(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    loop = build(tmp_path, configure(rollout={"dynamic_sampling": True}, max_staleness=max_staleness), 4, pace_s=1e-4)
+    await finish(loop)
+    learned = loop.trainer._object.learned  # type: ignore[attr-defined]
+    assert [len(groups) for groups in learned] == [PER_STEP] * 4
+    assert all(len(set(group.column("reward").to_pylist())) > 1 for groups in learned for group in groups)
+    refilled = sum(line["rollout/refilled_groups"] for line in lines(tmp_path)[1:])
+    assert refilled > 0
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 4 * PER_STEP + refilled
+    assert {*range(loop.pipes.cursor.low), *loop.pipes.cursor.state()["done"]} == set(positions)
+
+
+@pytest.mark.parametrize("dynamic_sampling", [False, True])
+async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_of_any_run(
+    tmp_path: Path, dynamic_sampling: bool
+) -> None:
+    steps = -(-PROBLEMS // PER_STEP)  # without any replaced
+    config = configure(epochs=1.0, rollout={"dynamic_sampling": dynamic_sampling})
+    loop = build(tmp_path, config, steps, pace_s=1e-4)
+    await finish(loop)
+    assert loop.step < steps if dynamic_sampling else loop.step == steps
+    positions = sorted(itertools.chain(*consumed(tmp_path)))
+    assert positions == list(range(len(positions)))
+    last = sum(len(step) for step in consumed(tmp_path)[:-1])
+    assert last < PROBLEMS <= len(positions)  # each once, and no step after that
+    assert "eval/accuracy" in lines(tmp_path)[-1]
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
+
+
+async def test_over_sampling_leaves_stragglers_behind_and_goes_on_with_them(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(rollout={"oversample": 2}), 6, pace_s=2e-3)  # every fourth problem is slow
+    await finish(loop)
+    written = lines(tmp_path)[1:]
+    assert 0 < written[-1]["rollout/early_stopped"] <= 6 * 2
+    assert [line["policy/too_old_fraction"] for line in written] == [0] * 6  # those of earlier policies count, too
+    assert loop.trainer._object.oldest == [step - 4 for step in range(6)]  # type: ignore[attr-defined]
+    steps = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
+    begun = [sum((own < own.max()).sum() for own in ragged(rows, "token_versions")) for rows in steps]
+    assert 0 < sum(begun) <= written[-1]["rollout/resumed_tokens"]
+    assert 0 < written[-1]["rollout/resumed"] <= 2 * written[-1]["rollout/early_stopped"]  # 2 completions a group
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    assert len(set(positions)) == len(positions) == 6 * PER_STEP
+    assert loop.pipes.buffer.in_use <= loop.pipes.buffer.slots == PER_STEP + 2
+
+
+async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works(tmp_path: Path) -> None:
+    """The engines refuse to sleep while a call runs, and to generate or take a policy while they sleep."""
+    workers = [Local(f"generator-{rank}", Worker, [1e-4, None]) for rank in range(2)]
+    loop = build(tmp_path, configure(), 5, workers=workers, alternating=True)
+    trainer, engines = loop.trainer._object, [worker._object.engine for worker in workers]  # type: ignore[attr-defined]
+    trainer.holds_the_card = lambda: all(engine._asleep for engine in engines)
+    for worker in workers:  # as learner.driver.launch starts them
+        await worker.call("sleep", deadline_s=1)
+    await finish(loop)
+    assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
+    assert trainer.cached == 0
+    assert not any(engine._asleep for engine in engines)
+
+
+async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(guard={"steps": 2}), 100, mismatch_k3=0.02)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(loop)
+    assert "step 5: policy/mismatch_k3: must be at most guard.mismatch_k3=0.01" in str(first(caught.value))
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / "step-000005"
+
+
+async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -> None:
+    workers = [Local("generator-0", Worker, [0.0, None]), Local("generator-1", Worker, [0.0, 3])]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, configure(), 6, workers=workers))
+    error = first(caught.value)
+    assert isinstance(error, DeliveryError)
+    assert str(error).startswith("generator-1: acknowledged v3, but its engine computes with other tensors")
+    assert len(consumed(tmp_path)) == 3  # nothing was learned after that
+
+
+async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that takes its time to end would write to a trace that is closed by then."""
+    workers = [Local("generator-0", Worker, [0.0, None]), Local("generator-1", Worker, [0.0, 1])]
+    loop = build(tmp_path, configure(), 6, workers=workers)
+    take, ended = loop.pipes.buffer.take, list[bool]()
+
+    async def slow_to_end(*how: Any) -> Any:
+        if loop.step == 0:
+            return await take(*how)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    monkeypatch.setattr(loop.pipes.buffer, "take", slow_to_end)
+    with pytest.raises(BaseExceptionGroup):
+        await finish(loop)
+    assert ended == [True]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class Stuck(Local):
+    """Dies of the second policy, and never comes back."""
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        if method == "take_policy" and args[0].value.version == 1:
+            raise ActorDied(self.name)
+        return await super().call(method, *args, deadline_s=deadline_s)
+
+    async def revive(self, deadline_s: float) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_late_acknowledgement_ends_the_wait_for_groups(tmp_path: Path) -> None:
+    config = configure(cluster={"deadlines": {"push": 0.1, "start": 0.1, "group": 250}})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, config, 6, workers=[Stuck("generator-0", Worker, [0.0, None])]))
+    assert "adapter v1 not acknowledged after 0.2 s by generator-0 (holds v0)" in str(first(caught.value))

@@ -1,0 +1,208 @@
+"""memory: of a run -> budgets: what is asked for stays, what is auto is planned, what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.memory import learner as learner_memory
+from cluster.memory.generator import asleep
+from cluster.memory.plan import BETWEEN, USABLE
+from cluster.memory.shape import SHAPES, Shape
+from learner.config import RunConfig
+from learner.driver.launch import worker_spec
+from learner.driver.memory_budget import DEFAULT_KV, MemoryPlanError, PlanFile, settle
+
+GIB = 2**30
+BERT = {"model_type": "bert"}
+
+
+def run(name: str = "Llama-3.2-3B", **changes: Any) -> tuple[RunConfig, dict[str, Any]]:
+    tree = {
+        "model": {"path": name}, "data": {"path": "x"}, "rewards": [{"use": "format"}],
+        "cluster": {"gpus": {"generator": 0.5, "learner": 0.5}},
+        "rollout": {"kv_cache": "auto", "max_completion_length": 786},
+    }  # fmt: skip
+    return RunConfig.model_validate(tree | changes), SHAPES[name].to_config()
+
+
+def test_two_slices_share_a_card_within_its_bytes() -> None:
+    config, model = run(memory={"device": "16GiB"})
+    budgets = settle(config, model)
+    assert budgets.plan is not None
+    assert budgets.plan.layout == "slices"
+    assert budgets.learner_bytes is not None
+    together = budgets.learner_bytes + learner_memory.CONTEXT + budgets.plan.generator_bytes
+    assert together == pytest.approx(USABLE * 16 * GIB)
+    assert budgets.plan.learner_bytes - learner_memory.CONTEXT <= budgets.learner_bytes
+    assert budgets.learner.checkpointing != "auto"
+    assert isinstance(budgets.learner.token_budget, int)
+    assert budgets.kv_cache == budgets.plan.kv_bytes
+
+
+def test_a_card_for_each_role() -> None:
+    config, model = run(memory={"device": "16GiB"}, cluster={"gpus": {"generator": 1, "learner": 1}})
+    budgets = settle(config, model)
+    assert budgets.plan is not None
+    assert budgets.plan.layout == "separate"
+    assert budgets.learner_bytes == round(USABLE * 16 * GIB) - learner_memory.CONTEXT
+    assert budgets.kv_cache > GIB
+
+
+def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
+    fixed: dict[str, Any] = {
+        "rollout": {"kv_cache": "2GiB", "max_completion_length": 786},
+        "learner": {"checkpointing": "none", "token_budget": 4096},
+    }
+    config, shape = run(memory={"device": "24GiB"}, **fixed)
+    budgets = settle(config, shape)
+    found = budgets.plan
+    assert found is not None
+    assert budgets.alternating
+    # While it trains the learner may have all that a sleeping engine leaves, and between two steps the engine fits.
+    sleeping = learner_memory.total(asleep(found.generator))
+    assert budgets.learner_bytes == round(USABLE * 24 * GIB) - sleeping - learner_memory.CONTEXT
+    assert found.learner_bytes + sleeping <= USABLE * 24 * GIB
+    between = sum(found.learner[name] for name in BETWEEN)
+    assert between + found.generator_bytes <= USABLE * 24 * GIB < found.learner_bytes + found.generator_bytes
+    with pytest.raises(MemoryPlanError, match="needs"):
+        settle(run(memory={"device": "24GiB"}, max_staleness=1, **fixed)[0], shape)
+
+    asked = run(memory={"layout": "alternating"})
+    assert settle(*asked).alternating  # without limits, too
+    assert settle(asked[0], BERT).alternating
+    assert not settle(*run()).alternating
+    for settled in (settle(*asked), settle(*run())):
+        assert worker_spec(config, 0, settled).engine.sleeps == settled.alternating
+
+
+def test_generators_on_a_card_are_counted_as_they_are_placed() -> None:
+    """The learner's card has room for one; the two others of three share the next."""
+    for workers, most in ((2, 1), (3, 2)):
+        config, model = run(memory={"device": "80GiB"}, rollout={"workers": workers})
+        found = settle(config, model).plan
+        assert found is not None
+        assert found.generators == most
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("auto", 112), ("fp8", 56)])
+def test_a_cache_that_holds_no_sequence_is_refused(dtype: str, width: int) -> None:
+    """1042 tokens are 66 blocks of 16, and vLLM keeps one: 67 x 16 tokens x 112 KiB in bfloat16."""
+    needed = 67 * 16 * width * 2**10
+    for size, fits in ((needed, True), (needed - 1, False)):
+        rollout = {"kv_cache": size, "kv_cache_dtype": dtype, "max_completion_length": 786}
+        config, model = run(rollout=rollout)
+        if fits:
+            assert settle(config, model).plan.sequences == 1  # type: ignore[union-attr]
+        else:
+            with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache: must hold one sequence of 1042 tokens"):
+                settle(config, model)
+
+
+def test_an_fp8_cache_on_a_cpu_wants_heads_that_its_kernel_takes() -> None:
+    config, _ = run(cluster={}, rollout={"kv_cache": "1GiB", "kv_cache_dtype": "fp8"})
+    narrow, wide = (Shape("x", "llama", 160, 288, 3, 2, 2, width, 310, tied=True).to_config() for width in (80, 96))
+    with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache_dtype: fp8 on a CPU .* got 80"):
+        settle(config, narrow)
+    settle(config, wide)
+
+
+def test_roles_on_a_card_and_on_a_cpu_have_no_common_budget() -> None:
+    config, model = run(memory={"device": "16GiB"}, cluster={"gpus": {"generator": 1, "learner": 0}})
+    with pytest.raises(MemoryPlanError, match="share no memory"):
+        settle(config, model)
+
+
+def test_on_a_cpu_a_role_is_a_process() -> None:
+    """As measured with configs/local_cpu.yaml: 863 MB at full length, 1130 after 30 steps."""
+    config, _ = run(cluster={}, memory={"device": "3GiB"}, model={"path": "x", "dtype": "float32"})
+    shape = Shape("tiny-arithmetic", "llama", 96, 288, 3, 3, 3, 32, 310, tied=True)
+    rollout = config.rollout.model_copy(
+        update={"max_prompt_length": 64, "max_completion_length": 64, "kv_cache": 64 * 2**20}
+    )
+    found = settle(config.model_copy(update={"rollout": rollout}), shape.to_config()).plan
+    assert found is not None
+    assert found.learner_bytes == pytest.approx(863e6, rel=0.1)
+    assert found.generator_bytes == pytest.approx(1130e6, rel=0.1)
+    assert found.token_budget == 8 * (64 + 8 * 63)  # a step has no more
+    assert "graphs" not in found.generator
+
+
+def test_merged_weights_are_counted_where_they_lie() -> None:
+    tiny = Shape("tiny", "llama", 8, 16, 2, 2, 1, 4, 100, tied=True).to_config()  # widths: q 8, k and v 4
+    merged = {"push": "merged", "lora": {"targets": ["q_proj", "v_proj"]}}
+    attention, ffn, norms = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 2 * 8
+    for learner, sent in ((merged, 2 * attention), ({"mode": "full"}, 2 * (attention + ffn + norms) + 8 + 100 * 8)):
+        config, _ = run(cluster={}, model={"path": "x", "dtype": "float32"}, learner=learner)
+        found = settle(config, tiny).plan
+        assert found is not None
+        assert (found.learner["push"], found.generator["push"]) == (3 * 4 * sent, 2 * 4 * sent)
+    config, model = run(memory={"device": "24GiB"}, learner=merged)
+    budgets = settle(config, model)
+    assert budgets.plan is not None
+    assert budgets.plan.generator["lora_slots"] == 0
+    assert "push" not in budgets.plan.generator | budgets.plan.learner  # of the host's memory
+    assert worker_spec(config, 0, budgets).engine.max_lora_rank == 0
+
+
+def test_what_is_given_stays() -> None:
+    learner = {"checkpointing": "full", "token_budget": 2048}
+    sizes = {"device": "24GiB", "learner": "9GiB"}
+    config, model = run(memory=sizes, learner=learner, rollout={"kv_cache": "1GiB"})
+    budgets = settle(config, model)
+    assert (budgets.learner.checkpointing, budgets.learner.token_budget) == ("full", 2048)
+    assert (budgets.kv_cache, budgets.learner_bytes) == (GIB, 9 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"memory": {"device": "12GiB"}}, "needs .*model.base=nf4"),
+        ({"memory": {"device": "16GiB", "learner": "5GiB"}}, "memory.learner"),
+        ({"memory": {"layout": "alternating"}, "max_staleness": 1}, "max_staleness: must be 0 .*sleeps.*got 1"),
+        ({"memory": {"layout": "alternating"}, "cluster": {"gpus": {"generator": 1, "learner": 1}}}, "one CUDA card"),
+        ({"memory": {"device": "8GiB", "layout": "alternating"}, "cluster": {}}, "one CUDA card"),
+        ({"memory": {"device": "16GiB", "layout": "separate"}}, "separate needs a card for each"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(MemoryPlanError, match=pattern):
+        settle(*run(**changes))
+
+
+def test_without_a_device_nothing_is_limited() -> None:
+    config, model = run()
+    budgets = settle(config, model)
+    assert (budgets.learner_bytes, budgets.kv_cache) == (None, DEFAULT_KV)
+    assert budgets.learner == config.learner
+    assert "no limit" in budgets.note
+    assert settle(config, BERT).plan is None
+    with pytest.raises(MemoryPlanError, match="bert"):
+        settle(run(memory={"device": "16GiB"})[0], BERT)
+
+
+def test_the_file_holds_plan_and_measure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    budgets = settle(*run(memory={"device": "16GiB"}))
+    assert budgets.plan is not None
+    file = PlanFile(tmp_path, budgets)
+    file.measure({"memory/learner_peak": 5e9, "memory/generator_peak": 1e9})
+    file.measure({"memory/learner_peak": 4e9, "memory/generator_peak": 0.5e9})
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["learner"]["measured"] == 5e9
+    assert content["generator"]["measured"] == 1e9
+    assert content["learner"]["planned"] == budgets.plan.learner_bytes == sum(content["learner"]["parts"].values())
+    assert caplog.records == []
+    with caplog.at_level(logging.WARNING):
+        for share in (0.92, 0.94):
+            file.measure({"memory/generator_peak": share * budgets.plan.generator_room})
+    assert len(caplog.records) == 1
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.json'"):
+        PlanFile(tmp_path, settle(*run(memory={"device": "16GiB"})))

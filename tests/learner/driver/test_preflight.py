@@ -1,0 +1,116 @@
+"""What is wrong with a run's inputs: one clear line each, exit code 2, nothing written, nothing expensive started."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from learner.main import main
+from tests.learner.checkpoints import commit
+from tests.tiny import make_tiny_model
+
+REWARD = "def ok(prompts, completions, **columns):\n    return [0.5] * len(completions)\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("preflight") / "tiny")
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A configuration that is in order, in a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_rewards.py").write_text(REWARD)
+    Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}", "answer": i}) + "\n" for i in range(30)))
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": "data.jsonl"},
+        "rewards": [{"use": "my_rewards.py:ok"}],
+        "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
+    }
+
+
+def check(config: dict[str, Any], *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    code = main(["--config", "config.yaml", *words])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(
+    config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = check(config, "--dry-run", "rollout.workers=2", capsys=capsys)
+    assert code == 0
+    assert "generator-1: 1 CPU, 0 GPU" in out
+    assert "27 to train on, 3 held out" in out
+    assert "learning_rate: 2.0e-05" in out
+    assert "memory.device is null, so no limit is applied" in out
+    assert not Path("runs").exists()
+
+
+WRONG = {
+    "missing model": (["model.path=/no/such/model"], "model.path: folder must exist, got /no/such/model"),
+    "missing column": (["data.prompt=questoin"], "questoin.*question"),
+    "missing data": (["data.path=nothing.jsonl"], "nothing.jsonl"),
+    "reward file that does not import": (["rewards=[{use: 'broken.py:ok'}]"], "broken.py.*no_such_module"),
+    "reward that is not there": (["rewards=[{use: formt}]"], "formt.*format"),
+    "reward that raises": (["rewards=[{use: 'raises.py:ok'}]"], "KeyError.*gold"),
+    "empty data": (["data.path=empty.jsonl"], "empty"),
+    "prompts that are too long": (["rollout.max_prompt_length=8"], "max_prompt_length.*30 of 30.*data-0, data-1"),
+    "context that is too short": (["rollout.max_completion_length=4000"], "context of 512"),
+    "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
+    "judge that is not there": (["data.eval.judge=truth"], "data.eval.judge: must be one of ok, got truth"),
+    "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .* 1 GPU"),
+    "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
+    "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
+    "judge named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
+    "reference that is no model": (
+        ["learner.mode=full", "learner.loss.beta=0.1", "model.reference=."],
+        "model.reference: must be a model's folder or hub name, got .*; give another, or null",
+    ),
+    "checkpoint that is not there": (["resume=runs/run/checkpoints/step-000007"], "resume: .*not there"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line(case: str, config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, pattern = WRONG[case]
+    Path("broken.py").write_text("import no_such_module\n")
+    Path("raises.py").write_text("def ok(prompts, completions, **columns):\n    return columns['gold']\n")
+    Path("empty.jsonl").write_text("")
+    before = set(Path().rglob("*"))
+    code, _, err = check(config, *overrides, capsys=capsys)
+    assert code == 2
+    (line,) = [line for line in err.splitlines() if line.startswith(("error: ", "config: "))]
+    assert re.search(pattern, line), line
+    left = {p for p in set(Path().rglob("*")) - before if "__pycache__" not in p.parts}
+    assert left == {Path("config.yaml")}
+
+
+def test_a_vocabulary_that_does_not_fit(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    small = Path("small")
+    make_tiny_model(small)
+    shape = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(shape | {"vocab_size": 200}))
+    code, _, err = check(config, "model.path=small", capsys=capsys)
+    assert code == 2
+    assert "vocab_size 200" in err
+
+
+def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[str, Any]) -> None:
+    from learner.driver.config_io import load
+    from learner.driver.preflight import prepare
+
+    Path("config.yaml").write_text(yaml.safe_dump(config))  # 27 problems, 8 a step
+    assert [prepare(load("config.yaml", [f"epochs={n}"])).total_steps for n in (0.1, 1, 2)] == [1, 4, 7]
+    for low, done, total in ((20, [22, 24], 4), (20, [*range(21, 28)], 3)):  # groups were replaced
+        same = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"])).config
+        state = json.dumps({"cursor": {"low": low, "done": done}})
+        commit(same.run_dir / "checkpoints", 3, {"config.json": same.model_dump_json(), "state.json": state})
+        prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
+        assert (prepared.finished_steps, prepared.total_steps) == (3, total)

@@ -1,0 +1,86 @@
+"""Models and adapters that cannot be trained are refused before anything starts, in one line; nothing is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.learner.test_preflight import check, config, model
+
+from tests.tiny import make_adapter
+
+__all__ = ["config", "model"]  # fixtures
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, model: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    payload, content = make_adapter(model, seed=1, targets=["q_proj", "v_proj"])
+    (folder / "adapter_model.safetensors").write_bytes(payload)
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_settings_that_are_left_open_follow_the_adapter(
+    config: dict[str, Any], adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = check(config, "--dry-run", f"model.adapter={adapter}", "learner.lora.alpha=16", capsys=capsys)
+    assert code == 0
+    assert "learner.lora follows model.adapter: rank 8, targets ['q_proj', 'v_proj']" in out
+    assert "rank: 8" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({}, ["learner.lora.rank=16"], "model.adapter: r of .* must be 16 as learner.lora.rank says, got 8"),
+        ({"init_lora_weights": "pissa"}, [], "model.adapter: init_lora_weights of .* must not be set, got 'pissa'"),
+    ],
+)
+def test_an_adapter_that_contradicts_the_settings_is_refused(
+    config: dict[str, Any],
+    adapter: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+    words: list[str],
+    message: str,
+) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    code, _, err = check(config, f"model.adapter={adapter}", *words, capsys=capsys)
+    assert code == 2
+    assert re.search(message, err)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": {"hidden_size": 8}}, "model.path: .* takes vision beside text; give the text-only model"),
+        ({"original_max_position_embeddings": 64, "rope_scaling": {"rope_type": "longrope"}}, "at most 64 .* got 80"),
+    ],
+)
+def test_a_model_that_is_not_trained_here_is_refused(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(config["model"]["path"], tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    content = json.loads(file.read_text())
+    content.pop("rope_parameters", None)
+    file.write_text(json.dumps(content | change))
+    code, _, err = check(config, f"model.path={tmp_path / 'model'}", capsys=capsys)
+    assert code == 2
+    assert re.search(message, err)
+    assert not Path("runs").exists()
+
+
+def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("adapter", "reference"):
+        code, _, err = check(config, f"model.{name}=/nope", "learner.loss.beta=0.1", capsys=capsys)
+        assert code == 2
+        assert f"model.{name}: must be a folder with an adapter_config.json, got /nope" in err

@@ -1,0 +1,197 @@
+"""What a run saves is what it goes on from and what it publishes, wherever it was cut off, wherever its parts are."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.actor import Local
+from cluster.files import Digest
+from learner.driver import checkpoint, run_checkpoints
+from learner.driver.evaluate import Evaluation
+from learner.driver.fingerprints import Fingerprints
+from learner.driver.publishing import publish
+from tests.learner.loops import Trainer, build, configure, finish, first
+
+
+async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_needs(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 5)
+    trainer, saved = loop.trainer._object, []  # type: ignore[attr-defined]
+    save, trainer.save = trainer.save, lambda folder: saved.append(trainer.version) or save(folder)
+    loop.pipes.buffer.dropped_stale = 7
+    await finish(loop)
+    assert saved == [2, 4, 5]
+    folder = tmp_path / "checkpoints" / "step-000005"
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    trained = {"trainer/adapter_config.json", "trainer/adapter_model.safetensors"}
+    assert found == trained | {"config.json", "inputs.json", "manifest.json", "state.json"}
+    assert Fingerprints.from_json((folder / "inputs.json").read_text()) == Fingerprints({}, {}, {})
+
+    fresh = build(tmp_path, configure(), 9, resume_step=5)
+    assert await fresh.checkpoints.load(folder) == (5, loop.evaluations)
+    assert fresh.checkpoints.saved == 5
+    assert fresh.pipes.buffer.dropped_stale == 7
+    assert fresh.pipes.cursor.state() == loop.pipes.cursor.state()
+    assert fresh.trainer._object.version == 5  # type: ignore[attr-defined]
+
+
+class Asked(Local):
+    """Notes what is asked of the learner, and for how long at most."""
+
+    def __init__(self) -> None:
+        super().__init__("learner", Trainer, [0.0, 0.0])
+        self.asked: list[tuple[str, float]] = []
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        self.asked.append((method, deadline_s))
+        return await super().call(method, *args, deadline_s=deadline_s)
+
+
+async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:
+    config = configure(cluster={"deadlines": {"step": 41, "push": 42}})
+    inputs = Fingerprints({"rows": "a"}, {"judge": "b"}, {"model": "c"})
+    evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(4, {}, [])]
+    learner, loop = Asked(), build(tmp_path, config, 6)
+    checkpoints = run_checkpoints.RunCheckpoints(config, inputs, learner, loop.pipes, loop.sinks)
+    assert checkpoints.saved is None
+    await checkpoints.check_shared()
+    await checkpoints.save(4, evaluations)
+    folder = tmp_path / "checkpoints" / "step-000004"
+    assert checkpoints.saved == 4
+    assert await checkpoints.load(folder) == (4, evaluations)
+    assert learner.asked == [("sees", 42), ("save", 41), ("load", 41)]
+    assert json.loads((folder / "config.json").read_text()) == config.model_dump(mode="json")
+    assert Fingerprints.from_json((folder / "inputs.json").read_text()) == inputs
+    loop.sinks.timeline.close()
+    span = json.loads((tmp_path / "timeline.json").read_text())[0]
+    assert (span["name"], span["tid"], span["args"]) == ("checkpoint", "loop", {"step": 4})
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+async def test_what_is_published_is_what_the_mode_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    published: list[tuple[Path, Path, bool]] = []
+
+    def note(folder: Path, run_dir: Path, *, whole_model: bool) -> None:
+        published.append((folder, run_dir, whole_model))
+
+    monkeypatch.setattr(run_checkpoints, "publish", note)
+    await build(tmp_path, configure(learner={"groups_per_step": 2, "mode": mode}), 6).checkpoints.save(2, [])
+    assert published == [(tmp_path / "checkpoints" / "step-000002", tmp_path, mode == "full")]
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing after it runs."""
+
+
+async def test_a_kill_between_commit_and_publication_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_at_4(folder: Path, run_dir: Path, **how: Any) -> Path | None:
+        if folder.name == "step-000004":
+            raise Killed
+        return publish(folder, run_dir, **how)
+
+    monkeypatch.setattr(run_checkpoints, "publish", kill_at_4)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, configure(), 6))
+    assert isinstance(first(caught.value), Killed)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert weights.read_text() == "2"
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / "step-000004"
+    publish(newest, tmp_path, whole_model=False)  # as learner.driver.launch does at the next start
+    assert weights.read_text() == "4"
+
+
+class Elsewhere(Trainer):
+    """The learner on another node, whose disk has a folder of the same name."""
+
+    def __init__(self, disk: Path, sees: bool) -> None:
+        super().__init__(0.0, 0.0)
+        self.disk, self.sees_it = disk, sees
+
+    async def sees(self, file: Path) -> bool:
+        return self.sees_it
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        self.disk.mkdir(exist_ok=True)
+        return await super().save(self.disk / folder.parent.name)
+
+
+@pytest.mark.parametrize(("sees", "trained"), [(False, 0), (True, 2)], ids=["at the start", "at a checkpoint"])
+async def test_a_learner_whose_folder_is_elsewhere_is_refused_and_nothing_is_sealed(
+    tmp_path: Path, sees: bool, trained: int
+) -> None:
+    """By the first look; and where the folder went away later, by the digests of the first checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    loop = build(folder, configure(), 6)
+    learner = Local("learner", Elsewhere, [tmp_path / "other", sees])
+    loop.trainer = learner
+    loop.checkpoints = run_checkpoints.RunCheckpoints(
+        loop.config, Fingerprints({}, {}, {}), learner, loop.pipes, loop.sinks
+    )
+    with pytest.raises((BaseExceptionGroup, checkpoint.CheckpointError)) as caught:
+        await finish(loop)
+    sentence = str(first(caught.value))
+    assert sentence.startswith("output_dir: must be a folder that the learner's node and the driver's share")
+    assert str(folder) in sentence
+    assert loop.step == trained
+    assert not list(folder.glob("checkpoints/*"))
+    assert not (folder / "adapter").exists()
+    assert not list(folder.glob(".seen-*"))
+
+
+async def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    loop = build(folder, configure(checkpoint={"every": 100}), 100, pace_s=1e-3)
+    running = asyncio.create_task(finish(loop))
+    while loop.step < 3:
+        await asyncio.sleep(1e-3)
+    shutil.rmtree(folder, ignore_errors=True)  # the run may write into it meanwhile
+    if folder.exists():
+        folder.rename(tmp_path / "away")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await running
+    assert str(first(caught.value)).startswith(f"{folder}: the run folder was deleted or replaced while")
+
+
+async def test_a_disk_that_is_full_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, write = build(tmp_path, configure(), 2), Path.write_text
+
+    def full(path: Path, text: str, *args: Any) -> int:
+        if path.name == "state.json":
+            path.symlink_to("/dev/full")
+        return write(path, text, *args)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(loop)
+    assert "[Errno 28] No space left on device: '" in str(first(caught.value))
+    assert f"{tmp_path}/checkpoints" in str(first(caught.value))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+async def test_the_learner_names_the_folder_of_a_full_disk(tiny_path: str, tmp_path: Path) -> None:
+    from tests.learner.trainers import make_trainer  # here: torch is slow to import
+
+    (tmp_path / "trainer.pt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"{tmp_path}: the learner cannot write .* with \d+ MiB free there: "):
+        await make_trainer(tiny_path).save(tmp_path)
+
+
+async def test_the_learner_says_what_it_wrote_and_its_checkpoint_is_an_adapter(tiny_path: str, tmp_path: Path) -> None:
+    from tests.learner.trainers import make_trainer
+
+    async with checkpoint.commit(tmp_path, 1, keep=1, written=(written := {})) as folder:
+        told = await make_trainer(tiny_path).save(folder / "trainer")
+        written |= {f"trainer/{name}": digest for name, digest in told.items()}
+    sealed = json.loads((tmp_path / "step-000001" / "manifest.json").read_text())["files"]
+    assert sealed == written
+    assert set(told) == {"adapter_config.json", "adapter_model.safetensors", "trainer.pt"}

@@ -1,0 +1,93 @@
+"""One writer per run folder: who comes second is told who is first, and a killed one leaves nothing in the way."""
+
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner.driver import run_lock
+
+HOLD = """
+import pathlib, sys, time
+from learner import run_lock
+with run_lock.held(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+RACE = """
+import pathlib, sys
+from learner import run_lock
+folder, inside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+for _ in range(200):
+    try:
+        with run_lock.held(folder):
+            inside.mkdir()  # fails if another is in
+            inside.rmdir()
+    except run_lock.RunFolderInUse:
+        pass
+print("whole")
+"""
+
+
+def test_the_second_is_told_who_is_first_and_a_kill_frees_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "held\n"
+    who = rf"in use by process {owner.pid} on host {re.escape(socket.gethostname())} since 20\d\d-.*give .* name="
+    with pytest.raises(run_lock.RunFolderInUse, match=who), run_lock.held(folder):
+        pytest.fail("two writers")
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert (folder / run_lock.NAME).exists()
+    with run_lock.held(folder):
+        assert str(os.getpid()) in (folder / run_lock.NAME).read_text()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_that_left_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    with run_lock.held(tmp_path / "runs" / "one"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with run_lock.held(tmp_path / "runs" / "two"):
+        (tmp_path / "runs" / "two" / "metrics.jsonl").touch()
+    assert [path.name for path in (tmp_path / "runs" / "two").iterdir()] == ["metrics.jsonl"]
+
+
+def test_the_lock_of_another_writer_survives_the_end_of_one_whose_folder_was_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    with run_lock.held(folder):
+        folder.rename(tmp_path / "away")
+        with run_lock.held(folder):
+            mine = (folder / run_lock.NAME).read_text()
+            (tmp_path / "away").rename(tmp_path / "further")
+        folder.mkdir()
+        (folder / run_lock.NAME).write_text(mine)
+    assert (folder / run_lock.NAME).read_text() == mine
+
+
+def test_a_lock_on_a_file_that_its_owner_has_just_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, ended = fcntl.flock, [tmp_path / run_lock.NAME]
+
+    def late(descriptor: int, how: int) -> None:
+        if ended:
+            ended.pop().unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with run_lock.held(tmp_path), pytest.raises(run_lock.RunFolderInUse), run_lock.held(tmp_path):
+        pytest.fail("two writers")
+
+
+def test_lock_and_folder_come_and_go_under_many_hands_and_never_two_are_inside(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RACE, str(tmp_path / "runs" / "one"), str(tmp_path / "inside")]
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [racer.communicate(timeout=60)[0] for racer in racers] == ["whole\n"] * 3

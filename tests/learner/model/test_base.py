@@ -1,0 +1,157 @@
+"""One base for all roles: in 4 bits it is the rounded checkpoint and nothing else; roles never change what trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from learner.config import ModelConfig, RunConfig
+from learner.learner_config import LoraConfig
+from learner.model.policy import Policy
+from rollout.engine import EngineSettings
+from rollout.vllm.convert import engine_arguments
+from tests.tiny import make_adapter, make_tiny_model
+
+LORA = LoraConfig(rank=8, alpha=16)
+IDS = torch.tensor([[5, 6, 7, 8, 9, 200, 3, 3, 100]])
+
+
+@pytest.fixture(scope="module")
+def wide_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Wide enough for its linear layers to be most of it."""
+    return str(make_tiny_model(tmp_path_factory.mktemp("wide") / "model", hidden_size=128, initializer_range=0.05))
+
+
+def make_policy(path: str, *, checkpointing: Any = "none", lora: LoraConfig = LORA, **model: Any) -> Policy:
+    return Policy(
+        ModelConfig.model_validate({"path": path, "dtype": "float32"} | model),
+        lora,
+        checkpointing=checkpointing,
+        seed=0,
+        device=torch.device("cpu"),
+    )
+
+
+def dequantised(path: str) -> Any:
+    """The plain model with every linear weight but the head rounded to NF4 and back."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            rounded, state = quantize_4bit(module.weight.data, quant_type="nf4", compress_statistics=True)
+            module.weight.data = dequantize_4bit(rounded, state)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "mlp"])
+def test_a_4_bit_base_is_the_rounded_checkpoint_and_only_lora_learns(wide_path: str, checkpointing: Any) -> None:
+    policy = make_policy(wide_path, base="nf4", checkpointing=checkpointing)
+    hidden = policy.hidden(IDS)
+    with torch.no_grad():
+        plain, rounded = (
+            model.model(input_ids=IDS).last_hidden_state[0]
+            for model in (AutoModelForCausalLM.from_pretrained(wide_path), dequantised(wide_path))
+        )
+    assert float((hidden.detach() - rounded).abs().max()) < 1e-4  # B is 0, so the fresh adapter changes nothing
+    assert float((hidden.detach() - plain).abs().max()) > 1e-2
+    torch.autograd.backward(hidden.square().sum())
+    trained = {name for name, weight in policy._peft.named_parameters() if weight.grad is not None}
+    assert len(trained) == len(policy.masters) == 2 * 7 * 2
+    assert all(".lora_" in name for name in trained)
+
+
+def test_a_4_bit_base_is_small(wide_path: str) -> None:
+    def linear_bytes(policy: Policy) -> int:
+        return sum(w.nbytes for n, w in policy._peft.named_parameters() if "_proj" in n and n.endswith("layer.weight"))
+
+    four, half = (linear_bytes(make_policy(wide_path, dtype="bfloat16", base=base)) for base in ("nf4", "none"))
+    assert 4 * four == half > 0
+
+
+def test_the_generator_serves_the_same_base() -> None:
+    def arguments(base: str, cuda: bool) -> dict[str, Any]:
+        settings = EngineSettings(
+            model="m", dtype="bfloat16", max_model_len=64, kv_cache_bytes=1, max_num_seqs=1, max_lora_rank=8,
+            adapter_window=2, seed=0, base=base,
+        )  # fmt: skip
+        return engine_arguments(settings, cuda)
+
+    assert "quantization" not in arguments("none", cuda=True)
+    assert arguments("nf4", cuda=True)["quantization"] == "bitsandbytes"
+    with pytest.raises(ValueError, match="nf4 needs vLLM on CUDA"):
+        arguments("nf4", cuda=False)
+
+
+def written(folder: Path, path: str, *, seed: int, rank: int = 8) -> str:
+    folder.mkdir()
+    payload, config = make_adapter(Path(path), seed=seed, rank=rank)
+    (folder / "adapter_model.safetensors").write_bytes(payload)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def trained(policy: Policy) -> set[str]:
+    return {name for name, weight in policy._peft.named_parameters() if weight.requires_grad}
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_any_adapter_is_the_reference_and_roles_share_one_base(tiny_path: str, tmp_path: Path, base: str) -> None:
+    start, anchor, other = (written(tmp_path / f"a{i}", tiny_path, seed=i, rank=8 + 8 * (i == 2)) for i in range(3))
+    policy = make_policy(tiny_path, adapter=start, reference=anchor, base=base)
+    before = trained(policy)
+    policy.add_role("teacher", other)
+    assert trained(policy) == before
+    assert not any("reference" in name or "teacher" in name for name in before)
+    storages = {w.untyped_storage().data_ptr() for n, w in policy._peft.named_parameters() if "lora_" not in n}
+    alone = make_policy(tiny_path, base=base)
+    assert len(storages) == len({w.untyped_storage().data_ptr() for w in alone._lm.parameters() if not w.requires_grad})
+
+    seen: dict[str, Tensor] = {}
+    with torch.no_grad():
+        seen["policy"] = policy.hidden(IDS)
+        for role in ("reference", "teacher"):
+            with policy.acting_as(role):
+                seen[role] = policy.hidden(IDS)
+                assert trained(policy) <= before
+        assert torch.equal(policy.hidden(IDS), seen["policy"])
+    assert float((seen["policy"] - seen["reference"]).abs().max()) > 0.01
+    assert float((seen["teacher"] - seen["reference"]).abs().max()) > 0.01
+    for role, folder, alpha in (("policy", start, 16), ("reference", anchor, 16), ("teacher", other, 32)):
+        alone = make_policy(tiny_path, adapter=folder, lora=LoraConfig(rank=alpha // 2, alpha=alpha), base=base)
+        assert float((alone.hidden(IDS) - seen[role]).abs().max()) < 1e-5, role
+    assert trained(policy) == before
+    with pytest.raises(RuntimeError, match="inside"), policy.acting_as("reference"):
+        raise RuntimeError("inside")
+    assert trained(policy) == before
+    assert torch.equal(policy.hidden(IDS), seen["policy"])
+
+
+def test_a_reference_that_is_no_lora_adapter(tiny_path: str, tmp_path: Path) -> None:
+    folder = Path(written(tmp_path / "a", tiny_path, seed=1))
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "IA3"}))
+    with pytest.raises(ValueError, match="adapter 'reference': peft_type of .* must be 'LORA', got 'IA3'"):
+        make_policy(tiny_path, reference=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"path": "m", "base": "nf4"}}, "model.base: nf4 needs a generator"),
+        ({"model": {"path": "m", "reference": "x"}}, "model.reference: without learner.loss.beta"),
+        ({"learner": {"optimizer": {"kind": "paged_adamw_8bit"}}}, "paged_adamw_8bit needs CUDA"),
+        ({"learner": {"offload_boundaries": True, "checkpointing": "full"}}, "learner.offload_boundaries: needs"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_configuration(change: dict[str, Any], message: str) -> None:
+    plain: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"use": "format"}]}
+    RunConfig.model_validate(plain)
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate(plain | change)

@@ -1,0 +1,162 @@
+"""The tiled logprob operation against log_softmax."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.model.logits import PLAIN, Logits
+from learner.model.logprob import policy_logprobs, token_logprobs
+from tests.peak import peak_bytes
+
+CAPPED, SCALED = Logits(cap=3.0), Logits(scale=0.25)
+
+
+def naive(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, how: Logits = PLAIN
+) -> tuple[Tensor, Tensor]:
+    logits = how.scale * (hidden @ head.t())
+    logits = logits if how.cap is None else how.cap * (logits / how.cap).tanh()
+    logs = (logits / temperature).log_softmax(-1)
+    return logs.gather(1, targets[:, None]).squeeze(1), -(logs.exp() * logs).sum(-1)
+
+
+def slopes_of(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, grad: Tensor, how: Logits = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """Gradients to hidden and head in the type given."""
+    h, w = (tensor.detach().clone().requires_grad_() for tensor in (hidden, head))
+    found = torch.autograd.grad(naive(h, w, targets, temperature, how)[0], (h, w), grad.to(hidden.dtype))
+    return found[0], found[1]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
+def inputs(
+    n: int, v: int, h: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    hidden = torch.randn(n, h).to(dtype).requires_grad_()
+    return hidden, (torch.randn(v, h) * 0.7).to(dtype), torch.randint(0, v, (n,)), torch.randn(n)
+
+
+@settings(max_examples=40)
+@given(
+    n=st.integers(1, 40),
+    v=st.integers(2, 90),
+    h=st.integers(1, 24),
+    token_tile=st.integers(1, 17),
+    vocab_tile=st.integers(1, 100),  # V is mostly no multiple of it, and sometimes smaller
+    temperature=st.floats(0.2, 3),
+    scale=st.sampled_from([0.0, 0.5, 100.0]),  # every word tied; usual; one word takes it all
+    ties=st.booleans(),
+    how=st.sampled_from([PLAIN, SCALED, CAPPED, Logits(scale=2.0, cap=30.0)]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_naive(
+    n: int, v: int, h: int, token_tile: int, vocab_tile: int, temperature: float, scale: float, ties: bool, how: Logits,
+    seed: int,
+) -> None:  # fmt: skip
+    """Values and both gradients against float64: to 1e-6, or where logits are huge to what rounding them costs."""
+    hidden, head, targets, grad = inputs(n, v, h, seed)
+    head = (head.round() if ties else head) * scale
+    exact = naive(hidden.double(), head.double(), targets, temperature, how)
+    truth = slopes_of(hidden.double(), head.double(), targets, temperature, grad, how)
+    greatest = how.scale * (hidden @ head.t() / temperature).abs().max().item()
+    bound = max(1e-6, 2 * torch.finfo(torch.float32).eps * greatest)
+    tiles: Any = {"token_tile": token_tile, "vocab_tile": vocab_tile, "logits": how}
+    trained = head.clone().requires_grad_()
+    found, entropy = policy_logprobs(hidden, head, targets, temperature, **tiles)
+    again, again_entropy = policy_logprobs(hidden, trained, targets, temperature, **tiles)
+    no_grad = token_logprobs(hidden, head, targets, temperature, **tiles)
+    assert not no_grad.requires_grad
+    assert not entropy.requires_grad
+    for values, wanted in (((found, again, no_grad), exact[0]), ((entropy, again_entropy), exact[1])):
+        for value in values:
+            assert (value - wanted).abs().max().item() < bound * (1 + exact[0].abs().max().item())
+    frozen_grad = torch.autograd.grad(found, hidden, grad)[0]
+    trained_grads = torch.autograd.grad(again, (hidden, trained), grad)
+    # of the size of the summands: where p[y] is nearly 1 the true gradient cancels to nearly 0
+    slope = grad.norm().item() * how.scale / temperature
+    sizes = [slope * t.norm(dim=1).max().item() for t in (head, hidden.detach())]
+    for value, i in ((frozen_grad, 0), (trained_grads[0], 0), (trained_grads[1], 1)):
+        assert (value - truth[i]).norm().item() <= bound * max(truth[i].norm().item(), sizes[i])
+
+
+def test_gradients_at_a_real_size() -> None:
+    hidden, head, targets, grad = inputs(1500, 9000, 48, 0)
+    truth = slopes_of(hidden.double(), head.double(), targets, 0.9, grad)
+    (frozen,) = torch.autograd.grad(policy_logprobs(hidden, head, targets, 0.9)[0], hidden, grad)
+    head.requires_grad_()
+    trained = torch.autograd.grad(policy_logprobs(hidden, head, targets, 0.9)[0], (hidden, head), grad)
+    for found, wanted in ((frozen, truth[0]), (trained[0], truth[0]), (trained[1], truth[1])):
+        assert relative(found.double(), wanted) < 1e-6
+
+
+def test_tied_embeddings_get_both_gradients() -> None:
+    torch.manual_seed(0)
+    table, targets = torch.randn(50, 8), torch.randint(0, 50, (20,))
+
+    def gradient(op: Any) -> Tensor:
+        weight = table.clone().requires_grad_()
+        hidden = torch.tanh(torch.nn.functional.embedding(torch.arange(20), weight))
+        return torch.autograd.grad(op(hidden, weight, targets, 1.0)[0].sum(), weight)[0]
+
+    assert relative(gradient(policy_logprobs), gradient(naive)) < 1e-6
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden, head, targets, _ = inputs(4, 30, 8, 0)
+    logprobs, entropy = policy_logprobs(hidden * 1e4, head, targets, 0.5, vocab_tile=7)
+    torch.autograd.backward(logprobs.sum())
+    assert hidden.grad is not None
+    assert all(torch.isfinite(t).all() for t in (logprobs, entropy, hidden.grad))
+
+
+@pytest.mark.parametrize("how", [PLAIN, CAPPED])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_half_types_keep_float32_logits(dtype: torch.dtype, bound: float, trained: bool, how: Logits) -> None:
+    hidden, head, targets, grad = inputs(200, 300, 32, 0, dtype)
+    head.requires_grad_(trained)
+    wanted, wanted_entropy = naive(hidden.detach().float(), head.detach().float(), targets, 0.7, how)
+    wanted_grads = slopes_of(hidden.float(), head.float(), targets, 0.7, grad, how)
+    found, entropy = policy_logprobs(hidden, head, targets, 0.7, logits=how, vocab_tile=64)
+    found_grads = torch.autograd.grad(found, (hidden, head) if trained else (hidden,), grad)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, wanted, atol=5e-5)  # logits rounded to the half type would miss by 2e-2
+    assert torch.allclose(entropy, wanted_entropy, atol=bound * 10)
+    for found_grad, wanted_grad in zip(found_grads, wanted_grads, strict=False):
+        assert found_grad.dtype == dtype
+        assert relative(found_grad.float(), wanted_grad) < bound
+
+
+@pytest.mark.parametrize("how", [PLAIN, CAPPED])
+@pytest.mark.parametrize("trained", [False, True])
+def test_new_memory_is_tiles(trained: bool, how: Logits) -> None:
+    """Forward and backward: a few tiles, a few [N, H], and the head's own gradient if it is trained."""
+    hidden, head, targets, grad = inputs(600, 20_000, 16, 0)
+    head.requires_grad_(trained)
+
+    def work() -> None:
+        found, _ = policy_logprobs(hidden, head, targets, 1.0, logits=how, token_tile=128, vocab_tile=1024)
+        torch.autograd.backward(found, grad)
+
+    tile, states, weights = 128 * 1024 * 4, 600 * 16 * 4, 20_000 * 16 * 4 if trained else 0
+    assert peak_bytes(work) < (2.5 if how == PLAIN else 3.5) * tile + 4 * states + weights + 100_000
+    hidden.grad = head.grad = None
+    assert peak_bytes(lambda: naive(hidden, head, targets, 1.0)[0].backward(grad)) > 100 * tile
+
+
+def test_no_grad_takes_one_tile() -> None:
+    hidden, head, targets, _ = inputs(600, 20_000, 16, 0)
+    work = partial(token_logprobs, hidden, head, targets, 1.0, token_tile=128, vocab_tile=1024)
+    assert peak_bytes(work) < 1.1 * 128 * 1024 * 4 + 100_000

@@ -1,0 +1,227 @@
+"""Packed rows: the gradient is that of one completion at a time, for every kind of model; or they are not used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.learner.test_policy import make_policy, save_model
+from torch import Tensor
+
+from learner.batch.layout import Layout, Segment
+from learner.batch.micro_batch import micro_batches
+from learner.batch.rows import Rows
+from learner.model import capped_attention, packed_attention
+from learner.model.logprob import policy_logprobs
+from learner.model.packed_attention import kernels
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,  # large, so that attention matters
+}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    "qwen2": transformers.Qwen2Config(**SMALL),
+    "qwen2-sliding": transformers.Qwen2Config(**SMALL, **SLIDING, use_sliding_window=True),
+    "qwen3": transformers.Qwen3Config(**SMALL),
+    "gemma": transformers.GemmaConfig(**SMALL),
+    "gemma2": transformers.Gemma2Config(
+        **SMALL, query_pre_attn_scalar=8, sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": transformers.Gemma3TextConfig(**SMALL, **SLIDING),
+    "granite": transformers.GraniteConfig(**SMALL, logits_scaling=4.0, attention_multiplier=0.4),
+    "cohere": transformers.CohereConfig(**SMALL, logit_scale=0.3),
+    "mistral-narrow": transformers.MistralConfig(**SMALL, sliding_window=5),  # shorter than the prompt
+    "mistral-between": transformers.MistralConfig(**SMALL, sliding_window=12),
+    "mistral-wide": transformers.MistralConfig(**SMALL, sliding_window=400),
+}
+
+
+def make_rows() -> Rows:
+    """Two families, of 7 and 9 prompt tokens; one of their completions is longer than a block of segments."""
+    rng = np.random.default_rng(3)
+    prompts, lengths = [rng.integers(0, 64, n).astype(np.int32) for n in (7, 9)], np.array([5, 160, 1, 12, 30, 9])
+    tokens = rng.integers(0, 64, lengths.sum()).astype(np.int32)
+    behavior, versions = np.zeros(len(tokens), np.float32), np.zeros_like(tokens)
+    return Rows([], [prompts[i] for i in (0, 0, 0, 1, 1, 1)], tokens, behavior, versions, lengths, lengths < 0)
+
+
+def gradients(policy: Any, rows: Rows, budget: int, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """(logprobs, gradient of a weighted sum of them to all of the adapter), in the order of the rows."""
+    numbers = np.arange(len(rows.lengths), dtype=np.float64)
+    batches = micro_batches(rows, numbers, numbers, np.ones(len(numbers), dtype=bool), budget, packed=packed)
+    policy.clear_gradients()
+    parts = []
+    for batch in batches:
+        logprobs, _ = policy_logprobs(policy.predicting(batch), policy.head, batch.targets, 0.8, logits=policy.logits)
+        torch.autograd.backward(logprobs, torch.cos(3 * batch.advantages + 1))
+        parts.append((batch.advantages, logprobs.detach()))
+    order = torch.cat([numbers for numbers, _ in parts]).argsort(stable=True)
+    grads = [m.grad.flatten() for m in policy.masters.values()]
+    return torch.cat([logprobs for _, logprobs in parts])[order], torch.cat(grads)
+
+
+def random_adapter(policy: Any) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.copy_(0.2 * torch.randn_like(master))
+    policy.sync()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_gradient_is_that_of_one_row_at_a_time(name: str, checkpointing: str, tmp_path: Path) -> None:
+    """The reference is the same model in transformers' own attention, without padding."""
+    path = save_model(CONFIGS[name], tmp_path)
+    policy = make_policy(path, checkpointing=checkpointing)
+    assert policy.packed
+    random_adapter(policy)
+    rows = make_rows()
+    found, found_grad = gradients(policy, rows, 10_000, packed=True)
+    split, split_grad = gradients(policy, rows, 180, packed=True)
+    policy._lm.set_attn_implementation("eager")
+    wanted, wanted_grad = gradients(policy, rows, 1, packed=False)
+    for logprobs, grad in ((found, found_grad), (split, split_grad)):
+        assert (logprobs - wanted).abs().max() < 2e-4
+        assert (grad - wanted_grad).norm() < 1e-5 * wanted_grad.norm()
+
+
+def test_unpacked_rows_keep_their_sliding_window(tmp_path: Path) -> None:
+    policy = make_policy(save_model(CONFIGS["mistral-narrow"], tmp_path))
+    ids = torch.arange(3, 33)[None]
+    with torch.no_grad():
+        found = policy.hidden(ids)
+        policy._lm.set_attn_implementation("sdpa")
+        assert torch.allclose(found, policy.hidden(ids), atol=1e-5)
+
+
+@pytest.fixture
+def leaking() -> Iterator[None]:
+    """A kernel that takes the whole row for one sequence."""
+    original = packed_attention.AttentionInterface._global_mapping[packed_attention.SEGMENTS]
+
+    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, window: Any, cap: Any) -> Tensor:
+        return packed_attention._plain(query, key, value, scale, window, cap)
+
+    packed_attention.AttentionInterface.register(packed_attention.SEGMENTS, packed_attention._interface(ignore))
+    yield
+    packed_attention.AttentionInterface.register(packed_attention.SEGMENTS, original)
+
+
+def assert_padded(config: Any, folder: Path, caplog: pytest.LogCaptureFixture, message: str) -> None:
+    with caplog.at_level(logging.WARNING, "learner.model.packing_check"):
+        policy = make_policy(save_model(config, folder))
+    assert not policy.packed
+    assert policy._lm.config._attn_implementation in ("sdpa", "eager")
+    (record,) = [r for r in caplog.records if r.name == "learner.model.packing_check"]
+    assert record.getMessage().startswith(f"{config.model_type} cannot be packed (")
+    assert message in record.getMessage()
+    logprobs, grad = gradients(policy, make_rows(), 100, packed=policy.packed)
+    assert torch.isfinite(logprobs).all()
+    assert grad.norm() > 0
+
+
+@pytest.mark.usefixtures("leaking")
+def test_a_kernel_that_leaks_is_found_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_padded(CONFIGS["llama"], tmp_path, caplog, "logprobs differ by")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "got s_aux"),
+        (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4), "cannot be exchanged"),
+    ],
+    ids=["sinks", "no interface"],
+)
+def test_a_model_that_cannot_is_padded(
+    config: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_padded(config, tmp_path, caplog, message)
+
+
+def test_blocks_join_the_segments_of_a_prefix_up_to_its_length() -> None:
+    shorts = [Segment(500 + 100 * i, 600 + 100 * i, 0, 250) for i in range(3)]
+    layout = Layout([Segment(0, 250), Segment(250, 500, 0, 250), *shorts, Segment(800, 810)])
+    assert [(block.prefix, block.lengths) for block in layout.blocks] == [
+        (None, [250]), (0, [250]), (0, [100, 100]), (0, [100]), (None, [10]),
+    ]  # fmt: skip
+    assert sum(layout.sizes) == 810
+
+
+def plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_q: int, max_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What torch.nn.attention.varlen documents: segments apart, bottom-right aligned, (left, 0) keys around the own."""
+    assert window_size[1] == 0
+    assert (max_q, max_k) == (int(q_ends.diff().max()), int(k_ends.diff().max()))
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    outputs = []
+    for s in range(len(q_ends) - 1):
+        queries, keys, values = q[q_ends[s] : q_ends[s + 1]], k[k_ends[s] : k_ends[s + 1]], v[k_ends[s] : k_ends[s + 1]]
+        place = torch.arange(len(queries))[:, None] + len(keys) - len(queries) - torch.arange(len(keys))
+        seen = (place >= 0) & ((place <= window_size[0]) | (window_size[0] < 0))
+        keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_both_kernels_are_the_plain_attention(
+    window: int | None, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the CUDA kernel, so that what it is given is tested here."""
+    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen)
+    layout = Layout([Segment(0, 4), Segment(4, 7, 0, 4), Segment(7, 8, 0, 4), Segment(8, 13)])
+    seen = torch.zeros(13, 13, dtype=torch.bool)
+    for own in layout.segments:
+        for query in range(own.start, own.stop):
+            keys = [*range(own.prefix_start, own.prefix_stop), *range(own.start, query + 1)]
+            seen[query, keys[-window:] if window else keys] = True
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 13, 8) for heads in (4, kv_heads, kv_heads))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
+    for kernel in (packed_attention._by_segments, packed_attention._by_varlen):
+        assert torch.allclose(kernel(q, k, v, layout, 0.3, window).transpose(1, 2), wanted, atol=1e-6)
+
+
+def test_capped_attention_is_the_plain_formula_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capped_attention, "QUERIES", 5)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 13, 8, requires_grad=True) for heads in (4, 2, 2))
+    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
+    for window in (None, 4):
+        found = packed_attention._plain(q, k, v, 0.7, window, cap=0.5)
+        scores = 0.5 * (0.7 * torch.einsum("bhqd,bhkd->bhqk", q, keys) / 0.5).tanh()
+        distance = torch.arange(13)[:, None] - torch.arange(13)
+        unseen = (distance < 0) | (distance >= (window or 13))
+        wanted = (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+        assert torch.allclose(found, wanted, atol=1e-6)
+        weights = torch.randn_like(wanted)
+        for one, other in zip(*(torch.autograd.grad(t, (q, k, v), weights) for t in (found, wanted)), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_kernel_follows_device_and_type() -> None:
+    assert kernels(torch.device("cpu"), torch.bfloat16) == [packed_attention.SEGMENTS]

@@ -1,0 +1,76 @@
+"""gleaner plan, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.memory.shape import SHAPES
+from learner.tools.cli import main
+
+
+def test_all_models_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    png = tmp_path / "plan.png"
+    assert main(["plan", "--gpu", "16GiB", "--all", "--png", str(png)]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in SHAPES)
+    assert "Qwen2.5-14B needs" in out
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_model_as_json_at_once() -> None:
+    """Imports included, and nothing heavy among them."""
+    code = (
+        "import sys; from learner.tools.cli import main; code = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'ray'} & set(sys.modules); sys.exit(code)"
+    )
+    words = ["plan", "--gpu", "24GiB", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--json"]
+    started = time.perf_counter()
+    told = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 20  # 2 on a quiet machine
+    (one,) = json.loads(told.stdout)
+    assert one["chosen"]["fits"]
+    assert one["chosen"]["device_peak"] <= 24 * 2**30
+    assert not one["least"]["full"]["fits"]
+
+
+def test_a_misfit_and_a_mistake_have_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--gpu", "8GiB", "--model", "Qwen2.5-14B"]) == 1
+    assert "Instead: " in capsys.readouterr().out
+    assert main(["plan", "--gpu", "8GiB", "--model", "GPT-9"]) == 2
+    assert "not in the table" in capsys.readouterr().err
+    assert main(["plan", "--gpu", "lots", "--model", "Qwen2.5-14B"]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-0.6B"].to_config()))
+    assert main(["plan", "--gpu", "24GB", "--model", str(tmp_path)]) == 0
+
+
+def test_an_architecture_that_is_not_known_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    moe = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128}
+    (tmp_path / "config.json").write_text(json.dumps(moe))
+    assert main(["plan", "--gpu", "16GiB", "--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "memory of model_type 'qwen3_moe' is not known; known: llama" in line
+
+
+def test_a_number_without_a_unit_and_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --gpu: must be a size of at least 1MiB, got 24 bytes; write the unit, for example 24GiB\n"
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--gpu", "24GiB", "--generations", "0"])
+    assert "must be a whole number from 1 to 999999999, got '0'" in capsys.readouterr().err
+    assert main(["rnu"]) == 2
+    assert "must be followed by run, plan or rewards try, got rnu; did you mean run?" in capsys.readouterr().err
+
+
+def test_one_unit_in_one_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24GB"]) == 0
+    out = capsys.readouterr().out
+    assert "22.4 GiB" in out
+    assert " GB" not in out

@@ -1,0 +1,154 @@
+"""Memory that runs out costs time and nothing else; what cannot fit says so, in time and in numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.learner_config import LossConfig
+from learner.trainer import memory_limit
+from learner.trainer.memory_limit import MemoryLimit, OutOfMemory
+from learner.trainer.trainer import Trainer
+from tests.learner.rollouts import make_groups, uniform
+from tests.learner.trainers import adapter_of, distance, gradient, make_trainer, masters
+
+GROUPS = make_groups([[0, 1, 1, 0.5], [0, 0.5, 0, 2]], uniform)
+LONGEST = 24  # tokens: prompt of up to 9, completion of up to 16, the last of which predicts nothing
+
+
+def break_above(trainer: Trainer, tokens: int, where: str) -> list[int]:
+    """As on a small card: micro-batches of more than `tokens` tokens raise. The sizes seen, as they come."""
+    plain: Callable[..., Tensor] = trainer._policy.predicting
+    seen: list[int] = []
+
+    def fail(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
+
+    def predicting(batch: Any) -> Tensor:
+        seen.append(batch.ids.numel())
+        hidden = plain(batch)
+        if batch.ids.numel() > tokens and where == "forward":
+            fail(None)
+        if batch.ids.numel() > tokens and where == "backward" and hidden.requires_grad:
+            # In the middle: the second layer has its gradients by then, the first has not.
+            layer = trainer._policy._lm.model.layers[0]
+            handle = layer.register_full_backward_hook(lambda *_: (handle.remove(), fail(None)))
+            hidden = plain(batch)
+        return hidden
+
+    trainer._policy.predicting = predicting  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+async def test_out_of_memory_costs_time_and_nothing_else(
+    tiny_path: str, adapter_path: str, where: str, dtype: Any, beta: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"adapter": adapter_path, "dtype": dtype, "loss": LossConfig(beta=beta)}
+    trainer = make_trainer(tiny_path, token_budget=160, **settings)
+    seen = break_above(trainer, 40, where)
+    with caplog.at_level(logging.WARNING, "learner"):
+        metrics = await trainer.step(GROUPS)
+    found = {name: weight.grad.clone() for name, weight in trainer._policy.masters.items()}
+    assert metrics["memory/oom_retries"] >= 1
+    budget = int(metrics["memory/token_budget"])
+    assert budget < 80
+    assert seen[0] > 40
+    assert (
+        sum("out of memory in a micro-batch of" in r.message for r in caplog.records) == metrics["memory/oom_retries"]
+    )
+    # Equal to a run that had the smaller budget from the start, bit for bit: nothing of the broken pass is left.
+    small = make_trainer(tiny_path, token_budget=budget, **settings)
+    whole = await small.step(GROUPS)
+    assert metrics["loss/trained_tokens"] == whole["loss/trained_tokens"]
+    wanted = {name: weight.grad.clone() for name, weight in small._policy.masters.items()}
+    assert distance(found, wanted) == 0
+
+    seen.clear()
+    assert (await trainer.step(GROUPS))["memory/oom_retries"] == 0  # the smaller budget stays
+    assert max(seen) <= 40
+
+
+async def test_a_completion_that_does_not_fit_alone(tiny_path: str) -> None:
+    trainer = make_trainer(tiny_path, token_budget=160)
+    break_above(trainer, 10, "forward")
+    before = masters(trainer)
+    with pytest.raises(OutOfMemory, match=r"one completion with its prompt, \d\d tokens, does not fit .*2.00 GiB.\)"):
+        await trainer.step(GROUPS)
+    assert distance(masters(trainer), before) == 0
+
+
+async def test_rehearsal_runs_the_longest_and_leaves_nothing(tiny_path: str, adapter_path: str) -> None:
+    trainer, fresh = (make_trainer(tiny_path, adapter=adapter_path, token_budget=1000) for _ in range(2))
+    seen = break_above(trainer, 1000, "forward")
+    before = masters(trainer)
+    metrics = await trainer.rehearse(9)
+    assert seen == [9 + 66 * 15]  # as full as whole completions of 16 tokens make it
+    assert (metrics["memory/token_budget"], metrics["memory/oom_retries"]) == (1000, 0)
+    assert metrics["memory/learner_peak"] > 0
+    assert distance(masters(trainer), before) == 0
+    assert (await adapter_of(trainer)).version == 0
+    assert distance(await gradient(trainer, GROUPS), await gradient(fresh, GROUPS)) == 0
+    # And a step is of one packed row: each prompt once, and of a completion all but its last token.
+    assert seen[1:] == [sum(len(g["prompt_ids"][0]) + sum(len(c) - 1 for c in g["completion_ids"]) for g in GROUPS)]
+
+    tight = make_trainer(tiny_path, token_budget=100)
+    break_above(tight, 60, "backward")
+    assert 40 < (await tight.rehearse(9))["memory/token_budget"] <= 50
+    assert (await tight.step(GROUPS))["memory/oom_retries"] == 0
+    hopeless = make_trainer(tiny_path, token_budget=100)
+    break_above(hopeless, LONGEST - 1, "forward")
+    with pytest.raises(OutOfMemory, match=f"{LONGEST} tokens, does not fit"):
+        await hopeless.rehearse(9)
+
+
+async def test_rehearsal_leaves_room_for_the_optimizer(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tiny_path)
+    weights = sum(master.numel() for master in trainer._policy.masters.values())
+    assert trainer._updater.missing_state_bytes() == 8 * weights
+    plain, made = torch.empty, []
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        made.append(plain(*size, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    await trainer.rehearse(9)
+    monkeypatch.undo()
+    assert 8 * weights in [tensor.nbytes for tensor in made]
+    await trainer.step(GROUPS)
+    assert trainer._updater.missing_state_bytes() == 0
+
+
+def test_a_limit_on_a_cpu_warns_and_then_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [5000 * 2**20]
+    monkeypatch.setattr(memory_limit, "peak_resident", lambda: now[0])
+    limit = MemoryLimit(1000 * 2**20, torch.device("cpu"))
+    for growth, warnings in ((890, 0), (910, 1), (920, 1)):
+        now[0] = (5000 + growth) * 2**20
+        limit.check()
+        assert len(caplog.records) == warnings
+    assert "peak of 910 MiB, its limit is 1000 MiB (91 %)" in caplog.records[0].message
+    now[0] = 6001 * 2**20
+    with pytest.raises(OutOfMemory, match="peak of 1001 MiB, its limit is 1000 MiB"):
+        limit.check()
+    MemoryLimit(None, torch.device("cpu")).check()
+
+
+async def test_the_limit_is_checked_after_each_step(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]  # what this process really holds differs from machine to machine
+    monkeypatch.setattr(memory_limit, "peak_resident", lambda: now[0])
+    trainer = make_trainer(tiny_path, memory_bytes=2**20)
+    await trainer.step(GROUPS)
+    now[0] = 2**21
+    with pytest.raises(OutOfMemory, match="memory.learner"):
+        await trainer.step(GROUPS)

@@ -1,0 +1,153 @@
+"""Several workers on one Buffer: how far a slow one holds the others up, and what a late one gets."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from cluster.actor import Local
+from cluster.buffer import Buffer
+from cluster.config import DeadlineConfig
+from cluster.policy_slot import Latest
+from cluster.telemetry import Timeline
+from rollout.data.cursor import Cursor
+from rollout.partial import Begun
+from rollout.producer import Pipes, Producer
+from rollout.schema import Problem, group_position
+from rollout.types import Adapter, Sampling
+from rollout.weight_sync import Answer, Push, Receipt
+from tests.groups import make_group, make_problem
+from tests.pushes import expect, said
+
+PROBE = said([-1.0])
+PER_STEP, STALENESS = 2, 2
+
+
+class Worker:
+    """Stands for a RolloutWorker: it answers soon, or not before its gate opens. `learning`: the same of a policy."""
+
+    def __init__(self, rank: int, gate: asyncio.Event, learning: asyncio.Event, asked: Counter[int]) -> None:
+        self.rank, self.gate, self.learning, self.asked = rank, gate, learning, asked
+
+    async def take_policy(self, adapter: Adapter) -> Receipt:
+        await self.learning.wait()
+        return Receipt(adapter.digest, 0.0, 0.0)
+
+    async def probe(self, token_ids: tuple[int, ...]) -> Answer:
+        return PROBE
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
+        self.asked[problem.position] += 1
+        await self.gate.wait()
+        await asyncio.sleep(0)  # as any real one, it lets the others work meanwhile
+        return make_group(problem.position, attempt=attempt, worker=[self.rank] * 2)
+
+
+class Stream:
+    """Problems without a source."""
+
+    def at(self, position: int) -> Problem:
+        return make_problem(position)
+
+
+class Team:
+    """Producers over one Buffer, and a consumer that learns in no time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.buffer = Buffer(PER_STEP, STALENESS, 2**20, print)
+        self.pipes = Pipes(Stream(), Cursor(), self.buffer, Latest(), Timeline(folder / "timeline.json"))
+        self.learned: list[tuple[int, int]] = []  # (position, attempt)
+        self.asked: Counter[int] = Counter()  # position -> requests
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def hire(self, gate: asyncio.Event, workers: int, learning: asyncio.Event | None = None) -> None:
+        rank = len(self._tasks)
+        actor = Local(f"generator-{rank}", Worker, [rank, gate, learning or opened(), self.asked])
+        producer = Producer(actor, self.pipes, lambda position, attempt: Sampling(2, 8), DeadlineConfig())
+        self._tasks.append(asyncio.create_task(producer.run(workers)))
+
+    async def learn(self) -> Counter[int]:
+        """One step; groups by worker."""
+        batch = await self.buffer.take(PER_STEP, 0)
+        self.learned += map(group_position, batch.groups)
+        self.buffer.release(PER_STEP)
+        await idle()
+        return Counter(group.column("worker")[0].as_py() for group in batch.groups)
+
+    async def dismiss(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.pipes.timeline.close()
+
+
+@asynccontextmanager
+async def team(folder: Path) -> AsyncIterator[Team]:
+    """A team under policy v0; the workers are up to the body."""
+    members = Team(folder)
+    await members.pipes.latest.publish(0, Push(Adapter.build(0, b"weights", {}), (1, 2), expect(PROBE), "float32"))
+    try:
+        yield members
+    finally:
+        await members.dismiss()
+
+
+def opened() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
+async def idle() -> None:
+    """Until nothing more happens by itself."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def test_a_slow_worker_does_not_stall_the_rest(tmp_path: Path) -> None:
+    """What it holds for ever is due in step STALENESS + 1 at the latest: the quick one makes that as well."""
+    async with team(tmp_path) as members:
+        members.hire(asyncio.Event(), 2)
+        members.hire(opened(), 2)
+        shares = sum([await members.learn() for _ in range(20)], Counter())
+    assert shares == {1: 20 * PER_STEP}
+    assert len(set(members.learned)) == 20 * PER_STEP
+    assert {(0, 0), (1, 0), (2, 0)} <= set(members.learned)  # the slow one's first, with their seeds
+
+
+async def test_a_lone_worker_is_never_asked_for_a_group_twice(tmp_path: Path) -> None:
+    gate = opened()
+    async with team(tmp_path) as members:
+        members.hire(gate, 1)
+        await members.learn()  # so that the usual time of a group is known
+        gate.clear()
+        while len(members.buffer):
+            await members.learn()
+        waiting = asyncio.create_task(members.learn())
+        await idle()
+        gate.set()
+        await waiting
+    assert max(members.asked.values()) == 1
+
+
+async def test_a_worker_that_waits_long_for_its_first_policy_holds_no_slot(tmp_path: Path) -> None:
+    async with team(tmp_path) as members:
+        members.hire(opened(), 2)
+        members.hire(opened(), 2, learning=asyncio.Event())
+        shares = sum([await members.learn() for _ in range(10)], Counter())
+        assert shares == {0: 10 * PER_STEP}
+        assert members.pipes.latest.acknowledgements == {"generator-0": 0}
+
+
+async def test_a_late_worker_gets_its_share(tmp_path: Path) -> None:
+    async with team(tmp_path) as members:
+        members.hire(opened(), 2)
+        await members.learn()
+        members.hire(opened(), 2)
+        await idle()
+        shares = sum([await members.learn() for _ in range(30)], Counter())
+    assert shares.total() == 30 * PER_STEP
+    assert min(shares[0], shares[1]) >= 10 * PER_STEP

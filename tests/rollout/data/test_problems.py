@@ -1,0 +1,235 @@
+"""Problems from every source, tokenised once, in an order that depends on seed and epoch and on nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout.config import DataConfig
+from rollout.data.chat import Chat
+from rollout.data.problems import Problems, ProblemsError, load
+from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tokenizer
+
+ROWS = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
+NO_EVAL = {"every": 0}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat(make_tokenizer(), EOS_IDS, VOCAB_SIZE)
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]], name: str = "train.jsonl") -> str:
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def stream(problems: Problems, count: int) -> list[str]:
+    return [problems.at(position).id for position in range(count)]
+
+
+def test_jsonl(tmp_path: Path, chat: Chat) -> None:
+    data = DataConfig(path=jsonl(tmp_path, ROWS), eval=NO_EVAL)
+    problems, held_out = load(data, chat, 256, seed=0)
+    assert (len(problems), held_out) == (40, [])
+    problem = next(p for p in map(problems.at, range(40)) if p.id == "train-7")
+    assert problem.messages == ({"role": "user", "content": "What is 7+7?"},)
+    assert problem.columns == ROWS[7]
+    assert problem.prompt_ids == chat.render(problem.messages)[1]
+
+
+def test_parquet_gives_the_same_problems_as_jsonl(tmp_path: Path, chat: Chat) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    table, _ = load(DataConfig(path=str(tmp_path / "train.parquet"), eval=NO_EVAL), chat, 256, seed=3)
+    lines, _ = load(DataConfig(path=jsonl(tmp_path, ROWS), eval=NO_EVAL), chat, 256, seed=3)
+    assert [table.at(i) for i in range(40)] == [lines.at(i) for i in range(40)]
+
+
+def test_a_template_and_a_system_prompt(tmp_path: Path, chat: Chat) -> None:
+    prompt = "Level {level}, {{braces}}: {question}"
+    data = DataConfig(path=jsonl(tmp_path, ROWS[:1]), prompt=prompt, system="Think.", eval=NO_EVAL)
+    problems, _ = load(data, chat, 256, seed=0)
+    assert problems.at(0).messages == (
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "Level 0, {braces}: What is 0+0?"},
+    )
+
+
+def test_a_column_of_chat_messages(tmp_path: Path, chat: Chat) -> None:
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1+1"},
+    ]
+    system = {"role": "system", "content": "Think."}
+    data = DataConfig(path=jsonl(tmp_path, [{"chat": turns}]), prompt="chat", system="Think.", eval=NO_EVAL)
+    problems, _ = load(data, chat, 256, seed=0)
+    assert problems.at(0).messages == (system, *turns)
+    own = data.model_copy(update={"path": jsonl(tmp_path, [{"chat": [system, *turns]}], "own.jsonl")})
+    with pytest.raises(ProblemsError, match=r"data\.system: must be null .* and own-0 does"):
+        load(own, chat, 256, seed=0)
+
+
+def test_without_a_chat_template_the_prompt_is_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    data = DataConfig(path=jsonl(tmp_path, ROWS[:1]), eval=NO_EVAL)
+    problems, _ = load(data, Chat(tokenizer, EOS_IDS, VOCAB_SIZE), 256, seed=0)
+    assert problems.at(0).messages == "What is 0+0?"
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(tmp_path: Path, chat: Chat) -> None:
+    data = DataConfig(path=jsonl(tmp_path, ROWS), eval=NO_EVAL)
+    problems, _ = load(data, chat, 256, seed=5)
+    first, second = stream(problems, 80)[:40], stream(problems, 80)[40:]
+    assert sorted(first) == sorted(second)
+    assert len(set(first)) == 40  # every problem once an epoch
+    assert first != second
+    assert (problems.at(79).epoch, problems.at(79).position, problems.at(39).epoch) == (1, 79, 0)
+    again, _ = load(data, chat, 256, seed=5)
+    assert [again.at(p).id for p in reversed(range(80))] == [*reversed(first + second)]  # asked in any order
+    other, _ = load(data, chat, 256, seed=6)
+    assert stream(other, 40) != first
+
+
+def test_data_size_takes_the_first_rows(tmp_path: Path, chat: Chat) -> None:
+    problems, _ = load(DataConfig(path=jsonl(tmp_path, ROWS), size=5, eval=NO_EVAL), chat, 256, seed=0)
+    assert sorted(stream(problems, 5)) == [f"train-{i}" for i in range(5)]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(200, 4), (3, 3)])
+def test_held_out_problems_are_never_trained_on(tmp_path: Path, chat: Chat, size: int, expected: int) -> None:
+    rows = ROWS + ROWS[:10]  # prompts that occur twice must be held out twice
+    data = DataConfig(path=jsonl(tmp_path, rows), eval={"size": size})
+    problems, held_out = load(data, chat, 256, seed=0)
+    assert len(held_out) == expected
+    trained = {problems.at(position).prompt_ids for position in range(len(problems))}
+    assert trained.isdisjoint(problem.prompt_ids for problem in held_out)
+    assert len(trained) + len(held_out) == 40  # and nothing is lost
+    assert {problem.epoch for problem in held_out} == {-1}
+    assert load(data, chat, 256, seed=0)[1] == held_out
+    assert load(data, chat, 256, seed=1)[1] != held_out
+
+
+def test_evaluation_from_its_own_file(tmp_path: Path, chat: Chat) -> None:
+    train, test = jsonl(tmp_path, ROWS[:30]), jsonl(tmp_path, ROWS[30:], "test.jsonl")
+    problems, held_out = load(DataConfig(path=train, eval={"path": test, "size": 6}), chat, 256, seed=0)
+    assert len(problems) == 30
+    assert [problem.columns for problem in held_out] == ROWS[30:36]
+    assert held_out[0].id == "eval-test-0"
+
+
+def test_what_is_trained_on_is_not_held_out(
+    tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same file under whatever name, a copy of it; single rows in both are told and taken."""
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path, ROWS)
+    refused = r"data\.eval: held-out problems must not be trained on, and {} of {} .*; give .* leave data\.eval\.path"
+    for path, size, known, count in (
+        ("./train.jsonl", None, 40, 40),
+        (str(tmp_path / "train.jsonl"), 10, 10, 40),
+        (jsonl(tmp_path, ROWS[3:7], "copy.jsonl"), None, 4, 4),
+    ):
+        data = DataConfig(path="train.jsonl", size=size, eval={"path": path})
+        with pytest.raises(ProblemsError, match=refused.format(known, count)):
+            load(data, chat, 256, seed=0)
+    assert caplog.records == []
+    other = jsonl(tmp_path, [ROWS[3], {"question": "New?", "answer": "yes"}], "other.jsonl")
+    assert len(load(DataConfig(path="train.jsonl", eval={"path": other}), chat, 256, seed=0)[1]) == 2
+    assert "1 of 2 held-out problems are in the training data" in caplog.text
+    parts = DataConfig(path="train.jsonl", split="train[:30]", eval={"split": "train[30:]"})
+    assert len(load(parts, chat, 256, seed=0)[1]) == 10
+
+
+def test_a_reasoning_gym_task(chat: Chat) -> None:
+    args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    data = DataConfig(path="rg:chain_sum", args=args, size=60, eval={"size": 10})
+    problems, held_out = load(data, chat, 256, seed=4)
+    assert (len(problems), len(held_out)) == (60, 10)
+    trained = {problems.at(position).columns["question"] for position in range(60)}
+    assert trained.isdisjoint(problem.columns["question"] for problem in held_out)  # though only 200 sums exist
+    columns = problems.at(0).columns
+    assert set(columns) == {"question", "answer", "metadata"}
+    assert json.loads(columns["metadata"])["source_dataset"] == "chain_sum"
+    assert [problems.at(i) for i in range(9)] == [load(data, chat, 256, seed=4)[0].at(i) for i in range(9)]
+    assert load(data, chat, 256, seed=5)[0].at(0) != problems.at(0)
+
+
+def test_too_few_different_questions(chat: Chat) -> None:
+    args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    data = DataConfig(path="rg:chain_sum", args=args, size=8000, eval={"size": 5})
+    with pytest.raises(ProblemsError, match=r"questions that training lacks.*lower data\.size"):
+        load(data, chat, 256, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "questoin"}, "no column 'questoin'; columns are question, answer, level; did you mean 'question'?"),
+        ({"prompt": "Q: {query}"}, "no column 'query'; columns are question, answer, level"),
+        ({"prompt": "Q: {question"}, "got 'Q: {question' .*; write a literal brace twice"),
+        ({"prompt": "level"}, "a text or a list of .* messages, not empty; train-0 gives 0; name another column"),
+        ({"path": "nowhere/train.jsonl"}, "file must exist, got nowhere/train.jsonl"),
+        ({"path": "rg:chain_sums"}, "got 'chain_sums'; nearest: .*chain_sum"),
+        ({"path": "rg:chain_sum", "args": {"terms": 3}}, r"data\.args: must be settings of the task chain_sum"),
+        ({"path": "rg:chain_sum", "args": {"min_terms": -1}}, r"data\.args: must be settings of the task chain_sum"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, chat: Chat, change: dict[str, Any], message: str) -> None:
+    data = {"path": jsonl(tmp_path, ROWS), "eval": NO_EVAL, **change}
+    with pytest.raises(ProblemsError, match=message):
+        load(DataConfig(**data), chat, 256, seed=0)
+
+
+def test_a_wrong_file_name_brings_the_nearest(tmp_path: Path, chat: Chat) -> None:
+    jsonl(tmp_path, ROWS)
+    with pytest.raises(ProblemsError, match=r"did you mean train\.jsonl\?"):
+        load(DataConfig(path=str(tmp_path / "trian.jsonl")), chat, 256, seed=0)
+
+
+def test_a_hub_name_without_a_network(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(ProblemsError, match="org/sums is neither a file or folder here nor in the hub's cache"):
+        load(DataConfig(path="org/sums"), chat, 256, seed=0)
+
+
+@pytest.mark.parametrize("content", ["", "not json\n"], ids=["empty", "broken"])
+def test_a_file_without_rows(tmp_path: Path, chat: Chat, content: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(ProblemsError, match=r"bad\.jsonl"):
+        load(DataConfig(path=str(tmp_path / "bad.jsonl")), chat, 256, seed=0)
+
+
+@pytest.mark.parametrize("value", ["", "  ", None, [], [{"role": "user"}], [{"role": "user", "content": ""}]])
+def test_an_empty_prompt_names_its_row(tmp_path: Path, chat: Chat, value: object) -> None:
+    fine: object = "2+2?" if isinstance(value, str) or value is None else [{"role": "user", "content": "2+2?"}]
+    data = DataConfig(path=jsonl(tmp_path, [{"question": fine}, {"question": value}]), eval=NO_EVAL)
+    with pytest.raises(ProblemsError, match="not empty; train-1 gives"):
+        load(data, chat, 256, seed=0)
+
+
+def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Path, chat: Chat) -> None:
+    rows = [{"question": "?" * (10 if i % 2 else 300)} for i in range(20)]
+    data = DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL)
+    with pytest.raises(ProblemsError) as caught:
+        load(data, chat, 256, seed=0)
+    longest = len(chat.render([{"role": "user", "content": "?" * 300}])[1])
+    assert "256 tokens, and 10 of 20 do not (train-0, train-2, train-4, train-6, train-8, ...;" in str(caught.value)
+    assert f"set rollout.max_prompt_length: {longest}" in str(caught.value)
+    assert len(load(data, chat, longest, seed=0)[0]) == 20
+
+
+def test_one_problem_cannot_be_trained_on_and_held_out(tmp_path: Path, chat: Chat) -> None:
+    with pytest.raises(ProblemsError, match=r"at least 2 different prompts.*data\.eval\.every: 0"):
+        load(DataConfig(path=jsonl(tmp_path, ROWS[:1] * 3)), chat, 256, seed=0)

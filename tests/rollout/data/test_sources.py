@@ -1,0 +1,161 @@
+"""Files and folders of this machine: every shape of data that people have, and every way in which it is broken."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout.data import pace, sources
+from rollout.data.sources import ProblemsError, read
+
+ROWS = [{"question": f"What is {i}+{i}?", "answer": 2 * i} for i in range(20)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def as_csv() -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ROWS[0])
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return text.getvalue().encode()
+
+
+FILES = {
+    "a.jsonl": LINES,
+    "bom.jsonl": b"\xef\xbb\xbf" + LINES + b"\n\n",
+    "a.json": json.dumps(ROWS, indent=1).encode(),
+    "lines.json": LINES,
+    "a.csv": as_csv(),
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.jsonl.bz2": bz2.compress(LINES),
+    "a.csv.gz": gzip.compress(as_csv()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_same_rows_from_every_kind_of_file(name: str) -> None:
+    Path(name).write_bytes(FILES[name])
+    assert read(name, "train", {}, None, 0) == ROWS
+    assert read(name, "train[:50%]", {}, 7, 0) == ROWS[:7]
+    assert read(name, None, {}, None, 0, "data.eval") == ROWS
+    assert sources.label(f"/some/{name}", "train") == name.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [("train[:3]", ROWS[:3]), ("train[-2:]", ROWS[-2:]), ("train[10%:20%]", ROWS[2:4]), ("train[5:]", ROWS[5:])],
+)
+def test_a_part_of_a_file(split: str, rows: list[dict[str, Any]]) -> None:
+    Path("a.jsonl").write_bytes(LINES)
+    pq.write_table(pa.Table.from_pylist(ROWS), "a.parquet")
+    assert read("a.jsonl", split, {}, None, 0) == rows
+    assert read("a.parquet", split, {}, None, 0) == rows
+
+
+def test_folders_of_save_to_disk() -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk("one")
+    datasets.DatasetDict(train=table, test=table.select(range(4))).save_to_disk("two")
+    assert read("one", "train", {}, None, 0) == ROWS
+    assert read("one", None, {}, None, 0, "data.eval") == ROWS
+    assert read("one", "train[:2]", {}, None, 0) == ROWS[:2]
+    assert read("two", "test", {}, 3, 0) == ROWS[:3]
+    assert read("two", None, {}, None, 0, "data.eval") == ROWS[:4]
+    with pytest.raises(ProblemsError, match=r"^data\.split: .*validation.* got 'validation'$"):
+        read("two", "validation", {}, None, 0)
+
+
+def test_a_delimiter_and_rows_of_different_columns() -> None:
+    Path("a.csv").write_text("question;answer\n1+1?;2\n")
+    assert read("a.csv", "train", {"sep": ";"}, None, 0) == [{"question": "1+1?", "answer": 2}]
+    Path("a.jsonl").write_text('{"question": "x"}\n{"question": "y", "hint": {"a": 1}, "n": 123456789012345678901}\n')
+    first, second = read("a.jsonl", "train", {}, None, 0)
+    assert first == {"question": "x", "hint": None, "n": None}
+    assert second["n"] == 123456789012345678901  # exact, where datasets makes a float of it
+
+
+def nested(depth: int) -> bytes:
+    return b'{"question": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+BROKEN = {
+    "latin.jsonl": (LINES + '{"question": "caf\xe9"}'.encode("latin-1"), "line 21 must be UTF-8, got the byte 0xe9"),
+    "latin.csv": ("question\ncaf\xe9\n".encode("latin-1"), "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
+    "deep.jsonl": (nested(200_000), "line 1 is nested too deep; take levels out"),
+    "nested.jsonl": (nested(100), "line 1 is nested more than 64 deep; take levels out"),
+    "digits.jsonl": (b'{"question": ' + b"9" * 10_000 + b"}", "line 1 cannot be read: Exceeds the limit"),
+    "half.jsonl": (b'{"question": "\\ud800"}', "line 1 holds half a surrogate pair"),
+    "scalars.jsonl": (b"1\n", "line 1 must be a mapping of columns, got int"),
+    "torn.jsonl": (LINES[:-20], "line 20 cannot be read: Unterminated string starting at character 13; correct it"),
+    "pretty.json": (json.dumps(ROWS[0], indent=1).encode(), "line 1 cannot be read"),
+    "scalars.json": (b"[1]", "entry 1 must be a mapping of columns, got int"),
+    "cut.jsonl.gz": (gzip.compress(LINES)[:-12], "line [0-9]+ cannot be read: Compressed file ended"),
+    "plain.jsonl.gz": (LINES, "line 1 cannot be read: Not a gzipped file"),
+    "ragged.csv": (b"a,b\n1,2\n1,2,3\n", "cannot be read: .*Expected 2 fields in line 3"),
+    "broken.parquet": (b"PAR1 no", "cannot be read: Parquet"),
+    "empty.csv": (b"", r"data\.path: "),
+    "empty.jsonl": (b"", "must hold at least one problem"),
+    "train": (LINES, r"train is there, but its name must end in one of \.jsonl, \.json, \.csv, \.parquet"),
+    "train.txt": (LINES, "is there, but its name must end in one of"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_one_line(name: str) -> None:
+    content, sentence = BROKEN[name]
+    Path(name).write_bytes(content)
+    with pytest.raises(ProblemsError, match=sentence) as caught:
+        read(name, "train", {}, None, 0)
+    assert str(caught.value).startswith(f"data.path: {name}") or name in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "args", "sentence"),
+    [
+        ("a.jsonl", "test", {}, r"data\.split: the one split of a file is train, or a part .* got 'test'"),
+        ("a.jsonl", "train[:x]", {}, r"data\.split: Unrecognized instruction format"),
+        ("a.jsonl", "train[:2]+train[4:]", {}, r"data\.split: must be one part of one split"),
+        ("a.jsonl", "train", {"sep": ";"}, r"data\.args: a JSON file takes none, got sep; leave it out"),
+        ("a.csv", "train", {"password": "hunter2"}, r"split train, args password\) cannot be read"),
+        ("rg:chain_sum", "test", {}, r"data\.split: a reasoning_gym task has no splits, got 'test'"),
+        ("rg:chain_sum", "train", {"min_terms": "hunter2"}, r"settings of the task chain_sum, got min_terms"),
+        ("~nosuchuser/a.jsonl", "train", {}, r"data\.path: must be a path or a hub name, got '~nosuchuser"),
+        ("b" * 300 + ".jsonl", "train", {}, r"data\.path: (must be a path|file must exist)"),
+        (
+            "/no/such/thing",
+            "train",
+            {},
+            r"data\.path: file must exist, got /no/such/thing; there is no",
+        ),
+    ],
+)
+def test_nothing_that_is_given_is_ignored(path: str, split: str, args: dict[str, Any], sentence: str) -> None:
+    Path("a.jsonl").write_bytes(LINES)
+    Path("a.csv").write_bytes(as_csv())
+    with pytest.raises(ProblemsError, match=sentence) as caught:
+        read(path, split, args, None, 0)
+    assert "hunter2" not in str(caught.value)  # values of data.args may be secrets
+
+
+def test_a_hundred_million_problems_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "PROBE_S", 0.2)
+    with pytest.raises(
+        ProblemsError, match=r"^data\.size: \d+ of 100000000 took 0 s, so that all would take \d+ s of 60 "
+    ):
+        read("rg:chain_sum", "train", {}, 100_000_000, 0, deadline_s=60)

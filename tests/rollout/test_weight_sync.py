@@ -1,0 +1,164 @@
+"""A delivery is proven: by the digest of the bytes, by the tensors in use, and by the logprobs of probe tokens."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollout.evidence import FEW, KEPT, Evidence
+from rollout.types import Adapter, Held
+from rollout.weight_sync import Answer, DeliveryError, Push
+from tests.pushes import expect, said
+
+ADAPTER = Adapter.build(17, b"weights", {})
+NEW = [-1.0, -2.0, -3.0]
+IDS = tuple(range(65))
+
+
+def holding(**tensors: str) -> Answer:
+    return said(NEW)._replace(held=Held(tensors))
+
+
+async def verify(answer: Answer, expected: Answer, dtype: str = "float32") -> None:
+    await Push(ADAPTER, (1, 2, 3, 4), expect(expected), dtype).verify("generator-0", answer, Evidence())
+
+
+@pytest.mark.parametrize("answer", [[-1.0, -2.0, -3.002], [-1.0, float("nan"), -3.0]])
+async def test_another_policy_is_named_with_worker_version_and_difference(answer: list[float]) -> None:
+    difference = "nan" if np.isnan(answer).any() else "0.002"
+    verdict = rf"generator-0: adapter v17 is not .* {difference} nats, allowed is 0\.001 \(float32\)"
+    await verify(said([-1.0, -2.0004, -3.0]), said(NEW))
+    with pytest.raises(DeliveryError, match=verdict):
+        await verify(said(answer), said(NEW))
+    if difference != "nan":
+        await verify(said(answer), said(NEW), "bfloat16")
+        await verify(said([-1.0, -2.5, -3.0]), said(NEW), "bfloat16")  # 0.5, all that is allowed
+
+
+async def test_corrupt_bytes_are_caught_before_any_probe() -> None:
+    digest = Adapter.build(17, b"weights'", {}).digest
+    verdict = f"generator-0: adapter v17 .* {digest[:12]}, sent was {ADAPTER.digest[:12]}"
+    push = Push(ADAPTER, (1, 2, 3, 4), asyncio.get_running_loop().create_future(), "float32")
+    with pytest.raises(DeliveryError, match=verdict):
+        push.check_digest("generator-0", digest)
+    push.check_digest("generator-0", ADAPTER.digest)
+
+
+async def test_tensors_other_than_those_sent_are_counted_and_the_first_is_named() -> None:
+    sent = holding(q="1", k="2", v="3")
+    await verify(sent, sent)
+    for found, sentence in {
+        "2 of 3 differ, first k": holding(q="1", k="1", v="1"),
+        "1 of 3 differ, first v": holding(q="1", k="2"),  # vLLM never had it
+        "1 of 3 differ, first o": holding(q="1", k="2", v="3", o="4"),  # left over of another adapter
+        "3 of 3 differ, first k": holding(),
+    }.items():
+        with pytest.raises(DeliveryError, match=rf"generator-0: acknowledged v17, but .*: {found}\. The run stops"):
+            await verify(sentence, sent)
+
+
+async def test_what_cannot_be_read_is_left_to_the_logprobs() -> None:
+    sent = holding(q="1", k="2")
+    await verify(said(NEW)._replace(held=Held({"q": "1"}, unread=("k",))), sent)
+    with pytest.raises(DeliveryError, match="1 of 2 differ, first k"):
+        await verify(said(NEW)._replace(held=Held({"q": "1", "k": "1"}, unread=("k",))), sent)
+
+
+class Story:
+    """Logprobs over the versions: the policy drifts by `step` nats a token and version; engine and learner each add
+    rounding noise of their own, and the engine a bias that stays."""
+
+    def __init__(self, step: float, noise: float, bias: float, seed: int = 0) -> None:
+        self.rng, self.step, self.noise = np.random.default_rng(seed), step, noise
+        self.direction = self.rng.choice([-1.0, 1.0], 64)
+        self.bias = bias * self.rng.standard_normal(64)
+
+    def learner(self, version: int) -> np.ndarray:
+        noise = self.noise * self.rng.standard_normal(64)
+        return np.float32(-3 + self.step * version * self.direction + noise)
+
+    def engine(self, version: int) -> np.ndarray:
+        return self.learner(version) + np.float32(self.bias)
+
+
+@pytest.mark.parametrize(("step", "after"), [(1e-1, 1), (1e-2, 3), (1e-3, 20)])
+def test_a_frozen_engine_falls_behind_until_it_shows(step: float, after: int) -> None:
+    """Not at once where bias and noise are 1e-2 nats, twice which the learner has to go."""
+    story, evidence = Story(step, noise=2e-3, bias=1e-2), Evidence()
+    frozen = story.engine(0)
+    for version in range(60):
+        stuck = evidence.add(version, IDS, frozen, story.learner(version))
+        if stuck is not None:
+            break
+    assert abs(version - after) <= after // 3
+    assert stuck is not None
+    assert abs(stuck.share) < 0.1
+    assert (stuck.since, stuck.way > 0.02) == (0, True)
+
+
+async def test_a_push_names_the_version_that_its_engine_is_stuck_at() -> None:
+    """Whatever it says of its tensors: the learner goes 0.1 nats a version, within the tolerance of bfloat16."""
+    evidence, still = Evidence(), [-1.0] * 64
+
+    def push(version: int, ids: tuple[int, ...] = IDS) -> Push:
+        expected = said([-1.0 - 0.1 * (version - 17)] * 64)
+        return Push(Adapter.build(version, b"weights", {}), ids, expect(expected), "bfloat16")
+
+    await push(17).verify("generator-0", said(still), evidence)
+    verdict = (
+        r"generator-0: acknowledged v18, but generates as under v17: .* went 0\.1 nats \(rms\), its own went 0% of that"
+    )
+    with pytest.raises(DeliveryError, match=verdict):
+        await push(18).verify("generator-0", said(still), evidence)
+    await push(18).verify("generator-1", said([-1.1] * 64), Evidence())
+    await push(19, (*IDS, 7)).verify(
+        "generator-0", said(still), evidence
+    )  # of other tokens there is nothing to compare
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-5, 1e-3, 3e-2])
+@pytest.mark.parametrize("bias", [0.0, 1e-2])
+def test_an_engine_with_noise_and_bias_is_not_accused(step: float, bias: float) -> None:
+    for seed in range(20):
+        story, evidence = Story(step, 2e-3, bias, seed), Evidence()
+        for version in range(60):
+            assert evidence.add(version, IDS, story.engine(version), story.learner(version)) is None
+        assert evidence.settled is (step >= 1e-3)
+
+
+def test_evidence_is_of_the_same_tokens_and_of_enough_of_them() -> None:
+    story, evidence = Story(0.1, 0.0, 0.0), Evidence()
+    still = story.learner(0)
+    for version in range(4):  # other tokens each time: nothing to compare
+        assert evidence.add(version, (version, *IDS), still, story.learner(version)) is None
+        assert not evidence.settled
+    few = slice(0, FEW - 1)
+    for version in range(4):
+        assert evidence.add(version, IDS[:FEW], still[few], story.learner(version)[few]) is None
+    slow = Evidence()
+    for version in range(3 * KEPT):  # the first is kept for ever
+        assert slow.add(version, IDS, still, still) is None
+        assert slow.settled is False
+    assert slow.add(3 * KEPT, IDS, still, story.learner(1)).since == 0  # type: ignore[union-attr]
+    enough = Evidence()
+    for version in range(2):
+        stuck = enough.add(version, IDS[: FEW + 1], still[:FEW], story.learner(version)[:FEW])
+    assert stuck is not None
+
+
+def test_the_first_answers_and_the_last_few_are_what_the_next_is_compared_with() -> None:
+    """The first says nothing here, since the engine was far off then; of equals the oldest that is kept is named."""
+    first, same, moved = np.zeros(64, np.float32), np.full(64, -1, np.float32), np.full(64, -1.5, np.float32)
+    evidence, versions = Evidence(), 2 * KEPT
+    assert evidence.settled is False
+    evidence.add(0, IDS, first, np.full(64, -9, np.float32))
+    for version in range(1, versions + 1):
+        assert evidence.add(version, IDS, same, same) is None
+    assert evidence.add(versions + 1, IDS, same, moved) == (versions - KEPT + 1, 0, 0.5)
+    # 0.3 of the way since the first, 0.32 since the second: it is the least that counts.
+    other = Evidence()
+    other.add(0, IDS, same, same)
+    quarter = np.full(64, -1.125, np.float32)
+    assert other.add(1, IDS, quarter, moved) == (0, 0.25, 0.5)
+    stuck = other.add(2, IDS, np.full(64, -1.6, np.float32), np.full(64, -3, np.float32))
+    assert stuck == (0, pytest.approx(0.3), 2)

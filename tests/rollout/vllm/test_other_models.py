@@ -1,0 +1,54 @@
+"""A model with experts and one with fused layers, in the learner and on the real vLLM (all families:
+benchmarks.learner.model_families). Among the last of the folder's engines, see conftest.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.learner.test_families import adapted
+
+from learner.model.export import update_of
+from learner.model.logprob import token_logprobs
+from learner.trainer.probe_answer import held_of
+from rollout.types import Adapter, Sampling
+from rollout.vllm.engine import VllmEngine
+from tests.families import make_family
+from tests.rollout.house import PROMPT, run, settings
+
+TOLERANCE = 1e-4  # nats; measured 2e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4"])
+def test_sampler_and_learner_are_one_policy(name: str, tmp_path: Path) -> None:
+    policy = adapted(name, tmp_path / "model")
+    update = update_of(policy, 0)
+    assert isinstance(update, Adapter)
+    engine = VllmEngine(settings(tmp_path / "model"))
+    assert run(engine.load_adapter(update)) == update.digest
+    assert run(engine.held()) == held_of(policy, 0, merged=False)
+    for completion in run(engine.generate(PROMPT, Sampling(n=2, max_tokens=24, seed=0))):
+        ids = torch.tensor(PROMPT + completion.token_ids.tolist())
+        with torch.no_grad():
+            states = policy.hidden(ids[None, :-1])
+            with policy.acting_as("reference"):
+                bare = policy.hidden(ids[None, :-1])
+        own, base = (token_logprobs(s, policy.head, ids[1:], 1.0, logits=policy.logits) for s in (states, bare))
+        sampled = torch.from_numpy(completion.logprobs)
+        assert float((own[len(PROMPT) - 1 :] - sampled).abs().max()) < TOLERANCE
+        assert float((base[len(PROMPT) - 1 :] - sampled).abs().max()) > 0.1  # the adapter is in force
+    run(engine.close())
+
+
+def test_a_family_that_vllm_serves_without_lora_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    path = make_family(tmp_path, "granite")
+    config = transformers.GPTJConfig(n_embd=64, n_layer=1, n_head=2, vocab_size=260)
+    config.architectures = ["GPTJForCausalLM"]
+    config.save_pretrained(path)
+    with pytest.raises(
+        ValueError, match=r"model.path: vLLM serves GPTJForCausalLM \(.*\) without LoRA; set learner.mode"
+    ):
+        VllmEngine(settings(path))

@@ -1,0 +1,31 @@
+"""The engine's start, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny_model
+
+
+def test_a_known_model_is_not_inspected_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import registry
+
+    from rollout.vllm.startup import know_model
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    model = make_tiny_model(tmp_path / "model", family="Llama")
+    name = "LlamaForCausalLM"
+    lazy = registry._LazyRegisteredModel("vllm.model_executor.models.llama", name)
+    monkeypatch.setitem(ModelRegistry.models, name, lazy)
+    monkeypatch.setattr(registry, "_run_in_subprocess", fail)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    with pytest.raises(AssertionError, match="a process was started"):
+        ModelRegistry.models[name].inspect_model_cls()
+    know_model(str(model))
+    assert ModelRegistry.models[name].inspect_model_cls().is_text_generation_model

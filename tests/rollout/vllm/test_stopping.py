@@ -1,0 +1,69 @@
+"""What ends a completion on the real vLLM. Its engines take the shared one with them, see conftest.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.data.chat import Chat
+from rollout.partial import go_on
+from rollout.types import Completion, Sampling
+from tests.rollout.house import PROMPT, House, never, run
+from tests.tiny import make_tiny_model
+
+SAMPLING = Sampling(n=16, max_tokens=400, seed=0)
+ELSEWHERE = 7  # the end token of config.json, as a base model's before it was trained on ChatML
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokenizer ends with <|im_end|>; its configuration names another token, which it never samples."""
+    path = make_tiny_model(tmp_path_factory.mktemp("stopping"), family="Llama")
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": ELSEWHERE}))
+    return path
+
+
+def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) -> None:
+    pytest.importorskip("vllm")
+    chat = Chat.load(str(model))
+    ids, strings = chat.stops(["U", "<|endoftext|>"])
+    assert ids == (258, ELSEWHERE, 256)
+    own = House(model, stop_ids=ids, stop=strings)
+    assert own.engine._thread._engine.tokenizer is not None
+    run(own.push())
+    seen = set()
+    for completion in run(own.engine.generate(PROMPT, SAMPLING)):
+        tokens, text = completion.token_ids.tolist(), chat.decode(completion.token_ids.tolist())
+        ends = set(ids) | {chat._tokenizer.convert_tokens_to_ids("U")}
+        assert not set(tokens[:-1]) & ends  # nothing comes behind an end
+        assert (completion.finish_reason == "stop") == (tokens[-1] in ends)
+        assert text.count("U") == text.endswith("U")
+        own.check(completion, PROMPT, own.newest)
+        seen.add(tokens[-1])
+    assert {258, 256, max(ends - set(ids))} <= seen
+    run(own.engine.close())
+
+
+def test_without_strings_no_tokenizer_is_loaded_and_what_goes_on_ends_as_well(model: Path) -> None:
+    pytest.importorskip("vllm")
+    own = House(model, stop_ids=Chat.load(str(model)).stops(())[0])
+    assert own.engine._thread._engine.tokenizer is None
+    run(own.push())
+
+    async def scenario() -> list[Completion]:
+        some = await own.engine.generate(PROMPT, SAMPLING)
+        begun = [Completion(c.token_ids[:2], c.logprobs[:2], "abort", c.versions[:2]) for c in some]
+        return await go_on(own.engine, PROMPT, SAMPLING, begun, never())
+
+    whole = run(scenario())
+    assert {c.finish_reason for c in whole} == {"stop", "length"} or {c.finish_reason for c in whole} == {"stop"}
+    for completion in whole:
+        tokens = completion.token_ids.tolist()
+        assert not {258, ELSEWHERE} & set(tokens[2:-1])
+        assert (completion.finish_reason == "stop") == (tokens[-1] in (258, ELSEWHERE))
+    assert any(c.token_ids[-1] == 258 for c in whole)
+    run(own.engine.close())

@@ -1,0 +1,103 @@
+"""Whole weights into a running vLLM: equal to the model loaded afresh, tied or not, and never mixed with the old; and
+weights merged with an adapter: equal to the adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.engine import AdapterRefused, NoAdapter
+from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
+from rollout.vllm.engine import VllmEngine
+from tests.rollout.house import TOLERANCE, House, run, settings
+from tests.tiny import make_adapter, make_tiny_model
+
+LONG = [i % 250 for i in range(300)]  # several of the cache's blocks
+IDS = list(range(40, 80))
+
+
+def weights_of(model: Path, version: int) -> Weights:
+    return Weights.build(version, (model / "model.safetensors").read_bytes())
+
+
+def logprobs(model: Path, ids: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        rows = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0, :-1].log_softmax(-1)
+    return np.asarray(rows.gather(-1, tokens[0, 1:, None])[:, 0])
+
+
+def off(model: Path, prompt: list[int], completion: Completion) -> float:
+    expected = logprobs(model, prompt + completion.token_ids.tolist())[len(prompt) - 1 :]
+    return float(np.abs(completion.logprobs - expected).max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bool) -> None:
+    models = [make_tiny_model(tmp_path / str(seed), seed=seed, tied=tied) for seed in range(3)]
+    engine = VllmEngine(settings(models[0], max_lora_rank=0))
+    sampling = Sampling(n=2, max_tokens=40, seed=1)
+
+    async def story() -> tuple[list[Completion], list[Completion]]:
+        with pytest.raises(NoAdapter):
+            await engine.probe(IDS)
+        for version in (0, 1):
+            weights = weights_of(models[version], version)
+            assert await engine.load_weights(weights) == weights.digest
+            assert await engine.load_weights(weights) == weights.digest  # again: nothing happens
+            assert np.abs(await engine.probe(IDS) - logprobs(models[version], IDS)).max() < TOLERANCE
+        before = asyncio.create_task(engine.generate(LONG, sampling))
+        await asyncio.sleep(0)
+        loading = asyncio.create_task(engine.load_weights(weights_of(models[2], 2)))
+        while not (engine._thread._backlog or loading.done()):  # it is staged, and waits for what is running
+            await asyncio.sleep(0.001)
+        after = await engine.generate(LONG, sampling)
+        await loading
+        return await before, after
+
+    try:
+        before, after = run(story())
+        assert [set(c.versions) for c in before] == [{1}, {1}]
+        assert [set(c.versions) for c in after] == [{2}, {2}]
+        assert max(off(models[1], LONG, c) for c in before) < TOLERANCE
+        assert max(off(models[2], LONG, c) for c in after) < TOLERANCE  # and the cached prefix of before is not used
+        good = weights_of(models[0], 3)
+        with pytest.raises(AdapterCorrupt, match="weights v3: sha256"):
+            run(engine.load_weights(dataclasses.replace(good, payload=good.payload[:-1] + b"x")))
+        with pytest.raises(AdapterRefused, match="its version must be above"):
+            run(engine.load_weights(weights_of(models[0], 1)))
+        from rollout.types import Adapter
+
+        with pytest.raises(AdapterRefused, match="takes whole weights only"):
+            run(engine.load_adapter(Adapter.build(4, *make_adapter(models[0], seed=1))))
+        assert np.abs(run(engine.probe(IDS)) - logprobs(models[2], IDS)).max() < TOLERANCE
+    finally:
+        run(engine.close())
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("Llama", "all-linear"), ("Qwen2", ["q_proj", "v_proj", "up_proj"]), ("Qwen2", ["o_proj"])]
+)
+def test_merged_weights_are_the_adapter(tmp_path: Path, family: str, targets: Any) -> None:
+    """Twice, as the second is merged into the base and not into the first; layers that vLLM fuses are there in part."""
+    path = make_tiny_model(tmp_path, family=family, tied=family == "Qwen2")
+    answers: dict[int, list[np.ndarray]] = {8: [], 0: []}
+    for rank, found in answers.items():
+        house = House(path, targets=targets, max_lora_rank=rank)
+        try:
+            for version in (0, 1):
+                run(house.push())
+                found.append(run(house.engine.probe(IDS)))
+                assert np.abs(found[-1] - house.logprobs(version, IDS)).max() < TOLERANCE
+        finally:
+            run(house.engine.close())
+    assert np.abs(answers[8][1] - answers[8][0]).max() > 0.1
+    assert np.abs(np.array(answers[0]) - np.array(answers[8])).max() < 1e-5
