@@ -1,1 +1,1 @@
-"""The house itself: pipes, processes, placement and telemetry. Knows no algorithm."""
+"""Pipes, processes, placement, telemetry and memory planning. Knows no algorithm."""

@@ -15,7 +15,7 @@ class Found(NamedTuple):
     reason: str | None
 
 
-class LastWords:
+class ExitReasons:
     """Of the processes of one cluster. logs: the folder with their output, if it lies on this machine."""
 
     def __init__(self, logs: Path | None) -> None:

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Latest(Generic[T]):
+class PolicySlot(Generic[T]):
     """One slot with a version, and who has acknowledged which version, for one asyncio event loop."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Latest(Generic[T]):
     async def publish(self, version: int, value: T) -> None:
         """Replaces the value; versions only grow."""
         if version <= self.version:
-            raise ValueError(f"latest: version must grow, got {version} after {self.version}")
+            raise ValueError(f"policy_slot: version must grow, got {version} after {self.version}")
         async with self._newer:
             self.version, self._value = version, value
             self._newer.notify_all()

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from cluster.actor import ActorDied, ClusterLost, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
-from cluster.exit_reason import LastWords
+from cluster.exit_reason import ExitReasons
 
 MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
 
@@ -65,8 +65,8 @@ class Host:
 class Remote:
     """An object in another process. start: makes the process, and its handle; words: what dead ones left."""
 
-    def __init__(self, name: str, start: Callable[[], Any], words: LastWords, lost: Callable[[], str | None]) -> None:
-        self.name, self._start, self._words, self._lost = name, start, words, lost
+    def __init__(self, name: str, start: Callable[[], Any], exits: ExitReasons, lost: Callable[[], str | None]) -> None:
+        self.name, self._start, self._exits, self._lost = name, start, exits, lost
         self._handle = start()
         self.pid: int | None = None  # once it has started
         self._last_answer = time.monotonic()
@@ -125,7 +125,7 @@ class Remote:
             if text := self._lost():
                 return ClusterLost(text)
             await asyncio.sleep(0.1)
-        found = self._words.of(ray_says, self.pid)
+        found = self._exits.of(ray_says, self.pid)
         return ActorDied(f"{self.name}: process died during {method}: {found.text}", reason=found.reason)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.actor import DeadlineExceeded
-from cluster.exit_reason import LastWords
+from cluster.exit_reason import ExitReasons
 from cluster.placement import Placement, PlacementError, Role, place
 from cluster.ray_actor import Host, Remote
 from cluster.ray_private import SYSTEM_CONFIG, check_doors, close_doors
@@ -44,7 +44,7 @@ class Session:
         node: Any = ray._private.worker._global_node
         logs = Path(node.get_logs_dir_path())
         self.ray_processes = RayProcesses(node, logs)
-        self._words = LastWords(logs)
+        self._exits = ExitReasons(logs)
 
     def nodes(self) -> list[Mapping[str, float]]:
         """Total resources of each living node."""
@@ -102,7 +102,7 @@ class Session:
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         actor_class: Any = ray.remote(named).options(**options)
         sent = list(args)
-        remote = Remote(role.name, lambda: actor_class.remote(factory, sent), self._words, self.ray_processes.lost)
+        remote = Remote(role.name, lambda: actor_class.remote(factory, sent), self._exits, self.ray_processes.lost)
         self._actors.append(remote)
         return remote
 

@@ -88,7 +88,7 @@ class RunConfig(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _judge_names(self) -> "RunConfig":
+    def _reward_names(self) -> "RunConfig":
         taken = {"mean", "std", "failed", "ms", "zero_variance_groups"} & set(resolved_names(self.rewards))
         if taken:
             raise ValueError(f"rewards: {', '.join(taken)} is a metric's name already; give that reward another name:")

@@ -1,4 +1,4 @@
-"""python -m learner.main --config configs/local_cpu.yaml [key=value ...]: parse, build the house, run."""
+"""python -m learner.main --config configs/local_cpu.yaml [key=value ...]: parse, check, run."""
 
 import argparse
 import asyncio

@@ -12,13 +12,13 @@ written for TRL or open-r1 work unchanged:
 * Plain data: prompts and completions are strings. Conversational data: a prompt is a list of messages and a completion
   is `[{"role": "assistant", "content": "..."}]`. `text.text_of` reads both.
 * `args` of the configuration are passed on every call and win over a column of the same name.
-* It returns one number per completion, or None for one that it has no opinion on. As in TRL, the other functions' sum
-  then counts, so each task of a mixed data set can have a function of its own. A completion without any opinion is
+* It returns one number per completion, or None for one that it does not score. As in TRL, the other functions' sum
+  then counts, so each task of a mixed data set can have a function of its own. A completion without any score is
   left out of training (status `none`); TRL gives it 0. NaN, infinity or anything else that is not a number is a
   failure: the sample gets status `nan` and no reward.
 
-Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a judge runs in its
-own process, far from the trainer. A function that demands one of them is refused before training starts.
+Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a reward function runs
+in its own process, far from the trainer. One that demands them is refused before training starts.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class RewardLoadError(RewardError):
 
 
 class RewardFailed(RewardError):
-    """A judge with `on_error: fail` gave no judgement for at least one sample."""
+    """A reward function with `on_error: fail` gave no score for at least one sample."""
 
 
 def said(error: BaseException) -> str:
@@ -53,8 +53,8 @@ def said(error: BaseException) -> str:
 def case_of(
     prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What judges are given for one group: each text conversational where the prompt is a list of messages, and the
-    prompt and columns of the problem repeated once per completion. Keywords of RewardPool.score and try_rewards."""
+    """What reward functions are given for one group: each text conversational where the prompt is a list of messages;
+    prompt and columns of the problem repeated once per completion: keywords of RewardPool.score and try_rewards."""
     chatty = not isinstance(prompt, str)
     return {
         "prompts": [list(prompt) if chatty else prompt] * len(texts),

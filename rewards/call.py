@@ -1,4 +1,4 @@
-"""One judge called on one group: choose its arguments, call it, read what it returns. Plain functions of values."""
+"""One call of a reward function on a group: choose its arguments, call it, read what it returns. Plain functions."""
 
 import asyncio
 import inspect
@@ -19,7 +19,7 @@ _LONGEST = 500  # characters of an exception's text that are worth carrying
 
 @dataclass(frozen=True)
 class Group:
-    """What is judged: lists of the same length, one entry per completion; columns already repeated."""
+    """What is scored: lists of the same length, one entry per completion; columns already repeated."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -29,7 +29,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one call: values (None where the function says that it has no opinion, nan where it failed) and,
+    """What came of one call: values (None where the function says so, nan where it failed) and,
     unless ok, what was wrong, in words."""
 
     status: Status
@@ -37,15 +37,15 @@ class Verdict:
     problem: str = ""
 
 
-def judge(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
-    """Calls `reward` on `group`. Whatever the judge does short of killing its process becomes a Verdict."""
+def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
+    """Calls `reward` on `group`. Whatever the reward function does short of killing its process becomes a Verdict."""
     size = len(group.completions)
     try:
         returned = reward(**_arguments(reward, group, args, built_in=built_in))
         if isinstance(returned, Awaitable):
             returned = asyncio.run(_wait(returned))
         return _read(returned, size)
-    except BaseException as error:  # sys.exit() in a judge is its failure, not the worker's end
+    except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
         return failed("error", size, _described(error))
 
 

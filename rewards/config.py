@@ -9,7 +9,7 @@ from rewards.secret_values import Arguments
 
 
 class RewardConfig(BaseModel):
-    """One judge of the `rewards` list.
+    """One reward function of the `rewards` list.
 
     Raises pydantic.ValidationError on an unknown key or a value out of its range.
     """
@@ -19,9 +19,9 @@ class RewardConfig(BaseModel):
     use: Annotated[str, Field(min_length=1)]
     """A built-in name, `package.module:function`, or `path/file.py:function` (relative to the working directory)."""
     weight: FiniteFloat = 1.0
-    """Factor of this judge in the weighted sum; may be negative."""
+    """Factor of this reward function in the weighted sum; may be negative."""
     timeout_s: Annotated[FiniteFloat, Field(gt=0)] = 10.0
-    """Seconds for one call, which judges one group. Loading the judge is not charged."""
+    """Seconds for one call, which scores one group. Loading the reward function is not charged."""
     on_error: Literal["fail", "skip"] = "skip"
     """fail: stop the run. skip: the samples concerned get no reward, and a status that says why."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None

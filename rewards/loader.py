@@ -1,4 +1,4 @@
-"""`use` -> function. Runs in the worker process, never in the driver, since importing a judge runs its code."""
+"""`use` -> function. Runs in the worker process, never in the driver, since an import runs code."""
 
 import contextlib
 import difflib

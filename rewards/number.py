@@ -50,7 +50,7 @@ def number(
     for completion, gold in zip(completions, column_of(columns, column), strict=True):
         right = parse_number(gold_text(gold))
         if right is None:
-            raise ValueError(f"column {column!r}: the gold answer must be a number, got {gold!r}; use another judge")
+            raise ValueError(f"column {column!r}: the gold answer must be a number, got {gold!r}; use another reward")
         text = text_of(completion)
         inside = tagged(text, tag)
         answer = last_number(text) if inside is None else parse_number(inside)

@@ -1,4 +1,4 @@
-"""Groups are judged here: every judge in a worker process, under a deadline, every failure with its name."""
+"""Groups are scored here: every reward function in a worker process, under a deadline, every failure with its name."""
 
 import asyncio
 import math
@@ -19,24 +19,24 @@ from rewards.secret_values import SecretError, resolved
 from rewards.slot import Call, Slot
 
 _WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
-NO_OPINION = "none"  # status of a completion of which every function says None
+NOT_SCORED = "none"  # status of a completion of which every function says None
 _ADVICE = {
     "nan": "Return a finite number for each completion",
-    "timeout": "Make the judge faster or raise its timeout_s",
-    "error": "Correct the judge or its configuration",
+    "timeout": "Make the reward function faster or raise its timeout_s",
+    "error": "Correct the reward function or its configuration",
 }
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The judgement of one group; all lists have one entry per completion."""
+    """The scores of one group; all lists have one entry per completion."""
 
     reward: list[float | None]
-    """Weighted sum over the functions that have an opinion; None if none has, or if any failed."""
+    """Weighted sum over the functions that score it; None if none has, or if any failed."""
     parts: dict[str, list[float | None]]
-    """Each function's own numbers, unweighted, by its metrics name; None: it has no opinion, nan: it failed."""
+    """Each function's own numbers, unweighted, by its metrics name; None: it gives none, nan: it failed."""
     status: list[str]
-    """ok, nan, timeout or error: the worst of the functions; or none, where none has an opinion."""
+    """ok, nan, timeout or error: the worst of the functions; or none, where none scores it."""
     ms: float
     """Milliseconds from asking to answer, waiting for a free worker included."""
     failures: tuple[str, ...]
@@ -44,10 +44,10 @@ class Scores:
 
 
 class RewardPool:
-    """Worker processes that judge groups. Made once; used from one event loop; closed at the end.
+    """Worker processes that score groups. Made once; used from one event loop; closed at the end.
 
-    A judge that hangs, dies or eats memory costs its own group and a new process, nothing else. What a judge
-    itself starts is killed with it; only if the driver is killed (SIGKILL) may such grandchildren outlive it. These are
+    A reward function that hangs, dies or eats memory costs its own group and a new process, nothing else. What it
+    starts itself is killed with it; only if the driver is killed (SIGKILL) may such grandchildren outlive it. These are
     resource limits, not a security boundary.
     """
 
@@ -80,10 +80,10 @@ class RewardPool:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Scores:
-        """Judges one group: lists of one length, the columns repeated once per completion.
+        """Scores one group: lists of one length, the columns repeated once per completion.
 
-        Raises RewardFailed if a judge with `on_error: fail` was not ok, ValueError if the lengths differ. Cancelling it
-        stops the judges.
+        Raises RewardFailed if one with `on_error: fail` was not ok, ValueError if the lengths differ. Cancelling it
+        stops the reward functions.
         """
         begin = time.perf_counter()
         verdicts = await self.verdicts(prompts, completions, completion_ids, columns)
@@ -99,7 +99,7 @@ class RewardPool:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[Verdict]:
-        """What each judge said of a group, in the order of the rewards, whatever their `on_error`."""
+        """What each reward function said of a group, in the order of the rewards, whatever their `on_error`."""
         size = len(completions)
         given = {"prompts": prompts, "completion_ids": completion_ids, **columns}
         if uneven := {name: len(values) for name, values in given.items() if len(values) != size}:
@@ -112,12 +112,12 @@ class RewardPool:
     async def _ask(self, call: Call, group: bytes, size: int) -> Verdict:
         slot = await self._free.get()
         try:
-            return await slot.judge(call, group, size)
+            return await slot.score(call, group, size)
         finally:
             self._free.put_nowait(slot)
 
     def combine(self, verdicts: Sequence[Verdict], ms: float) -> Scores:
-        """Scores of what all judges said of one group, which took `ms` milliseconds."""
+        """Scores of what all reward functions said of one group, which took `ms` milliseconds."""
         rows = [self._row(verdicts, i) for i in range(len(verdicts[0].values))]
         return Scores(
             reward=[reward for reward, _ in rows],
@@ -138,10 +138,10 @@ class RewardPool:
         failures = [status for value, status in said if math.isnan(value)]
         if failures:
             return None, max(failures, key=_WORSE.index)
-        return (sum(value for value, _ in said), "ok") if said else (None, NO_OPINION)
+        return (sum(value for value, _ in said), "ok") if said else (None, NOT_SCORED)
 
     def sentence(self, i: int, verdict: Verdict) -> str:
-        """For people: which judge (the i-th), the outcome, the reason, and what to do."""
+        """For people: which reward function (the i-th), the outcome, the reason, and what to do."""
         reward = self._rewards[i]
         label = f"reward {self.names[i]!r}" + (f" ({reward.use})" if reward.use != self.names[i] else "")
         return f"{label}: {verdict.status}: {verdict.problem}. {_ADVICE[verdict.status]}."

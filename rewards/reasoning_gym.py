@@ -1,4 +1,4 @@
-"""The judges that come with the tasks of reasoning_gym."""
+"""The reward functions that come with the tasks of reasoning_gym."""
 
 import functools
 import importlib

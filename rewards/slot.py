@@ -1,4 +1,4 @@
-"""One worker process that judges one group at a time, under a deadline.
+"""One worker process that scores one group at a time, under a deadline.
 
 Each slot is a pebble pool of its own, of one process: pebble declares a whole pool broken when an idle worker dies
 (the kernel's out-of-memory killer, say), and here that costs one slot, which is made anew.
@@ -25,7 +25,7 @@ _HINTS = {
     signal.SIGKILL: "; the kernel kills so when the machine is out of memory",
     signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.reward_memory is the cap",
 }
-START_S = 60.0  # for a process to start, and again for a judge to load
+START_S = 60.0  # for a process to start, and again for a reward function to load
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Slot:
         return pool
 
     def preload(self, call: Call) -> None:
-        """Has the worker load a judge in the background. What goes wrong is said when it is first asked to judge."""
+        """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
         self._pool.schedule(worker.prepare, args=(call.use, call.env), timeout=START_S)
 
-    async def judge(self, call: Call, group: bytes, size: int) -> Verdict:
-        """Judges one pickled group of `size` samples within `call.timeout_s` seconds; loading is not charged."""
+    async def score(self, call: Call, group: bytes, size: int) -> Verdict:
+        """Scores one pickled group of `size` samples within `call.timeout_s` seconds; loading is not charged."""
         problem = await self._prepare(call)
         if problem:
             return failed("error", size, problem)
@@ -85,7 +85,7 @@ class Slot:
     async def _prepare(self, call: Call) -> str:
         """Brings up a worker that has loaded the reward. Returns what went wrong, or ''."""
         death = ""
-        for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this judge
+        for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
             try:
                 pid, problem = await self._run(worker.prepare, (call.use, call.env), START_S)
             except TimeoutError:
@@ -135,7 +135,7 @@ class Slot:
             self._pool = self._start()
 
     def _sweep(self) -> None:
-        """Kills what the dead worker's judges started and left behind."""
+        """Kills what the dead worker's reward functions started and left behind."""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What several judges need to read of a completion or of a gold answer."""
+"""What several reward functions need to read of a completion or of a gold answer."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What runs inside a worker process. Only plain values cross back: a judge's own exception may not unpickle."""
+"""What runs inside a worker process. Only plain values cross back: an exception of its own may not unpickle."""
 
 import ctypes
 import os
@@ -9,13 +9,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rewards import environment, memory
+from rewards import call, environment, memory
 from rewards.base import Reward, RewardLoadError
-from rewards.call import Group, Verdict, judge
 from rewards.loader import BUILT_INS, load
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_JUDGES: dict[str, Reward] = {}  # of this process: one worker serves many groups
+_LOADED: dict[str, Reward] = {}  # of this process: one worker serves many groups
 
 
 def confine(memory_bytes: int, parent: int) -> None:
@@ -23,7 +22,7 @@ def confine(memory_bytes: int, parent: int) -> None:
     environment.withhold()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver, which then stops us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
-    os.setpgrp()  # what a judge starts is in our group, and is swept away with it
+    os.setpgrp()  # what a reward function starts is in our group, and is swept away with it
     memory.cap(memory_bytes)
     memory.limit(resource.RLIMIT_CORE, 0)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -38,23 +37,23 @@ def confine(memory_bytes: int, parent: int) -> None:
 
 
 def prepare(use: str, env: Mapping[str, str]) -> tuple[int, str]:
-    """Loads the judge once per process. Returns our process id, and what was wrong ('' if nothing)."""
+    """Loads the reward function once per process. Returns our process id, and what was wrong ('' if nothing)."""
     try:
         with environment.lent(env):
-            _judge(use)
+            _loaded(use)
     except RewardLoadError as error:
         return os.getpid(), str(error)
     return os.getpid(), ""
 
 
-def score(use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes) -> Verdict:
-    """Judges a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe."""
-    unpickled: Group = pickle.loads(group)
+def score(use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes) -> call.Verdict:
+    """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe."""
+    unpickled: call.Group = pickle.loads(group)
     with environment.lent(env):
-        return judge(_judge(use), unpickled, args, built_in=use in BUILT_INS)
+        return call.score(_loaded(use), unpickled, args, built_in=use in BUILT_INS)
 
 
-def _judge(use: str) -> Reward:
-    if use not in _JUDGES:
-        _JUDGES[use] = load(use)
-    return _JUDGES[use]
+def _loaded(use: str) -> Reward:
+    if use not in _LOADED:
+        _LOADED[use] = load(use)
+    return _LOADED[use]

@@ -64,7 +64,7 @@ class EvalConfig(Frozen):
     split: str | None = None  # null: test; of a file, all of it
     size: Annotated[int, Field(ge=1)] = 200
     every: Annotated[int, Field(ge=0)] = 20
-    judge: str | None = None  # the reward that counts as accuracy; null = the one with the largest weight
+    reward: str | None = None  # the reward that counts as accuracy; null = the one with the largest weight
 
 
 class DataConfig(Frozen):

@@ -1,6 +1,6 @@
 """PolicyFeed: supplies one worker with policies, each delivered, then proven.
 
-    follow   waits for a newer policy in Latest -> delivers it, acknowledged by the digest of what was loaded -> proves
+    follow   waits for a newer policy -> delivers it, acknowledged by the digest of what was loaded -> proves
              that the worker generates with it: by its engine's tensors and by a probe
 
 The probe is one request more among those of the lanes, so nobody waits for it; but no group enters the Buffer before
@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.evidence import Evidence
 from rollout.supervised_worker import SupervisedWorker
@@ -21,10 +21,10 @@ log = logging.getLogger("rollout")
 
 
 class PolicyFeed:
-    """The end of Latest at one worker."""
+    """The end of PolicySlot at one worker."""
 
-    def __init__(self, worker: SupervisedWorker, latest: Latest[Push], timeline: Timeline) -> None:
-        self.worker, self.latest, self.timeline = worker, latest, timeline
+    def __init__(self, worker: SupervisedWorker, policy_slot: PolicySlot[Push], timeline: Timeline) -> None:
+        self.worker, self.policy_slot, self.timeline = worker, policy_slot, timeline
         self.receipt: Receipt | None = None  # of the newest policy that was delivered
         self.answer: Answer | None = None  # to the newest probe
         self.evidence = Evidence()
@@ -34,7 +34,7 @@ class PolicyFeed:
 
     async def first(self) -> Push:
         """Waits for the first policy and delivers it."""
-        push = await self.latest.wait_newer(-1)
+        push = await self.policy_slot.wait_newer(-1)
         await self._bring(self.deliver, push)
         return push
 
@@ -42,7 +42,7 @@ class PolicyFeed:
         """Proves the policy that was delivered, then waits for the next, for ever."""
         while True:
             await self._bring(self.prove, push)
-            push = await self.latest.wait_newer(push.adapter.version)
+            push = await self.policy_slot.wait_newer(push.adapter.version)
             await self._bring(self.deliver, push)
 
     async def _bring(self, how: Callable[[Push], Awaitable[None]], push: Push) -> None:
@@ -53,8 +53,8 @@ class PolicyFeed:
         await self.worker.attempt(ask)
 
     async def _bring_newest(self) -> None:
-        if self.latest.version >= 0:
-            newest = self.latest.get()
+        if self.policy_slot.version >= 0:
+            newest = self.policy_slot.get()
             await self.deliver(newest)
             await self.prove(newest)
 
@@ -65,7 +65,7 @@ class PolicyFeed:
             receipt = await self.worker.actor.call("take_policy", push.shared, deadline_s=self.worker.deadlines.push)
             push.check_digest(name, receipt.digest)
         self.receipt, self._held = receipt, version
-        await self.latest.acknowledge(name, version)
+        await self.policy_slot.acknowledge(name, version)
 
     async def prove(self, push: Push) -> None:
         """Asks the worker which tensors it computes with and what they say of the probe; DeliveryError if that is not

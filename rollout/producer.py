@@ -29,7 +29,7 @@ from cluster.actor import Actor, ActorDied, DeadlineExceeded
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.group_slot import Ticket
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.data.problems import Problems
@@ -50,7 +50,7 @@ class Pipes:
     problems: Problems
     cursor: Cursor
     buffer: Buffer
-    latest: Latest[Push]
+    policy_slot: PolicySlot[Push]
     timeline: Timeline
     losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
     begun: dict[int, Begun] = field(default_factory=dict)  # position -> what is there of a straggler
@@ -69,7 +69,7 @@ class Producer:
         self, actor: Actor, pipes: Pipes, sampling: Callable[[int, int], Sampling], deadlines: DeadlineConfig
     ) -> None:
         self.worker = SupervisedWorker(actor, deadlines)
-        self.feed = PolicyFeed(self.worker, pipes.latest, pipes.timeline)
+        self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline)
         self.pipes, self.sampling = pipes, sampling
         self.stragglers = 0  # groups stopped since the batch was filled by others
         self.resumed = self.resumed_tokens = 0  # completions that were not begun anew, and what they had by then

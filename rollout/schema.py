@@ -1,4 +1,4 @@
-"""THE schema of a rollout: one row is one completion, one table is one group. Facts only, no opinions of GRPO.
+"""THE schema of a rollout: one row is one completion, one table is one group. Facts only, nothing of GRPO.
 
 Letters: G completions per group, P prompt tokens, T completion tokens.
 A table (never a record batch, whose slices ship the whole parent) travels by value and is read as zero-copy views.
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         pa.field("attempt", pa.int32(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),  # index in the group
         pa.field("problem", pa.string(), nullable=False),  # JSON: {"messages": [...], "columns": {...}}
-        pa.field("completion", pa.string(), nullable=False),  # decoded text, for people and judges
+        pa.field("completion", pa.string(), nullable=False),  # decoded text, for people and reward functions
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # [P] what the engine was given
         pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] what it sampled
         pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),  # [T] nats, of the sampled distribution
@@ -37,7 +37,7 @@ SCHEMA = pa.schema(
         pa.field("policy_version_min", pa.int64(), nullable=False),
         pa.field("policy_version_max", pa.int64(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),  # stop, length, abort
-        pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none has an opinion
+        pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none scores it
         pa.field(
             "reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False
         ),  # each function's own number; see parts_of
@@ -72,7 +72,7 @@ class Problem:
         return f"{self.epoch}-{self.position}-{attempt}"
 
     def to_json(self) -> str:
-        """The `problem` column: what a judge needs to score the group again."""
+        """The `problem` column: what a reward function needs to score the group again."""
         return json.dumps({"messages": self.messages, "columns": self.columns}, default=str)
 
 
@@ -115,16 +115,16 @@ def group_position(table: pa.Table) -> tuple[int, int]:
 
 
 def rewards_of(table: pa.Table) -> npt.NDArray[np.float64]:
-    """[G] rewards; nan where a reward function failed, or none has an opinion."""
+    """[G] rewards; nan where a reward function failed, or none scores it."""
     values = table.column("reward").to_numpy(zero_copy_only=False)
     return np.asarray(values, dtype=np.float64)
 
 
 def failed(table: pa.Table) -> npt.NDArray[np.bool_]:
-    """[G] where a reward function failed. That none has an opinion is no failure."""
+    """[G] where a reward function failed. That none scores it is no failure."""
     return np.asarray([status not in ("ok", "none") for status in table.column("reward_status").to_pylist()], bool)
 
 
 def parts_of(table: pa.Table) -> list[dict[str, float | None]]:
-    """G dictionaries: reward function -> its own number, nan where it failed, None where it has no opinion."""
+    """G dictionaries: reward function -> its own number, nan where it failed, None where it gives none."""
     return [dict(row) for row in table.column("reward_parts").to_pylist()]

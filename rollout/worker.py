@@ -24,7 +24,7 @@ from rollout.weight_sync import Answer, Receipt
 
 log = logging.getLogger("rollout")
 
-MAX_SENTENCES = 50  # different judge failures that are logged; the metrics count all
+MAX_SENTENCES = 50  # different failures of reward functions that are logged; the metrics count all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class WorkerSpec:
 
 
 class RolloutWorker:
-    """Stands at the top of the Buffer: generates a group, has it judged, hands it over.
+    """Stands at the top of the Buffer: generates a group, has it scored, hands it over.
 
-    Consumes: problems (by call) and adapters. Produces: tables of rollout.schema. Waits for: engine and judges only.
+    Consumes: problems (by call) and adapters. Produces: tables of rollout.schema. Waits for: engine and rewards only.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -162,7 +162,7 @@ class RolloutWorker:
             await self.engine.wake()
 
     async def close(self) -> None:
-        """Ends engine and judges."""
+        """Ends engine and reward functions."""
         await self.engine.close()
         self.pool.close()
 

@@ -56,7 +56,7 @@ def make_columns(
         "policy_version_max": [int(c.versions.max()) for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
         "reward": rewards,
-        "reward_parts": [[("judge", reward)] for reward in rewards],
+        "reward_parts": [[("vowels", reward)] for reward in rewards],
         "reward_status": ["error" if reward is None else "ok" for reward in rewards],
         **changed,
     }

@@ -3,7 +3,7 @@
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.controller [--workers 1 2 4 ...]
 
-Real: Loop, Producer, Buffer, Latest, Cursor, Timeline, ledger, metrics. Not there: Ray's share of a call (see
+Real: Loop, Producer, Buffer, PolicySlot, Cursor, Timeline, ledger, metrics. Not there: Ray's share of a call (see
 benchmarks.engine.pipes), generation, training. Controller milliseconds are CPU time of the whole process less what
 workers and trainer spent in their own code (they copy a ready group and answer the probe), so timers of their waits
 are in them. Ideal throughput is what the workers do when they never wait: at_once / seconds, summed over the workers.
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import ENGINE_PACKAGES, RESULTS, as_table, conditions, save, under
-from benchmarks.system.fake_run import House
+from benchmarks.system.fake_run import FakeRun
 
 GROUPS_PER_STEP = 64
 AT_ONCE = 2  # groups that a worker runs at a time; of 8 workers, each does the work of 8
@@ -52,8 +52,8 @@ class Mark:
     cpu_after: float
 
     @classmethod
-    def of(cls, house: House) -> Mark:
-        wall, cpu, away = time.perf_counter(), time.process_time(), house.away
+    def of(cls, fake: FakeRun) -> Mark:
+        wall, cpu, away = time.perf_counter(), time.process_time(), fake.away
         gc.collect()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
         return cls(wall, cpu, away.clock.seconds, away.groups.copy(), resident, time.process_time())
@@ -72,15 +72,15 @@ def measure(
 
     def on_step(step: int) -> None:
         if step in (warm, warm + steps):
-            marks[step] = Mark.of(house)
+            marks[step] = Mark.of(fake)
         if step == warm and late is not None:
-            house.join(late)
+            fake.join(late)
 
     with tempfile.TemporaryDirectory() as folder:
-        house = House(
+        fake = FakeRun(
             Path(folder), workers, at_once, GROUPS_PER_STEP, max_staleness, warm + steps, on_step, trainer_seconds
         )
-        asyncio.run(house.run())
+        asyncio.run(fake.run())
     first, last = marks[warm], marks[warm + steps]
     groups, wall = steps * GROUPS_PER_STEP, last.wall - first.wall
     done = last.groups - first.groups
@@ -111,11 +111,11 @@ def at_one_rate(workers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def idle_ms_per_s(seconds: float) -> float:
-    """CPU time of a house of 64 workers in which nothing happens: all are at work on their first groups."""
+    """CPU time of a run of 64 workers in which nothing happens: all are at work on their first groups."""
 
     async def wait() -> float:
-        house = House(Path(folder), [1e6] * 64, AT_ONCE, GROUPS_PER_STEP, 3, 1, lambda step: None)
-        running = asyncio.create_task(house.run())
+        fake = FakeRun(Path(folder), [1e6] * 64, AT_ONCE, GROUPS_PER_STEP, 3, 1, lambda step: None)
+        running = asyncio.create_task(fake.run())
         await asyncio.sleep(1.0)
         began = time.process_time()
         await asyncio.sleep(seconds)
@@ -203,7 +203,7 @@ def report(
         f"{as_table(header, second)}\n\n"
         f"Uneven houses:\n\n{as_table(header, [line(*other) for other in others.items()])}\n\n"
         f"A straight line through the first table: {per_group:.2f} ms per group and {per_second:.1f} ms per second. "
-        f"But a house of 64 workers in which nothing happens takes {idle:.2f} ms per second. The rest is the price of "
+        f"But a run of 64 workers in which nothing happens takes {idle:.2f} ms per second. The rest is the price of "
         "waking up with cold caches: the stand-ins do the same work for every group.\n\n"
         f"A worker runs {AT_ONCE} groups at a time (of 8 in uneven houses: {8 * AT_ONCE}); {GROUPS_PER_STEP} groups a "
         "step, staleness 3 where nothing else is said. KiB grown: resident memory of the process from the first to the "

@@ -1,5 +1,5 @@
-"""A whole house in one process without a model: the real Loop, Producers, Buffer, Latest, Cursor and Timeline, between
-workers that wait instead of generating and a trainer that does no work. What is left is the controller's own cost.
+"""A whole run in one process without a model: the real Loop, Producers, Buffer, PolicySlot, Cursor and Timeline,
+between workers that wait instead of generating and a trainer that does no work. What is left is the controller's cost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from cluster.actor import Local
 from cluster.buffer import Buffer
 from cluster.files import Digest
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
 from learner.driver.console import Progress
@@ -152,7 +152,7 @@ class Stream:
         return make_problem(position)
 
 
-class House:
+class FakeRun:
     """`workers`: seconds of a group, for each. `on_step` hears of each step as the trainer ends it."""
 
     def __init__(
@@ -166,7 +166,7 @@ class House:
                 "max_staleness": max_staleness,
                 "model": {"path": "fake", "dtype": "float32"},
                 "data": {"path": "fake", "eval": {"every": 0}},
-                "rewards": [{"use": "judge"}],
+                "rewards": [{"use": "reward"}],
                 "rollout": {"workers": len(workers), "num_generations": GENERATIONS},
                 "learner": {"groups_per_step": groups_per_step},
                 "checkpoint": {"every": 10**9},
@@ -175,7 +175,7 @@ class House:
         )
         cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
         buffer = Buffer(groups_per_step, max_staleness, 2**30, lambda group: cursor.again(*group_position(group)))
-        self._pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
+        self._pipes = Pipes(Stream(), cursor, buffer, PolicySlot(), timeline)
         self._deadlines = config.cluster.deadlines
         self.producers = [self._producer(rank, seconds) for rank, seconds in enumerate(workers)]
         trainer = Local("learner", IdleTrainer, [self.away, trainer_seconds, on_step])

@@ -1,4 +1,4 @@
-"""The whole system against TRL's GRPOTrainer: one model, the same problems, judges, LoRA and number of samples.
+"""The whole system against TRL's GRPOTrainer: one model, the same problems, rewards, LoRA and number of samples.
 
     pip install --no-deps --target build/rivals -r benchmarks/requirements.txt
     PYTHONPATH=.:build/rivals .venv/bin/python -m benchmarks.system.system_vs_trl --dtype float32 bfloat16

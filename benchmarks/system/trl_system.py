@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a configuration of gleaner: same model, LoRA, problems in the same order, judges, update.
+"""TRL's GRPOTrainer on a configuration of gleaner: same model, LoRA, problems in the same order, rewards, update.
 
     python -m benchmarks.system.trl_system CONFIG.yaml OUT.json --micro-batch 16        (started by
     benchmarks.system.system_vs_trl)
@@ -6,7 +6,7 @@
 TRL generates with Hugging Face's generate, since its vLLM route is made for GPUs, with as many threads as the
 machine has cores. It is left as it comes but for logging and saving, which are off, and for the learning rate of each
 step, which follows gleaner's schedule. Held-out problems are answered greedily by HF generate, in one batch, and
-scored by the same judge.
+scored by the same reward function.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from learner.config import RunConfig
 from learner.driver import config_io
-from learner.driver.evaluate import accuracy_judge
+from learner.driver.evaluate import accuracy_reward
 from learner.trainer.optimizer import rate_factor
-from rewards.call import Group, judge
+from rewards.call import Group
+from rewards.call import score as score_group
 from rewards.config import RewardConfig, resolved_names
 from rewards.loader import BUILT_INS, load
 from rollout.data import problems
@@ -40,7 +41,7 @@ from rollout.data.chat import Chat
 from rollout.schema import Problem
 
 
-class Judge:
+class Scorer:
     """One of the configuration's rewards, in this process, with the arguments that gleaner would give it."""
 
     def __init__(self, config: RewardConfig, name: str) -> None:
@@ -51,7 +52,7 @@ class Judge:
     ) -> list[float | None]:
         lists = {key: value for key, value in columns.items() if isinstance(value, list)}  # not TRL's own extras
         group = Group(prompts, completions, completion_ids, lists)
-        verdict = judge(self._reward, group, self._config.args, built_in=self._config.use in BUILT_INS)
+        verdict = score_group(self._reward, group, self._config.args, built_in=self._config.use in BUILT_INS)
         if verdict.status == "error":
             raise RuntimeError(f"{self.__name__}: {verdict.problem}")
         return verdict.values
@@ -169,10 +170,10 @@ class Watch(TrainerCallback):
 
 
 def heldout_score(config: RunConfig, chat: Chat, heldout: Sequence[Problem]) -> Callable[[Any], float]:
-    """model -> mean of the accuracy judge over greedy completions, as learner.driver.evaluate does it."""
-    name = accuracy_judge(config.rewards, config.data.eval.judge)
+    """model -> mean of the accuracy reward function over greedy completions, as learner.driver.evaluate does it."""
+    name = accuracy_reward(config.rewards, config.data.eval.reward)
     names = resolved_names(config.rewards)
-    score = Judge(config.rewards[names.index(name)], name)
+    score = Scorer(config.rewards[names.index(name)], name)
     pad = chat.stop_ids[0]
 
     @torch.no_grad()
@@ -242,7 +243,7 @@ def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=config.model.path,
-            reward_funcs=[Judge(r, n) for r, n in zip(config.rewards, resolved_names(config.rewards), strict=True)],
+            reward_funcs=[Scorer(r, n) for r, n in zip(config.rewards, resolved_names(config.rewards), strict=True)],
             args=arguments(config, folder, micro_batch),
             train_dataset=Dataset.from_list(rows),
             processing_class=PreTrainedTokenizerFast.from_pretrained(config.model.path),

@@ -3,7 +3,7 @@
     ragged   random weights (benchmarks/system/ragged_model.py), prompts of 200 to 400 tokens, completions that end by
     chance demo     the README's demo: examples/tiny-arithmetic learns sums, as in configs/local_cpu.yaml
 
-Loads no torch: the judges' processes import it for `even_words`.
+Loads no torch: the reward functions' processes import it for `even_words`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rewards of the groups of one optimizer batch -> advantages. Pure numpy; one function per variant, table ADVANTAGES.
 
-Every function takes `rewards`, one float array [G] per group (G may differ), nan where a judge failed, and returns one
+Every function takes `rewards`, one float array [G] per group (G may differ), nan where there is none, and returns one
 float64 array [G] per group. A failed sample is left out of every mean and standard deviation and gets advantage 0;
 the caller must not train on it. A group whose rewards are all equal, or with fewer than two left, gets exactly 0.
 
@@ -19,10 +19,10 @@ EPSILON = 1e-4
 
 
 def has_signal(rewards: Float) -> bool:
-    """True if at least two samples of the group [G] were judged and their rewards are not all equal."""
-    judged = rewards[np.isfinite(rewards)]
+    """True if at least two samples of the group [G] were scored and their rewards are not all equal."""
+    scored = rewards[np.isfinite(rewards)]
     # Compared by value: the mean of equal rewards is rounded, so a computed deviation need not be exactly 0.
-    return bool(judged.size >= 2 and judged.min() != judged.max())
+    return bool(scored.size >= 2 and scored.min() != scored.max())
 
 
 def _centred(rewards: Float) -> Float:

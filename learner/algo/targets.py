@@ -15,7 +15,7 @@ from learner.learner_config import LearnerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Opinions:
+class Targets:
     """Of each completion."""
 
     advantages: npt.NDArray[np.float64]  # [R] 0 without a reward
@@ -24,7 +24,7 @@ class Opinions:
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
 
 
-def opinions_of(rows: Rows, config: LearnerConfig, max_completion_length: int) -> Opinions:
+def targets_of(rows: Rows, config: LearnerConfig, max_completion_length: int) -> Targets:
     """Whole groups go to the updates in their order, as evenly as possible. An advantage is worked out over the batch,
     a coefficient over the completions of the update, which is an optimizer batch of its own.
 
@@ -33,7 +33,7 @@ def opinions_of(rows: Rows, config: LearnerConfig, max_completion_length: int) -
     """
     loss, updates = config.loss, config.updates_per_batch
     if not rows.rewards:
-        return Opinions(np.empty(0), np.empty(0), np.empty(0, bool), np.empty(0, np.int64))
+        return Targets(np.empty(0), np.empty(0), np.empty(0, bool), np.empty(0, np.int64))
     rewards = np.concatenate(rows.rewards)
     scored = np.isfinite(rewards)
     masked = rows.truncated & loss.mask_truncated
@@ -46,4 +46,4 @@ def opinions_of(rows: Rows, config: LearnerConfig, max_completion_length: int) -
         own = scored & (update == number)
         coefficients[own] = LOSSES[loss.kind](lengths[own], max_completion_length)
     trained = scored & ~masked & ((advantages != 0) | (loss.beta > 0))
-    return Opinions(advantages, coefficients, trained, update)
+    return Targets(advantages, coefficients, trained, update)

@@ -49,7 +49,7 @@ class Layout:
             return None
         key = index, window, like.dtype
         if key not in self._made:
-            self._made[key] = _mask(block, window, like)
+            self._made[key] = block_mask(block, window, like)
         made: Tensor = self._made[key]
         return made
 
@@ -89,7 +89,7 @@ def _blocks(segments: list[Segment]) -> list[Block]:
     return blocks
 
 
-def _mask(block: Block, window: int | None, like: Tensor) -> Tensor:
+def block_mask(block: Block, window: int | None, like: Tensor) -> Tensor:
     lengths = np.array(block.lengths)
     owners = np.repeat(np.arange(len(lengths)), lengths)
     places = block.prefix_length + np.arange(len(owners)) - np.repeat(lengths.cumsum() - lengths, lengths)

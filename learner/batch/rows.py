@@ -26,7 +26,7 @@ from rollout.schema import check, ragged, rewards_of
 class Rows:
     """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
 
-    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a judge failed
+    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a reward function failed
     prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables, but for those that a too old part lengthens
     completions: npt.NDArray[np.int32]  # [M] token ids
     behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats

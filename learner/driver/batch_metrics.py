@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from rollout.schema import failed, parts_of, rewards_of
 
 
-class JudgesFailing(RuntimeError):
+class RewardsFailing(RuntimeError):
     """Most completions of a batch got no reward: a broken reward must not train silently."""
 
 
@@ -19,14 +19,14 @@ def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int)
     tokens of versions below `oldest_version`.
 
     reward/mean and reward/std are of the completions that have a reward, and missing where none has. Raises
-    JudgesFailing if reward functions failed on more than half of the completions.
+    RewardsFailing if reward functions failed on more than half of the completions.
     """
     rows = pa.concat_tables(groups)
     rewards = rewards_of(rows)
     status = Counter(rows.column("reward_status").to_pylist())
     lost = failed(rows)
     if lost.mean() > 0.5:
-        raise JudgesFailing(
+        raise RewardsFailing(
             f"{int(lost.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
             "sentences are in the log above. Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
         )
@@ -46,7 +46,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int)
     if not np.isnan(rewards).all():
         metrics |= {"reward/mean": float(np.nanmean(rewards)), "reward/std": float(np.nanstd(rewards))}
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    return metrics | judge_means(rows) | staleness_shares(rows, version, oldest_version)
+    return metrics | reward_means(rows) | staleness_shares(rows, version, oldest_version)
 
 
 def staleness_shares(rows: pa.Table, version: int, oldest_version: int) -> dict[str, float]:
@@ -58,10 +58,10 @@ def staleness_shares(rows: pa.Table, version: int, oldest_version: int) -> dict[
     return shares | {"policy/too_old_fraction": float((versions < oldest_version).mean())}
 
 
-def judge_means(rows: pa.Table) -> dict[str, float]:
-    """`reward/<judge>`: mean of each reward function's own number over the completions that it scored."""
+def reward_means(rows: pa.Table) -> dict[str, float]:
+    """`reward/<name>`: mean of each reward function's own number over the completions that it scored."""
     values: dict[str, list[float]] = {}
     for parts in parts_of(rows):
-        for judge, value in parts.items():
-            values.setdefault(f"reward/{judge}", []).append(np.nan if value is None else value)
+        for name, value in parts.items():
+            values.setdefault(f"reward/{name}", []).append(np.nan if value is None else value)
     return {key: float(np.nanmean(v)) for key, v in values.items() if not np.all(np.isnan(v))}

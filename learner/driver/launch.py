@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cluster.actor import Actor
 from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.files import writing
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
@@ -48,7 +48,7 @@ BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long 
 
 
 async def live(prepared: Prepared) -> int:
-    """Builds the house, runs the loop in it, and takes it down whatever happens."""
+    """Starts the processes, runs the loop, and ends them whatever happens."""
     config = prepared.config
     with Progress(prepared.total_steps) as progress:
         # Set up in here, where lines for the terminal go around the live table.
@@ -77,7 +77,7 @@ async def live(prepared: Prepared) -> int:
             raise
         finally:
             await session.close()
-    progress.summary(loop.evaluations, config.run_dir, advice(loop.journal.idle, config))
+    progress.summary(loop.evaluations, config.run_dir, advice(loop.step_metrics.idle, config))
     return 0
 
 
@@ -100,7 +100,7 @@ async def _attempt(restarts: Restarts, session: Session, progress: Progress, sto
             raise
         return None
     finally:
-        # A generator that still can ends its judges and files itself; one that cannot is killed right after.
+        # A generator that still can ends its reward functions and files itself; one that cannot is killed right after.
         await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
 
 
@@ -227,7 +227,7 @@ def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress
         if prepared.budgets.alternating
         else BACKUP_AFTER,  # an engine with a call that is being stopped cannot sleep
     )
-    pipes = Pipes(prepared.problems, cursor, buffer, Latest(), timeline)
+    pipes = Pipes(prepared.problems, cursor, buffer, PolicySlot(), timeline)
     producers = [Producer(w, pipes, sampling_of(config), config.cluster.deadlines) for w in workers]
     heldout, alternating = prepared.heldout, prepared.budgets.alternating
     checkpoints = RunCheckpoints(config, prepared.fingerprints, trainer, pipes, sinks)

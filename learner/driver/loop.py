@@ -1,6 +1,6 @@
 """The algorithm as prose: take -> learn -> publish -> (evaluate | checkpoint).
 
-    producers --groups--> Buffer --take--> Trainer.step --adapter--> Latest --> producers
+    producers --groups--> Buffer --take--> Trainer.step --adapter--> PolicySlot --> producers
 
 There is one loop. Synchronous training is max_staleness 0: the slots of the consumed groups are released only when the
 new policy is with every generator, so nothing is generated before that. With max_staleness k the Buffer
@@ -26,7 +26,7 @@ from learner.driver.failure import first_of, sentence_of
 from learner.driver.mismatch_guard import MismatchGuard
 from learner.driver.probe import Probe
 from learner.driver.run_checkpoints import RunCheckpoints
-from learner.driver.step_metrics import Journal, Sinks
+from learner.driver.step_metrics import Sinks, StepMetrics
 from learner.driver.watched_learner import LearnerError
 from rollout import ledger
 from rollout.producer import Pipes, Producer
@@ -65,7 +65,7 @@ class Loop:
     ) -> None:
         self.config, self.total_steps, self.trainer, self.alternating = config, total_steps, trainer, alternating
         self.producers, self.pipes, self.sinks, self.heldout = producers, pipes, sinks, heldout
-        self.journal, self.guard = Journal(sinks, producers, pipes), MismatchGuard(config.guard)
+        self.step_metrics, self.guard = StepMetrics(sinks, producers, pipes), MismatchGuard(config.guard)
         self.checkpoints = checkpoints
         self.stop = asyncio.Event()  # set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave
         self.step = 0
@@ -107,7 +107,7 @@ class Loop:
         await self._give_the_card_back()  # the generators were put to sleep as they started
         delivery = tasks.create_task(self._deliver(first, release=0))
         await delivery
-        self.journal.start()
+        self.step_metrics.start()
         if self.step == 0:
             await self._evaluate()
         while not self._done and not self.stop.is_set():
@@ -118,7 +118,7 @@ class Loop:
             metrics, push = await asyncio.shield(self._learning)  # what the learner has begun it ends
             await delivery  # of the policy before this one
             delivery = tasks.create_task(self._deliver(push, release=len(batch.groups)))
-            metrics |= self.journal.times(metrics["rollout/tokens"])
+            metrics |= self.step_metrics.times(metrics["rollout/tokens"])
             self._unwritten = metrics
             if self._due(self.config.data.eval.every) or self._done:
                 await delivery  # what is evaluated must be with every generator
@@ -142,8 +142,8 @@ class Loop:
         """The metrics of the newest step, unless they are written."""
         if metrics is not None:
             if "time/step" not in metrics:
-                metrics |= self.journal.times(metrics["rollout/tokens"])
-            self.journal.write(self.step, metrics)
+                metrics |= self.step_metrics.times(metrics["rollout/tokens"])
+            self.step_metrics.write(self.step, metrics)
         self._unwritten = None
 
     @property
@@ -259,10 +259,10 @@ class Loop:
     async def _deliver(self, push: Push, release: int) -> None:
         """Up to every generator; only then may the groups it learned from make room for new ones."""
         version = push.adapter.version
-        await self.pipes.latest.publish(version, push)
+        await self.pipes.policy_slot.publish(version, push)
         deadlines = self.config.cluster.deadlines
         patience = deadlines.push + deadlines.start  # a generator may be restarting
-        await self.pipes.latest.acknowledged(version, [p.name for p in self.producers], patience)
+        await self.pipes.policy_slot.acknowledged(version, [p.name for p in self.producers], patience)
         push.shared.forget()  # in the object store; a generator that is restarted later gets a new copy
         self.pipes.buffer.release(release)
 
@@ -274,7 +274,7 @@ class Loop:
             result = await evaluate(self.producers, self.heldout, self.config, self.step)
         self.evaluations.append(result)
         if self.step == 0:
-            self.journal.write(0, result.metrics)
+            self.step_metrics.write(0, result.metrics)
         return result.metrics
 
     async def _save_after(self, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from learner.config import RunConfig, roles
 from learner.driver import checkpoint
 from learner.driver.assumed_cards import Cards, planned_for
 from learner.driver.config_io import to_yaml
-from learner.driver.evaluate import accuracy_judge
+from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle
@@ -207,7 +207,7 @@ def _check_weights(config: RunConfig, *, adapters: bool) -> None:
 
 def _check_accuracy(config: RunConfig) -> None:
     try:
-        accuracy_judge(config.rewards, config.data.eval.judge)
+        accuracy_reward(config.rewards, config.data.eval.reward)
     except ValueError as error:
         raise PreflightError(str(error)) from None
 

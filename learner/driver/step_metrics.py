@@ -26,7 +26,7 @@ class Sinks:
     plan: PlanFile | None = None
 
 
-class Journal:
+class StepMetrics:
     """Turns spans and counters into the metrics of a step, and hands them to every sink."""
 
     def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes) -> None:

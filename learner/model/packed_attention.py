@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from learner.batch.layout import Block, Layout, _mask
+from learner.batch.layout import Block, Layout, block_mask
 from learner.model.capped_attention import capped
 
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
@@ -84,7 +84,7 @@ def _plain(
 ) -> Tensor:
     """Rows [B, heads, L, D] that are causal and nothing else."""
     length = query.shape[2]
-    mask = None if window is None or window >= length else _mask(Block(None, 0, [length]), window, query)
+    mask = None if window is None or window >= length else block_mask(Block(None, 0, [length]), window, query)
     return _attend(query, key, value, mask, scale, cap)
 
 

@@ -92,7 +92,7 @@ async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes:
 
 
 def _case(group: pa.Table) -> dict[str, Any]:
-    """What a judge was given for this group."""
+    """What a reward function was given for this group."""
     problem = json.loads(group.column("problem")[0].as_py())
     texts, ids = (group.column(name).to_pylist() for name in ("completion", "completion_ids"))
     return case_of(problem["messages"], texts, ids, problem["columns"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
 from learner.algo.loss import metrics_of
-from learner.algo.targets import Opinions, opinions_of
+from learner.algo.targets import Targets, targets_of
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows, read
 from learner.config import ModelConfig
@@ -108,7 +108,7 @@ class Trainer:
         Tokens of policy versions below `oldest_version` are not trained on (see learner.batch.rows.read).
 
         It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
-        loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples whose judge failed are not
+        loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples without a reward are not
         trained. Completions of groups without signal (all rewards equal) have gradient 0 unless beta > 0 and are
         skipped without a change of the loss's denominators; if nothing is left, loss/trained_tokens is 0, the weights
         stay and there is no policy/ metric.
@@ -196,7 +196,7 @@ class Trainer:
         rows = read(groups, oldest_version)
         self._policy.check_ids(int(np.concatenate([[0], *rows.prompts, rows.completions]).max()))
         rate = self._config.learning_rate * rate_factor(self._version, self._total_steps, self._config.schedule)
-        updates = self._learn(rows, opinions_of(rows, self._config, self._max_completion_length), rate)
+        updates = self._learn(rows, targets_of(rows, self._config, self._max_completion_length), rate)
         metrics = metrics_of([part for update in updates for part in update.parts], max(len(updates), 1))
         norm = float(np.mean([update.norm for update in updates])) if updates else 0.0
         skipped = sum(not update.done for update in updates)
@@ -212,17 +212,17 @@ class Trainer:
             **self._memory_metrics(retries),
         }
 
-    def _learn(self, rows: Rows, opinions: Opinions, rate: float) -> list["_Update"]:
+    def _learn(self, rows: Rows, targets: Targets, rate: float) -> list["_Update"]:
         """The updates of a batch, but for those without anything to learn. Each takes its own micro-batches again when
         memory runs out, never an update before it."""
         count, proximal = self._config.updates_per_batch, None
         if count > 1:
-            later = self._plan(rows, opinions, opinions.update > 0)
+            later = self._plan(rows, targets, targets.update > 0)
             proximal = self._budget.run(later, partial(self._passes.score, tokens=len(rows.completions)))
         updates = []
         for number in range(count):
             learn = partial(self._passes.learn, version=self._version, proximal=proximal if number > 0 else None)
-            parts = self._budget.run(self._plan(rows, opinions, opinions.update == number), learn)
+            parts = self._budget.run(self._plan(rows, targets, targets.update == number), learn)
             if parts:
                 loss = float(torch.stack([part["loss"] for part in parts]).sum())
                 norm, done = self._updater.step(rate, loss_is_finite=math.isfinite(loss))
@@ -230,11 +230,11 @@ class Trainer:
                 updates.append(_Update(parts, norm, done))
         return updates
 
-    def _plan(self, rows: Rows, opinions: Opinions, own: npt.NDArray[np.bool_]) -> Callable[[int], list[MicroBatch]]:
+    def _plan(self, rows: Rows, targets: Targets, own: npt.NDArray[np.bool_]) -> Callable[[int], list[MicroBatch]]:
         """Token budget -> micro-batches of those of the completions that are trained."""
-        chosen, packed = own & opinions.trained, self._policy.packed
+        chosen, packed = own & targets.trained, self._policy.packed
         return lambda budget: micro_batches(
-            rows, opinions.advantages, opinions.coefficients, chosen, budget, packed=packed
+            rows, targets.advantages, targets.coefficients, chosen, budget, packed=packed
         )
 
     def _rehearse(self, prompt_length: int) -> dict[str, float]:

@@ -128,8 +128,8 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     finally:
-        # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; judges started
-        # from this process would inherit it, tcmalloc's large reservations included.
+        # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; reward processes
+        # would inherit it from this one, tcmalloc's large reservations included.
         os.environ.pop("LD_PRELOAD", None)
         if preload is not None:
             os.environ["LD_PRELOAD"] = preload

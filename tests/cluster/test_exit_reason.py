@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster import exit_reason
-from cluster.exit_reason import NO_WORD, Found, LastWords
+from cluster.exit_reason import NO_WORD, ExitReasons, Found
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: t0
@@ -45,26 +45,26 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
 )
 def test_what_ray_says_of_an_end(kills: list[int], ray_says: str, found: Found) -> None:
-    assert LastWords(None).of(ray_says, None) == found
+    assert ExitReasons(None).of(ray_says, None) == found
 
 
 def test_a_kill_for_memory_is_named_once(kills: list[int]) -> None:
-    words = LastWords(None)
+    exits = ExitReasons(None)
     kills.append(7)
-    assert words.of(DIED + SILENT, 78).text == (
+    assert exits.of(DIED + SILENT, 78).text == (
         "pid 78: killed, and the kernel's out-of-memory killer struck 2 times meanwhile"
     )
-    assert words.of(DIED + SILENT, 79).text == f"pid 79: {NO_WORD}"
+    assert exits.of(DIED + SILENT, 79).text == f"pid 79: {NO_WORD}"
 
 
 def test_a_crash_is_told_from_the_output_of_that_process(kills: list[int], tmp_path: Path) -> None:
     (tmp_path / "worker-ab12-01000000-77.err").write_bytes(
         b"\xff noise\nFatal Python error: Segmentation fault\n\nStack\n"
     )
-    words = LastWords(tmp_path)
+    exits = ExitReasons(tmp_path)
     crash = "Fatal Python error: Segmentation fault"
-    assert words.of(DIED + SILENT, None) == Found(f"pid 77: {crash}", crash)
-    assert words.of(DIED + SILENT, 7).reason is None
+    assert exits.of(DIED + SILENT, None) == Found(f"pid 77: {crash}", crash)
+    assert exits.of(DIED + SILENT, 7).reason is None
 
 
 def test_the_kernel_counts() -> None:

@@ -52,9 +52,10 @@ def _steps(run: Run) -> list[int]:
 
 WITH_STAND_INS = """
 import sys
-from learner import house, main
+from learner import main
+from learner.driver import launch
 from tests.flow import stand_ins
-house.RolloutWorker, house.make_trainer = stand_ins.{generator}, stand_ins.{learner}
+launch.RolloutWorker, launch.make_trainer = stand_ins.{generator}, stand_ins.{learner}
 sys.exit(main.main(sys.argv[1:]))
 """
 DOOMED = (

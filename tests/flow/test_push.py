@@ -13,7 +13,7 @@ from cluster.actor import Actor, RemoteError
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.placement import Role
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
@@ -71,7 +71,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-async def house(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
+async def processes(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
     """A learner and a generator whose engine is forgetful, each in its process."""
     session = connect("local", min_cpus=2)
     import ray.cloudpickle
@@ -101,12 +101,12 @@ async def deliver(producer: Producer, push: Push) -> None:
 
 @pytest.mark.timeout(300)
 async def test_a_push_that_does_not_arrive_stops_the_run(
-    house: tuple[Actor, Actor], config: RunConfig, tmp_path: Path
+    processes: tuple[Actor, Actor], config: RunConfig, tmp_path: Path
 ) -> None:
-    generator, learner = house
+    generator, learner = processes
     problems, _ = load(config.data, Chat.load(config.model.path), 64, seed=0)
     timeline = Timeline(tmp_path / "timeline.json")
-    pipes = Pipes(problems, Cursor(), Buffer(2, 0, 10**6, lambda group: None), Latest(), timeline)
+    pipes = Pipes(problems, Cursor(), Buffer(2, 0, 10**6, lambda group: None), PolicySlot(), timeline)
     producer = Producer(generator, pipes, sampling_of(config), DeadlineConfig())
     ids = (problems.at(0).prompt_ids * 4)[:48]  # for the evidence of a few is none
 

@@ -1,4 +1,4 @@
-"""A house in one process, without a model: the real Loop, Producers and pipes, a fake engine and a fake trainer."""
+"""A run in one process, without a model: the real Loop, Producers and pipes, a fake engine and a fake trainer."""
 
 import asyncio
 import io
@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster.actor import Local
 from cluster.buffer import BACKUP_AFTER, Buffer
 from cluster.files import Digest, digests_in
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
 from learner.driver.console import Progress
@@ -53,7 +53,7 @@ class Paced(FakeEngine):
 
 
 class Worker:
-    """A RolloutWorker without tokenizer and judges."""
+    """A RolloutWorker without tokenizer and reward functions."""
 
     def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
         self.engine = Paced(pace_s, drop_adapter_at)
@@ -131,7 +131,7 @@ def configure(**changed: Any) -> RunConfig:
     given: dict[str, Any] = {
         "model": {"path": "fake", "dtype": "float32"},
         "data": {"path": "fake", "eval": {"every": 2}},
-        "rewards": [{"use": "judge"}],
+        "rewards": [{"use": "vowels"}],
         "learner": {"groups_per_step": PER_STEP},
         "checkpoint": {"every": 2, "keep": 9},
         "trackers": [],
@@ -151,7 +151,7 @@ def build(
     mismatch_k3: float = 0.0,
     alternating: bool = False,
 ) -> Loop:
-    """A house in one process."""
+    """A run in one process."""
     if workers is None:
         workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
     cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
@@ -164,7 +164,7 @@ def build(
         oversample,
         inf if alternating else BACKUP_AFTER,
     )
-    pipes = Pipes(Stream(), cursor, buffer, Latest(), timeline)
+    pipes = Pipes(Stream(), cursor, buffer, PolicySlot(), timeline)
 
     def sampling(position: int, attempt: int) -> Sampling:
         return Sampling(n=2, max_tokens=6, seed=group_seed(0, position, attempt))

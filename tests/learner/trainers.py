@@ -88,7 +88,7 @@ def naive_gradient(
     advantages: list[list[float]],
     oldest_version: int = 0,
 ) -> dict[str, Tensor]:
-    """Denominators: every judged completion counts, those of the group without signal too; of their tokens those that
+    """Denominators: every scored completion counts, those of the group without signal too; of their tokens those that
     are not older than `oldest_version`."""
     names = ("prompt_ids", "completion_ids", "behavior_logprobs", "token_versions")
     rows = [

@@ -1,4 +1,4 @@
-"""Built-in judges against cases worked out by hand."""
+"""Built-in reward functions against cases worked out by hand."""
 
 import json
 import re
@@ -141,11 +141,11 @@ def test_math_compares_by_meaning():
     assert math([said(text) for text in texts], answer=golds) == scores
 
 
-def test_math_gives_no_judgement_where_it_runs_out_of_time():
+def test_math_gives_no_score_where_it_runs_out_of_time():
     from rewards.math import math
 
     (score,) = math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1)
-    assert isnan(score) or score == 0.0  # a failure with a name; None would say that it has no opinion
+    assert isnan(score) or score == 0.0  # a failure with a name; None would say that it does not score it
 
 
 # As the published GRPO recipe has it: re.match of this, without flags.

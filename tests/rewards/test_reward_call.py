@@ -1,8 +1,8 @@
-"""One call: which arguments a judge gets, and what its return value means."""
+"""One call: which arguments a reward function gets, and what its return value means."""
 
 import pytest
 
-from rewards.call import Group, judge
+from rewards.call import Group, score
 from rewards.number import number
 
 GROUP = Group(
@@ -21,7 +21,7 @@ def mute(completions):
 
 
 def call(reward, args=None, built_in=False):
-    return judge(reward, GROUP, args or {}, built_in=built_in)
+    return score(reward, GROUP, args or {}, built_in=built_in)
 
 
 def returning(value):
@@ -72,7 +72,7 @@ def test_numpy_values_count_and_an_array_is_a_list():
     assert call(returning(np.array(1.0))).status == "error"
 
 
-def test_async_judges_are_awaited():
+def test_async_functions_are_awaited():
     async def slow(completions):
         return [0.25] * len(completions)
 
@@ -106,4 +106,4 @@ def test_problems_are_told(reward, args, built_in, sentence):
 
 def test_a_column_is_no_setting_of_a_built_in():
     group = Group([""], ["<answer>1</answer>"], [[]], {"answer": ["1"], "tag": ["nonsense"]})
-    assert judge(number, group, {}, built_in=True).values == [1.0]
+    assert score(number, group, {}, built_in=True).values == [1.0]

@@ -24,9 +24,9 @@ def test_each_file_gets_its_own_helpers(tmp_path):
     for name, value in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_helper.py").write_text(f"VALUE = {value}")
-        (tmp_path / name / "judge.py").write_text("from my_helper import VALUE\ndef f(completions): return [VALUE]")
+        (tmp_path / name / "rewards.py").write_text("from my_helper import VALUE\ndef f(completions): return [VALUE]")
     path = list(sys.path)
-    assert [load(f"{tmp_path / name}/judge.py:f")(completions=[""]) for name in "ab"] == [[1], [2]]
+    assert [load(f"{tmp_path / name}/rewards.py:f")(completions=[""]) for name in "ab"] == [[1], [2]]
     assert sys.path == path
 
 

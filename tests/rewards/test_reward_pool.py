@@ -1,4 +1,4 @@
-"""The pool with real processes: whatever a judge does, its group gets a name for it and the next group is judged."""
+"""The pool with real processes: whatever a function does, its group gets a name for it and the next group is scored."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from rewards.check import try_rewards
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 
-JUDGES = """
+REWARDS = """
 import asyncio, ctypes, os, subprocess, time
 from pathlib import Path
 
@@ -52,9 +52,9 @@ def child(completions, where):
 
 
 @pytest.fixture(scope="module")
-def judges(tmp_path_factory):
-    path = tmp_path_factory.mktemp("judges") / "judges.py"
-    path.write_text(JUDGES)
+def rewards_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(REWARDS)
     return lambda function, **more: RewardConfig(use=f"{path}:{function}", **more)
 
 
@@ -83,13 +83,13 @@ def workers():
     return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
+def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file):
     expected = {
         "good": ("ok", ""),
         "none": ("ok", ""),
         "nan": ("nan", "1 of 2 values are not finite numbers, first sample 0: nan"),
         "short": ("error", "returned 1 values for 2 completions"),
-        "boom": ("error", "ValueError: boom (judges.py, line 15)"),
+        "boom": ("error", "ValueError: boom (my_rewards.py, line 15)"),
         "odd": ("error", "Odd: cannot be unpickled"),
         "loop": ("timeout", "no answer within 1 s, so its process was killed"),
         "c_loop": ("timeout", "no answer within 1 s"),
@@ -101,7 +101,7 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
 
     async def main():
         async with RewardPool(
-            [judges(name, timeout_s=1.0 if "loop" in name else 20.0) for name in expected], workers=2
+            [rewards_file(name, timeout_s=1.0 if "loop" in name else 20.0) for name in expected], workers=2
         ) as pool:
             return await score(pool)
 
@@ -118,8 +118,8 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(judges):
     assert scores.status == ["error", "error"]
 
 
-def test_weights_status_and_conversations(judges):
-    rewards = [judges("spoken", weight=2.0), judges("later", weight=-1.0), judges("none")]
+def test_weights_status_and_conversations(rewards_file):
+    rewards = [rewards_file("spoken", weight=2.0), rewards_file("later", weight=-1.0), rewards_file("none")]
     chat = [{"role": "user", "content": "?"}]
     said = [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
 
@@ -136,12 +136,12 @@ def test_weights_status_and_conversations(judges):
     assert scores.status == ["ok", "ok"]
 
 
-def test_each_task_has_its_function_and_what_none_has_an_opinion_on_has_no_reward(judges):
+def test_each_task_has_its_function_and_what_none_has_an_answer_to_has_no_reward(rewards_file):
     """TRL's multi-task pattern: a function says None on the rows of other tasks."""
     rewards = [
-        judges("of_a_task", name="math", args={"own": "math"}, on_error="fail"),
-        judges("of_a_task", name="code", args={"own": "code"}, weight=10.0),
-        judges("nan", name="broken"),
+        rewards_file("of_a_task", name="math", args={"own": "math"}, on_error="fail"),
+        rewards_file("of_a_task", name="code", args={"own": "code"}, weight=10.0),
+        rewards_file("nan", name="broken"),
     ]
     tasks = ["math", "code", "chess", "chess"]
 
@@ -154,30 +154,30 @@ def test_each_task_has_its_function_and_what_none_has_an_opinion_on_has_no_rewar
     assert scores.reward == [1.0, 20.0, None, None]
     assert scores.status == ["ok", "ok", "none", "none"]
     assert scores.failures == ()
-    # Returns two values for four completions: a failure is never taken for having no opinion.
+    # Returns two values for four completions: a failure is never taken for having no score.
     broken = asyncio.run(main(rewards))
     assert broken.reward == [None] * 4
     assert broken.status == ["error"] * 4
 
 
-def test_slow_loading_is_not_charged_and_fail_raises(judges, tmp_path):
+def test_slow_loading_is_not_charged_and_fail_raises(rewards_file, tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time; time.sleep(1.2)\ndef f(completions): return [1.0] * len(completions)"
     )
 
     async def main():
         slow = RewardConfig(use=f"{tmp_path}/slow.py:f", timeout_s=1.0)
-        async with RewardPool([slow, judges("boom", on_error="fail", name="acc")]) as pool:
-            with pytest.raises(RewardFailed, match=r"reward 'acc' \(.*judges.py:boom\): error: ValueError: boom"):
+        async with RewardPool([slow, rewards_file("boom", on_error="fail", name="acc")]) as pool:
+            with pytest.raises(RewardFailed, match=r"reward 'acc' \(.*my_rewards.py:boom\): error: ValueError: boom"):
                 await score(pool)
             return await pool.verdicts(["p"], ["c"], [[1]], {})
 
     assert asyncio.run(main())[0].status == "ok"
 
 
-def test_a_worker_that_dies_while_idle_costs_nothing(judges):
+def test_a_worker_that_dies_while_idle_costs_nothing(rewards_file):
     async def main():
-        async with RewardPool([judges("good")]) as pool:
+        async with RewardPool([rewards_file("good")]) as pool:
             await score(pool)
             (pid,) = workers()
             os.kill(pid, signal.SIGKILL)
@@ -188,14 +188,14 @@ def test_a_worker_that_dies_while_idle_costs_nothing(judges):
     assert [scores.status for scores in asyncio.run(main())] == [["ok", "ok"]] * 2
 
 
-def test_close_and_deadline_leave_no_process_behind(judges, tmp_path):
+def test_close_and_deadline_leave_no_process_behind(rewards_file, tmp_path):
     async def main(timeout_s):
         note = tmp_path / f"pids_{timeout_s}"
-        pool = RewardPool([judges("child", timeout_s=timeout_s, args={"where": str(note)})])
+        pool = RewardPool([rewards_file("child", timeout_s=timeout_s, args={"where": str(note)})])
         scoring = asyncio.create_task(score(pool))
         if timeout_s > 1:
             while not note.exists() or len(note.read_text().split()) < 2:
-                await asyncio.sleep(0.02)  # the judge has started, and its child
+                await asyncio.sleep(0.02)  # the reward function has started, and its child
             begin = time.monotonic()
             pool.close()
             assert time.monotonic() - begin < 5
@@ -209,7 +209,7 @@ def test_close_and_deadline_leave_no_process_behind(judges, tmp_path):
     assert workers() == []
 
 
-def test_workers_die_with_a_killed_driver(judges, tmp_path):
+def test_workers_die_with_a_killed_driver(rewards_file, tmp_path):
     note = tmp_path / "pids"
     script = tmp_path / "driver.py"
     script.write_text(
@@ -218,7 +218,7 @@ def test_workers_die_with_a_killed_driver(judges, tmp_path):
         from rewards.config import RewardConfig
         from rewards.pool import RewardPool
         if __name__ == "__main__":
-            uses = [RewardConfig(use={judges("child").use!r}, timeout_s=60, args={{"where": {str(note)!r}}})]
+            uses = [RewardConfig(use={rewards_file("child").use!r}, timeout_s=60, args={{"where": {str(note)!r}}})]
             asyncio.run(RewardPool(uses).score(["p"], ["c"], [[1]], {{}}))
         """)
     )
@@ -232,19 +232,19 @@ def test_workers_die_with_a_killed_driver(judges, tmp_path):
     finally:
         driver.kill()
         driver.wait()
-    os.kill(grandchild, signal.SIGKILL)  # a judge's own children outlive a killed driver: documented
+    os.kill(grandchild, signal.SIGKILL)  # a reward function's own children outlive a killed driver: documented
     died = gone([worker], within_s=5)
     if not died:
         os.kill(worker, signal.SIGKILL)  # a failing test leaves nothing behind either
     assert died
 
 
-def test_the_trial_tells_a_broken_reward_in_one_line(judges, tmp_path):
+def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file, tmp_path):
     row = (["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
     (tmp_path / "bad.py").write_text("import nothing_of_this_name")
-    assert try_rewards([judges("good"), RewardConfig(use="number")], *row).reward == [1.0, 1.0]
+    assert try_rewards([rewards_file("good"), RewardConfig(use="number")], *row).reward == [1.0, 1.0]
     for reward, sentence in [
-        (judges("boom"), "ValueError: boom"),
+        (rewards_file("boom"), "ValueError: boom"),
         (RewardConfig(use=f"{tmp_path}/bad.py:f"), "bad.py does not import: ModuleNotFoundError"),
         (
             RewardConfig(use="format", args={"tag": "a"}),
@@ -252,6 +252,6 @@ def test_the_trial_tells_a_broken_reward_in_one_line(judges, tmp_path):
         ),
     ]:
         with pytest.raises(RewardError) as caught:
-            try_rewards([judges("good"), reward], *row)
+            try_rewards([rewards_file("good"), reward], *row)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -17,15 +17,15 @@ from tests.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip("vllm")
-    from tests.rollout.house import PROMPT, House, run
+    from tests.rollout.engine_case import PROMPT, EngineCase, run
 
     # A Llama: vLLM prepares its head for adapters too, which it does not for a Qwen2.
-    house = House(make_tiny_model(tmp_path_factory.mktemp("model"), family="Llama"))
+    case = EngineCase(make_tiny_model(tmp_path_factory.mktemp("model"), family="Llama"))
     with pytest.raises(NoAdapter, match="load_adapter first"):
-        run(house.engine.generate(PROMPT, Sampling(n=1, max_tokens=4)))
-    adapter = house.next_adapter()
-    assert run(house.engine.load_adapter(adapter)) == adapter.digest
-    yield house
-    run(house.engine.close())
+        run(case.engine.generate(PROMPT, Sampling(n=1, max_tokens=4)))
+    adapter = case.next_adapter()
+    assert run(case.engine.load_adapter(adapter)) == adapter.digest
+    yield case
+    run(case.engine.close())

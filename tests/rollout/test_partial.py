@@ -12,7 +12,7 @@ import pyarrow as pa
 from cluster.actor import ActorDied, Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.fake_engine import FakeEngine
@@ -97,7 +97,7 @@ async def test_stopped_again_it_is_longer_and_a_whole_group_leaves_nothing() -> 
 
 
 class Worker:
-    """A RolloutWorker without tokenizer and judges."""
+    """A RolloutWorker without tokenizer and reward functions."""
 
     def __init__(self, delay_s: float) -> None:
         self.engine = FakeEngine(VOCAB, delay_s=delay_s)
@@ -139,7 +139,7 @@ class Team:
 
     def __init__(self, folder: Path, buffer: Buffer) -> None:
         self.buffer, self.version = buffer, -1
-        self.pipes = Pipes(Stream(), Cursor(), buffer, Latest(), Timeline(folder / "timeline.json"))
+        self.pipes = Pipes(Stream(), Cursor(), buffer, PolicySlot(), Timeline(folder / "timeline.json"))
         actors = [Local("slow", Worker, [NEVER]), Local("quick", Worker, [0.0])]
         self.slow, self.quick = (actor._object for actor in actors)
         self.producers = [Producer(actor, self.pipes, self.sampling, DeadlineConfig()) for actor in actors]
@@ -153,7 +153,7 @@ class Team:
         teller = FakeEngine(VOCAB)
         await teller.load_adapter(adapter(self.version))
         told = expect(Answer(await teller.probe((1, 2)), await teller.held(), 0.0))
-        await self.pipes.latest.publish(self.version, Push(adapter(self.version), (1, 2), told, "float32"))
+        await self.pipes.policy_slot.publish(self.version, Push(adapter(self.version), (1, 2), told, "float32"))
         await settle()
 
     async def learn(self) -> pa.Table:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.actor import Local
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.policy_feed import PolicyFeed
 from rollout.supervised_worker import SupervisedWorker
@@ -31,7 +31,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
 ) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     worker = SupervisedWorker(Local("generator-0", Blind, []), DeadlineConfig())
-    feed = PolicyFeed(worker, Latest(), timeline)
+    feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
         await feed.prove(Push(Adapter.build(version, b"", {}), (1, 2), expect(said([-1.0])), "float32"))
         await feed.proof_of(version)

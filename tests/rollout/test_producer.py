@@ -12,7 +12,7 @@ import pytest
 from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.partial import Begun
@@ -97,11 +97,11 @@ def push(version: int) -> Push:
 @asynccontextmanager
 async def producing(story: Story, slots: int, folder: Path) -> AsyncIterator[Producer]:
     """A producer at work under policy v3; an exception of it ends the body and comes out as it is."""
-    pipes = Pipes(Stream(), Cursor(), Buffer(slots, 0, 2**20, print), Latest(), Timeline(folder / "timeline.json"))
+    pipes = Pipes(Stream(), Cursor(), Buffer(slots, 0, 2**20, print), PolicySlot(), Timeline(folder / "timeline.json"))
     producer = Producer(
         Process("generator-0", Worker, [story]), pipes, lambda position, attempt: Sampling(2, 8), DEADLINES
     )
-    await pipes.latest.publish(3, push(3))
+    await pipes.policy_slot.publish(3, push(3))
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(producer.run(1))
@@ -152,13 +152,13 @@ async def test_nobody_asks_a_fresh_process_before_it_has_its_policy(tmp_path: Pa
         while story.lives < 2:
             await asyncio.sleep(0)
         taken = asyncio.create_task(consume(producer, 6))  # frees slots, so that lanes ask for more
-        await producer.pipes.latest.publish(4, push(4))
+        await producer.pipes.policy_slot.publish(4, push(4))
         for _ in range(50):
             await asyncio.sleep(0)
         assert story.events[-1] == "fresh"  # a group from life 2 would be None; v4 would be overtaken by v3
         story.gate.set()
         assert sorted(p for p, _ in await taken) == list(range(6))
-        await producer.pipes.latest.acknowledged(4, ["generator-0"], 5)
+        await producer.pipes.policy_slot.acknowledged(4, ["generator-0"], 5)
     assert [event for event in story.events if isinstance(event, str)] == [
         "life 1: v3", "fresh", "life 2: v3", "life 2: v4"
     ]  # fmt: skip

@@ -42,7 +42,7 @@ def test_what_goes_in_comes_out_also_from_slices(tokens: list[list[tuple[int, fl
         assert [row.tolist() for row in ragged(part, name)] == [[t[values] for t in tokens[i]] for i in turn]
     assert [v.tolist() for v in ragged(part, "token_versions")] == [list(range(len(tokens[i]))) for i in turn]
     np.testing.assert_array_equal(rewards_of(part), [np.nan if rewards[i] is None else rewards[i] for i in turn])
-    assert parts_of(part) == [{"judge": rewards[i]} for i in turn]
+    assert parts_of(part) == [{"vowels": rewards[i]} for i in turn]
     assert group_position(part) == (5, 2)
     assert part.column("group_id")[0].as_py() == "0-5-2"
 
@@ -73,7 +73,7 @@ def test_another_version_is_refused() -> None:
 
 def test_missing_and_unknown_columns_are_named() -> None:
     columns = make_columns()
-    columns["advantage"] = columns.pop("reward")  # an opinion where a fact should be
+    columns["advantage"] = columns.pop("reward")  # a target where a fact should be
     with pytest.raises(ValueError, match=r"missing \['reward'\], unknown \['advantage'\]"):
         build_group(columns)
     with pytest.raises(ValueError, match="fields differ"):

@@ -51,7 +51,7 @@ def test_none_only_centres() -> None:
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_failed_judges_are_left_out(kind: str) -> None:
+def test_samples_without_a_reward_are_left_out(kind: str) -> None:
     with_nan = advantages(kind, [[0, NAN, 2], [NAN, 1, 4]])
     without = advantages(kind, [[0, 2], [1, 4]])
     assert with_nan[0] == [without[0][0], 0, without[0][1]]

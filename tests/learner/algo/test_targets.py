@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.algo.targets import opinions_of
+from learner.algo.targets import targets_of
 from learner.batch.rows import read
 from learner.learner_config import LearnerConfig, LossConfig
 from tests.learner.rollouts import make_group, uniform
@@ -19,7 +19,7 @@ GROUPS: list[dict[str, Any]] = [  # completions of 2, 3 and 4 tokens, the last c
 
 def found_in(config: LossConfig, groups: list[dict[str, Any]] = GROUPS) -> Any:
     rows = read([make_group([7, 8], behavior=uniform, position=i, **group) for i, group in enumerate(groups)])
-    return opinions_of(rows, LearnerConfig(loss=config), max_completion_length=10)
+    return targets_of(rows, LearnerConfig(loss=config), max_completion_length=10)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokens too old to train on: they are read, their completion is judged whole, and their terms are not in the loss."""
+"""Tokens too old to train on: they are read, their completion is scored whole, and their terms are not in the loss."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_batch_that_is_wholly_too_old_changes_nothing(tiny_path: str, ad
 async def test_a_batch_without_any_reward_changes_nothing(
     tiny_path: str, adapter_path: str, loss: str, advantage: str
 ) -> None:
-    """Its completions are of a task that no reward function has an opinion on."""
+    """Its completions are of a task that no reward function scores."""
     config = LossConfig.model_validate({"kind": loss, "advantage": advantage})
     trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config)
     metrics = await trainer.step(make_groups([[None, None], [None, None]], uniform))

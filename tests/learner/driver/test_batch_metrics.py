@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from learner.driver.batch_metrics import JudgesFailing, batch_metrics
+from learner.driver.batch_metrics import RewardsFailing, batch_metrics
 from rollout.types import Completion
 from tests.groups import make_group
 
@@ -56,14 +56,14 @@ def test_batch_metrics() -> None:
     assert found == pytest.approx(expected)
 
 
-def test_a_judge_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
+def test_a_reward_function_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
     assert batch_metrics([make_group(rewards=[None, 1.0])], 0, 0)["reward/failed"] == 0.5
-    with pytest.raises(JudgesFailing, match=r"3 of 4 completions .*'error': 3"):
+    with pytest.raises(RewardsFailing, match=r"3 of 4 completions .*'error': 3"):
         batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0, 0)
 
 
-def test_having_no_opinion_is_no_failure() -> None:
-    """Of four completions one failed; two have no reward since no function has an opinion on them."""
+def test_having_unscored_is_no_failure() -> None:
+    """Of four completions one failed; two have no reward since no function scores them."""
     two = [("math", None), ("code", None)]
     parts = [[("math", 2.0), ("code", None)], [("math", math.nan), ("code", None)], two, two]
     rows = {"rewards": [2.0, None, None, None], "reward_status": ["ok", "error", "none", "none"], "reward_parts": parts}

@@ -259,7 +259,7 @@ def test_what_is_written_beside_a_run_is_the_run(tmp_path_factory: Any, **drawn:
         "seed": drawn["seed"],
         "model": {"path": "m"},
         "data": {"path": "d", "prompt": drawn["prompt"], "args": drawn["args"], "size": drawn["size"]},
-        "rewards": [{"use": "judge", "weight": drawn["weight"]}],
+        "rewards": [{"use": "vowels", "weight": drawn["weight"]}],
         "learner": {"learning_rate": drawn["rate"], "token_budget": 4096},
     }
     config = RunConfig.model_validate(given_tree)

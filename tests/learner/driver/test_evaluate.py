@@ -1,4 +1,4 @@
-"""The held-out score where a reward function fails, or has no opinion."""
+"""The held-out score where a reward function fails, or gives no score."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ from rollout.types import Sampling
 from tests.groups import make_group, make_problem
 from tests.learner.loops import configure
 
-CONFIG = configure(rewards=[{"use": "judge"}, {"use": "other", "weight": 0.1}])
+CONFIG = configure(rewards=[{"use": "vowels"}, {"use": "other", "weight": 0.1}])
 
 
 class Generator:
-    """A Producer whose completions were scored so: (number of `judge`, status)."""
+    """A Producer whose completions were scored so: (number of `vowels`, status)."""
 
     def __init__(self, said: list[tuple[float | None, str]]) -> None:
         self.said = said
@@ -25,7 +25,7 @@ class Generator:
         assert sampling.temperature == 0
         value, status = self.said[problem.position]
         reward = None if value is None or math.isnan(value) else value
-        parts = [[("judge", value), ("other", 5.0)]]
+        parts = [[("vowels", value), ("other", 5.0)]]
         return make_group(problem.position, rewards=[reward], reward_parts=parts, reward_status=[status])
 
 
@@ -35,16 +35,16 @@ async def score(*said: tuple[float | None, str]) -> dict[str, float]:
     return (await evaluate([generator], problems, CONFIG, step=0)).metrics
 
 
-async def test_a_failure_counts_as_wrong_and_no_opinion_not_at_all() -> None:
+async def test_a_failure_counts_as_wrong_and_unscored_not_at_all() -> None:
     found = await score((1.0, "ok"), (None, "ok"), (math.nan, "timeout"), (0.5, "error"), (None, "none"))
     assert found["eval/accuracy"] == pytest.approx((1.0 + 0.0 + 0.5) / 3)
-    assert found["eval/no_opinion"] == 2
+    assert found["eval/unscored"] == 2
     assert found["eval/failed"] == pytest.approx(2 / 5)
-    assert found["eval/judge"] == 0.75
+    assert found["eval/vowels"] == 0.75
 
 
-async def test_without_any_opinion_there_is_no_accuracy_and_where_all_have_one_no_count() -> None:
+async def test_without_any_score_there_is_no_accuracy_and_where_all_have_one_no_count() -> None:
     found = await score((None, "ok"), (None, "none"))
     assert "eval/accuracy" not in found
-    assert found["eval/no_opinion"] == 2
-    assert "eval/no_opinion" not in await score((1.0, "ok"))
+    assert found["eval/unscored"] == 2
+    assert "eval/unscored" not in await score((1.0, "ok"))

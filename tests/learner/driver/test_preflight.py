@@ -64,11 +64,11 @@ WRONG = {
     "prompts that are too long": (["rollout.max_prompt_length=8"], "max_prompt_length.*30 of 30.*data-0, data-1"),
     "context that is too short": (["rollout.max_completion_length=4000"], "context of 512"),
     "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
-    "judge that is not there": (["data.eval.judge=truth"], "data.eval.judge: must be one of ok, got truth"),
+    "accuracy that is not there": (["data.eval.reward=truth"], "data.eval.reward: must be one of ok, got truth"),
     "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .* 1 GPU"),
     "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
     "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
-    "judge named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
+    "reward named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
     "reference that is no model": (
         ["learner.mode=full", "learner.loss.beta=0.1", "model.reference=."],
         "model.reference: must be a model's folder or hub name, got .*; give another, or null",

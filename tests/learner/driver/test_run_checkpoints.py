@@ -52,7 +52,7 @@ class Asked(Local):
 
 async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:
     config = configure(cluster={"deadlines": {"step": 41, "push": 42}})
-    inputs = Fingerprints({"rows": "a"}, {"judge": "b"}, {"model": "c"})
+    inputs = Fingerprints({"rows": "a"}, {"vowels": "b"}, {"model": "c"})
     evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(4, {}, [])]
     learner, loop = Asked(), build(tmp_path, config, 6)
     checkpoints = run_checkpoints.RunCheckpoints(config, inputs, learner, loop.pipes, loop.sinks)

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from learner.algo.targets import opinions_of
+from learner.algo.targets import targets_of
 from learner.batch.rows import read
 from learner.learner_config import LearnerConfig, LossConfig
 from rollout.schema import ragged
@@ -117,16 +117,16 @@ def test_groups_are_split_evenly_and_each_update_has_its_own_denominators() -> N
     groups = make_groups([[0, 1], [1, 0, 1], [0, None], [1, 0], [0, 1]], uniform)
     rows = read(groups)
     config = LearnerConfig(updates_per_batch=2, loss=LossConfig(ratio="clip"))
-    found, whole = opinions_of(rows, config, MAX_LENGTH), opinions_of(rows, LearnerConfig(), MAX_LENGTH)
+    found, whole = targets_of(rows, config, MAX_LENGTH), targets_of(rows, LearnerConfig(), MAX_LENGTH)
     assert found.update.tolist() == [0] * 7 + [1] * 4
-    judged = np.array([True] * 6 + [False] + [True] * 4)
+    scored = np.array([True] * 6 + [False] + [True] * 4)
     for number in (0, 1):
-        own = judged & (found.update == number)
+        own = scored & (found.update == number)
         assert found.coefficients[own] == pytest.approx(1 / rows.lengths[own].sum())
     assert found.coefficients[6] == 0
-    assert found.advantages[judged].tolist() == whole.advantages[judged].tolist()
+    assert found.advantages[scored].tolist() == whole.advantages[scored].tolist()
     assert (whole.update == 0).all()
-    assert opinions_of(rows, LearnerConfig(updates_per_batch=5, loss=LossConfig(ratio="clip")), 16).update.tolist() == [
+    assert targets_of(rows, LearnerConfig(updates_per_batch=5, loss=LossConfig(ratio="clip")), 16).update.tolist() == [
         0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4,
     ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from cluster.actor import Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import Latest
+from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.partial import Begun
@@ -58,7 +58,7 @@ class Team:
 
     def __init__(self, folder: Path) -> None:
         self.buffer = Buffer(PER_STEP, STALENESS, 2**20, print)
-        self.pipes = Pipes(Stream(), Cursor(), self.buffer, Latest(), Timeline(folder / "timeline.json"))
+        self.pipes = Pipes(Stream(), Cursor(), self.buffer, PolicySlot(), Timeline(folder / "timeline.json"))
         self.learned: list[tuple[int, int]] = []  # (position, attempt)
         self.asked: Counter[int] = Counter()  # position -> requests
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,7 +88,7 @@ class Team:
 async def team(folder: Path) -> AsyncIterator[Team]:
     """A team under policy v0; the workers are up to the body."""
     members = Team(folder)
-    await members.pipes.latest.publish(0, Push(Adapter.build(0, b"weights", {}), (1, 2), expect(PROBE), "float32"))
+    await members.pipes.policy_slot.publish(0, Push(Adapter.build(0, b"weights", {}), (1, 2), expect(PROBE), "float32"))
     try:
         yield members
     finally:
@@ -139,7 +139,7 @@ async def test_a_worker_that_waits_long_for_its_first_policy_holds_no_slot(tmp_p
         members.hire(opened(), 2, learning=asyncio.Event())
         shares = sum([await members.learn() for _ in range(10)], Counter())
         assert shares == {0: 10 * PER_STEP}
-        assert members.pipes.latest.acknowledgements == {"generator-0": 0}
+        assert members.pipes.policy_slot.acknowledgements == {"generator-0": 0}
 
 
 async def test_a_late_worker_gets_its_share(tmp_path: Path) -> None:

@@ -13,73 +13,73 @@ import pytest
 from rollout.engine import AdapterRefused, EngineClosed, EngineDied, EngineEnvError
 from rollout.types import Adapter, AdapterCorrupt, Completion, Sampling
 from rollout.vllm.engine import VllmEngine
-from tests.rollout.house import PROMPT, House, run, settings
+from tests.rollout.engine_case import PROMPT, EngineCase, run, settings
 from tests.tiny import VOCAB_SIZE, make_adapter
 
 
-def versions(house: House) -> list[int]:
-    return [resident.version for resident in house.engine._thread.window.residents]
+def versions(case: EngineCase) -> list[int]:
+    return [resident.version for resident in case.engine._thread.window.residents]
 
 
-def test_the_window_drops_the_oldest_unused_version(house: House) -> None:
+def test_the_window_drops_the_oldest_unused_version(case: EngineCase) -> None:
     async def fill() -> None:
-        adapters = [house.next_adapter() for _ in range(4)]
+        adapters = [case.next_adapter() for _ in range(4)]
         used = adapters[0].version
-        await house.engine.load_adapter(adapters[0])
-        oldest = asyncio.create_task(house.engine.generate(PROMPT, Sampling(n=16, max_tokens=400, seed=0)))
+        await case.engine.load_adapter(adapters[0])
+        oldest = asyncio.create_task(case.engine.generate(PROMPT, Sampling(n=16, max_tokens=400, seed=0)))
         await asyncio.sleep(0.02)
         for adapter in adapters[1:]:  # a window of 3: the version in use stays, the one after it goes
-            await house.engine.load_adapter(adapter)
+            await case.engine.load_adapter(adapter)
         assert not oldest.done()
-        assert versions(house) == [used, used + 2, used + 3]
-        house.check((await oldest)[0], PROMPT, used)
-        await house.engine.load_adapter(house.next_adapter())
+        assert versions(case) == [used, used + 2, used + 3]
+        case.check((await oldest)[0], PROMPT, used)
+        await case.engine.load_adapter(case.next_adapter())
 
     run(fill())
-    kept = [house.newest - 2, house.newest - 1, house.newest]
-    assert versions(house) == kept
-    assert house.engine._thread._engine.list_loras() == {version + 1 for version in kept}
-    folders = Path(house.engine._thread.window._root.name).iterdir()
+    kept = [case.newest - 2, case.newest - 1, case.newest]
+    assert versions(case) == kept
+    assert case.engine._thread._engine.list_loras() == {version + 1 for version in kept}
+    folders = Path(case.engine._thread.window._root.name).iterdir()
     assert sorted(folder.name.split("-")[0] for folder in folders) == sorted(f"v{version}" for version in kept)
 
 
-def test_loading_waits_while_every_version_is_in_use(house: House) -> None:
+def test_loading_waits_while_every_version_is_in_use(case: EngineCase) -> None:
     async def overfill() -> None:
-        adapters = [house.next_adapter() for _ in range(4)]
+        adapters = [case.next_adapter() for _ in range(4)]
         calls = []
         for adapter in adapters[:3]:
-            await house.engine.load_adapter(adapter)
-            calls.append(asyncio.create_task(house.engine.generate(PROMPT, Sampling(n=8, max_tokens=200, seed=0))))
+            await case.engine.load_adapter(adapter)
+            calls.append(asyncio.create_task(case.engine.generate(PROMPT, Sampling(n=8, max_tokens=200, seed=0))))
             await asyncio.sleep(0.02)
         assert not any(call.done() for call in calls)
-        await house.engine.load_adapter(adapters[3])
+        await case.engine.load_adapter(adapters[3])
         assert any(call.done() for call in calls[:2]), "only a version that nobody uses may make room"
         for adapter, call in zip(adapters, calls, strict=False):
-            house.check((await call)[0], PROMPT, adapter.version)
+            case.check((await call)[0], PROMPT, adapter.version)
 
     run(overfill())
 
 
-def test_bad_adapters_are_refused_and_change_nothing(house: House) -> None:
-    version = house.newest + 1
-    payload, config = make_adapter(house.model, seed=99)
-    before = run(house.engine.probe(PROMPT))
+def test_bad_adapters_are_refused_and_change_nothing(case: EngineCase) -> None:
+    version = case.newest + 1
+    payload, config = make_adapter(case.model, seed=99)
+    before = run(case.engine.probe(PROMPT))
 
     torn = dataclasses.replace(Adapter.build(version, payload, config), payload=payload[:-1] + b"?")
     with pytest.raises(AdapterCorrupt, match=f"v{version}"):
-        run(house.engine.load_adapter(torn))
+        run(case.engine.load_adapter(torn))
     with pytest.raises(AdapterRefused, match="must be safetensors"):
-        run(house.engine.load_adapter(Adapter.build(version, b"rubbish", config)))
+        run(case.engine.load_adapter(Adapter.build(version, b"rubbish", config)))
     with pytest.raises(AdapterRefused, match="missing"):
-        run(house.engine.load_adapter(Adapter.build(version, _without_gate(payload), config)))
+        run(case.engine.load_adapter(Adapter.build(version, _without_gate(payload), config)))
     with pytest.raises(AdapterRefused, match="rank 16"):
-        run(house.engine.load_adapter(Adapter.build(version, *make_adapter(house.model, seed=1, rank=16))))
+        run(case.engine.load_adapter(Adapter.build(version, *make_adapter(case.model, seed=1, rank=16))))
     with pytest.raises(AdapterRefused, match="must be above"):
-        run(house.engine.load_adapter(Adapter.build(house.newest, payload, config)))
+        run(case.engine.load_adapter(Adapter.build(case.newest, payload, config)))
 
-    assert np.array_equal(run(house.engine.probe(PROMPT)), before)
-    again = house.adapters[-1]
-    assert run(house.engine.load_adapter(again)) == again.digest, "sending the newest once more is harmless"
+    assert np.array_equal(run(case.engine.probe(PROMPT)), before)
+    again = case.adapters[-1]
+    assert run(case.engine.load_adapter(again)) == again.digest, "sending the newest once more is harmless"
 
 
 def _without_gate(payload: bytes) -> bytes:
@@ -92,35 +92,37 @@ def _without_gate(payload: bytes) -> bytes:
     ("prompt", "max_tokens", "message"),
     [([], 4, "at least 1 token"), (PROMPT, 448, "max_model_len=448"), ([VOCAB_SIZE], 4, "token ids must be in")],
 )
-def test_bad_prompts_fail_their_own_call_only(house: House, prompt: list[int], max_tokens: int, message: str) -> None:
+def test_bad_prompts_fail_their_own_call_only(
+    case: EngineCase, prompt: list[int], max_tokens: int, message: str
+) -> None:
     async def ask() -> list[Completion]:
-        good = asyncio.create_task(house.engine.generate(PROMPT, Sampling(n=2, max_tokens=16)))
+        good = asyncio.create_task(case.engine.generate(PROMPT, Sampling(n=2, max_tokens=16)))
         with pytest.raises(ValueError, match=message):
-            await house.engine.generate(prompt, Sampling(n=1, max_tokens=max_tokens))
+            await case.engine.generate(prompt, Sampling(n=1, max_tokens=max_tokens))
         return await good
 
     assert len(run(ask())) == 2
 
 
-def test_a_cancelled_call_leaves_the_engine(house: House) -> None:
+def test_a_cancelled_call_leaves_the_engine(case: EngineCase) -> None:
     async def cancel() -> None:
-        call = asyncio.create_task(house.engine.generate(PROMPT, Sampling(n=16, max_tokens=400)))
+        call = asyncio.create_task(case.engine.generate(PROMPT, Sampling(n=16, max_tokens=400)))
         await asyncio.sleep(0.05)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await house.engine.probe(PROMPT)
-        assert not house.engine._thread._running
-        assert not house.engine._thread._engine.has_unfinished_requests()
-        assert not house.engine._thread._engine.output_processor.parent_requests
+        await case.engine.probe(PROMPT)
+        assert not case.engine._thread._running
+        assert not case.engine._thread._engine.has_unfinished_requests()
+        assert not case.engine._thread._engine.output_processor.parent_requests
 
     run(cancel())
 
 
 def test_an_error_in_the_engine_thread_reaches_every_caller(
-    house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: EngineCase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine = VllmEngine(settings(house.model))
+    engine = VllmEngine(settings(case.model))
     folder = Path(engine._thread.window._root.name)
     vllm, steps = engine._thread._engine, iter(range(1000))
     step = vllm.step
@@ -133,7 +135,7 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
     monkeypatch.setattr(vllm, "step", failing_step)
 
     async def ask() -> None:
-        await engine.load_adapter(house.adapters[0])
+        await engine.load_adapter(case.adapters[0])
         calls = [engine.generate(PROMPT, Sampling(n=2, max_tokens=50)) for _ in range(3)]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(answer, EngineDied)
@@ -146,12 +148,12 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
     assert not folder.exists()
 
 
-def test_close_fails_what_is_running_and_deletes_the_files(house: House) -> None:
-    engine = VllmEngine(settings(house.model))
+def test_close_fails_what_is_running_and_deletes_the_files(case: EngineCase) -> None:
+    engine = VllmEngine(settings(case.model))
     folder = Path(engine._thread.window._root.name)
 
     async def ask() -> None:
-        await engine.load_adapter(house.adapters[0])
+        await engine.load_adapter(case.adapters[0])
         call = asyncio.create_task(engine.generate(PROMPT, Sampling(n=4, max_tokens=400)))
         await asyncio.sleep(0.05)
         await engine.close()

@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from rollout.tensor_digests import COLUMNS, digest_of_tensor, digests_of, read_of
 from rollout.types import Adapter, Held, Weights
-from tests.rollout.house import House, run
+from tests.rollout.engine_case import EngineCase, run
 from tests.tiny import make_adapter, make_tiny_model
 
 
@@ -22,9 +22,9 @@ def of_adapter(adapter: Adapter, dtype: torch.dtype) -> dict[str, str]:
     return {name: digest_of_tensor(t * factor if ".lora_B." in name else t) for name, t in sent.items()}
 
 
-def manager(house: House) -> Any:
+def manager(case: EngineCase) -> Any:
     """vLLM's own, of adapters and their slots."""
-    (worker,) = house.engine._thread._engine.collective_rpc(lambda worker: worker)
+    (worker,) = case.engine._thread._engine.collective_rpc(lambda worker: worker)
     return worker.model_runner.lora_manager._adapter_manager
 
 
@@ -44,35 +44,35 @@ def of_weights(weights: Weights) -> dict[str, str]:
 def test_an_adapter_is_in_the_slots_of_the_kernels(
     tmp_path: Path, dtype: str, family: str, targets: Any, changes: dict[str, Any]
 ) -> None:
-    house = House(make_tiny_model(tmp_path, family=family), targets=targets, dtype=dtype, **changes)
+    case = EngineCase(make_tiny_model(tmp_path, family=family), targets=targets, dtype=dtype, **changes)
     try:
         for version in range(5):  # more than there are slots
-            run(house.push())
-            held = run(house.engine.held())
-            assert held.tensors == of_adapter(house.adapters[version], getattr(torch, dtype))
+            run(case.push())
+            held = run(case.engine.held())
+            assert held.tensors == of_adapter(case.adapters[version], getattr(torch, dtype))
             assert held.unread == ()
-        loras = manager(house)
-        slot = loras.lora_index_to_id.index(house.engine._thread.window.newest.lora_id)
+        loras = manager(case)
+        slot = loras.lora_index_to_id.index(case.engine._thread.window.newest.lora_id)
         loras.modules["model.layers.1.self_attn.qkv_proj"].lora_b_stacked[2][slot, 0, 0, 0] += 1
-        changed = [name for name, digest in run(house.engine.held()).tensors.items() if held.tensors[name] != digest]
+        changed = [name for name, digest in run(case.engine.held()).tensors.items() if held.tensors[name] != digest]
         assert changed == ["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"]
     finally:
-        run(house.engine.close())
+        run(case.engine.close())
 
 
 def test_a_factor_that_is_rounded_and_a_slot_that_is_not_clean(tmp_path: Path) -> None:
     payload, config = make_adapter(make_tiny_model(tmp_path), seed=0, rank=8)
-    house = House(tmp_path, dtype="bfloat16", max_lora_rank=16)
+    case = EngineCase(tmp_path, dtype="bfloat16", max_lora_rank=16)
     adapter = Adapter.build(0, payload, config | {"lora_alpha": 11})
     try:
-        assert run(house.engine.load_adapter(adapter)) == adapter.digest
-        assert run(house.engine.held()).tensors == of_adapter(adapter, torch.bfloat16)
-        layer = manager(house).modules["model.layers.1.mlp.down_proj"]
+        assert run(case.engine.load_adapter(adapter)) == adapter.digest
+        assert run(case.engine.held()).tensors == of_adapter(adapter, torch.bfloat16)
+        layer = manager(case).modules["model.layers.1.mlp.down_proj"]
         layer.lora_a_stacked[0][0, 0, 9], layer.lora_b_stacked[0][0, 0, :, 9] = 1, 1
-        extra = run(house.engine.held()).tensors.keys() - of_adapter(adapter, torch.bfloat16).keys()
+        extra = run(case.engine.held()).tensors.keys() - of_adapter(adapter, torch.bfloat16).keys()
         assert extra == {"model.layers.1.mlp.down_proj beyond what was sent"}
     finally:
-        run(house.engine.close())
+        run(case.engine.close())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_whole_weights_are_read_from_what_the_kernels_use(
         make_tiny_model(tmp_path / str(seed), seed=seed, tied=tied, family=family, hidden_size=2 * COLUMNS)
         for seed in (0, 1)
     ]
-    house = House(models[0], dtype=dtype, max_lora_rank=0)
+    case = EngineCase(models[0], dtype=dtype, max_lora_rank=0)
 
     def weights_of(version: int) -> Weights:
         from rollout.safetensors_stream import Source, pack
@@ -97,12 +97,12 @@ def test_whole_weights_are_read_from_what_the_kernels_use(
     try:
         for version in range(3):
             weights = weights_of(version)
-            run(house.engine.load_weights(weights))
-            assert run(house.engine.held()) == Held(of_weights(weights))
+            run(case.engine.load_weights(weights))
+            assert run(case.engine.held()) == Held(of_weights(weights))
         # What reload_weights alone does on a CPU where the output embedding is tied: the repacked copy stays the old.
         monkeypatch.setattr("rollout.vllm.load_policy._EMBEDDINGS", ())
-        run(house.engine.load_weights(weights_of(3)))
-        found, expected = run(house.engine.held()).tensors.items(), of_weights(weights_of(3)).items()
+        run(case.engine.load_weights(weights_of(3)))
+        found, expected = run(case.engine.held()).tensors.items(), of_weights(weights_of(3)).items()
         assert {name for name, _ in found ^ expected} == ({"lm_head.weight"} if tied else set())
     finally:
-        run(house.engine.close())
+        run(case.engine.close())

@@ -14,11 +14,11 @@ import pytest
 from rollout.engine import AdapterRefused
 from rollout.types import Adapter, Completion, Sampling
 from rollout.vllm.engine import VllmEngine
-from tests.rollout.house import (
+from tests.rollout.engine_case import (
     GROUP,
     PROMPT,
     TOLERANCE,
-    House,
+    EngineCase,
     check_that_there_is_nothing,
     run,
     settings,
@@ -29,10 +29,10 @@ from tests.tiny import make_adapter, make_tiny_model
 LONG = [i % 250 for i in range(300)]  # several full KV blocks, so the prefix cache has something to leak
 
 
-async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Completion], np.ndarray]:
+async def generate_with_a_swap(case: EngineCase) -> tuple[list[Completion], list[Completion], np.ndarray]:
     """Completions begun under the newest policy, some begun after the next one was loaded amid them, and a probe."""
     loop, sampled_some = asyncio.get_running_loop(), asyncio.Event()
-    vllm = house.engine._thread._engine
+    vllm = case.engine._thread._engine
     step, steps = vllm.step, iter(range(10_000))
 
     def counted_step() -> list[object]:
@@ -42,11 +42,11 @@ async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Com
         return outputs
 
     vllm.step = counted_step
-    before = asyncio.create_task(house.engine.generate(LONG, Sampling(n=16, max_tokens=140, seed=0)))
+    before = asyncio.create_task(case.engine.generate(LONG, Sampling(n=16, max_tokens=140, seed=0)))
     await sampled_some.wait()
-    await house.push()
+    await case.push()
     answer, after = await asyncio.gather(
-        house.engine.probe(LONG), house.engine.generate(LONG, Sampling(n=2, max_tokens=12, seed=99))
+        case.engine.probe(LONG), case.engine.generate(LONG, Sampling(n=2, max_tokens=12, seed=99))
     )
     assert not before.done(), "the load and what came after it must not have waited for running completions"
     vllm.step = step
@@ -57,10 +57,10 @@ async def generate_with_a_swap(house: House) -> tuple[list[Completion], list[Com
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_running_completions_go_on_under_the_newer_policy(tmp_path: Path, family: str, rank: int) -> None:
     path = make_tiny_model(tmp_path, family=family)
-    house = House(path, max_lora_rank=rank, in_flight="continue", adapter_window=1)
+    case = EngineCase(path, max_lora_rank=rank, in_flight="continue", adapter_window=1)
     try:
-        run(house.push())
-        before, after, answer = run(generate_with_a_swap(house))
+        run(case.push())
+        before, after, answer = run(generate_with_a_swap(case))
         switched = [c for c in before if c.versions[-1] == 1]
         assert len(switched) >= 4
         for completion in before:
@@ -71,31 +71,31 @@ def test_running_completions_go_on_under_the_newer_policy(tmp_path: Path, family
             assert min(len(versions), 20) <= old
             # The version that samples a token is the one that reads the token before it.
             readers = [0] * (len(LONG) - 1) + versions.tolist()
-            sampled_from = house.mixed_logprobs(readers, ids)[len(LONG) - 1 :]
+            sampled_from = case.mixed_logprobs(readers, ids)[len(LONG) - 1 :]
             assert np.abs(completion.logprobs - sampled_from).max() < TOLERANCE
         late = switched[0].versions == 1
-        as_if_old = house.logprobs(0, LONG + switched[0].token_ids.tolist())[len(LONG) - 1 :]
+        as_if_old = case.logprobs(0, LONG + switched[0].token_ids.tolist())[len(LONG) - 1 :]
         assert np.abs(switched[0].logprobs - as_if_old)[~late].max() < TOLERANCE
         assert np.abs(switched[0].logprobs - as_if_old)[late].max() > 0.1
         for completion in after:
-            house.check(completion, LONG, 1)
-        assert np.abs(answer - house.logprobs(1, LONG)).max() < TOLERANCE
+            case.check(completion, LONG, 1)
+        assert np.abs(answer - case.logprobs(1, LONG)).max() < TOLERANCE
         if rank:
-            check_one_adapter_stays(house)
+            check_one_adapter_stays(case)
     finally:
-        run(house.engine.close())
+        run(case.engine.close())
 
 
 def test_in_flight_continue_tells_the_versions_of_a_beginning_too(tmp_path: Path) -> None:
-    house = House(make_tiny_model(tmp_path), in_flight="continue", adapter_window=1)
+    case = EngineCase(make_tiny_model(tmp_path), in_flight="continue", adapter_window=1)
 
     async def scenario() -> list[Completion]:
-        await house.engine.load_adapter(house.next_adapter())
+        await case.engine.load_adapter(case.next_adapter())
         until = asyncio.get_running_loop().create_future()
-        begun = asyncio.create_task(house.engine.generate(PROMPT, GROUP, until))
+        begun = asyncio.create_task(case.engine.generate(PROMPT, GROUP, until))
         await asyncio.sleep(0.1)
-        await house.engine.load_adapter(house.next_adapter())
-        await house.engine.probe(PROMPT)  # a step later at the earliest
+        await case.engine.load_adapter(case.next_adapter())
+        await case.engine.probe(PROMPT)  # a step later at the earliest
         until.set_result(None)
         return await begun
 
@@ -106,19 +106,19 @@ def test_in_flight_continue_tells_the_versions_of_a_beginning_too(tmp_path: Path
             assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
             assert sorted(set(completion.versions.tolist())) == [0, 1]
             assert (np.diff(completion.versions) >= 0).all()
-        check_that_there_is_nothing(run(stopped_before_its_turn(house)))
+        check_that_there_is_nothing(run(stopped_before_its_turn(case)))
     finally:
-        run(house.engine.close())
+        run(case.engine.close())
 
 
-def check_one_adapter_stays(house: House) -> None:
+def check_one_adapter_stays(case: EngineCase) -> None:
     """One slot and one folder, and an adapter that is refused leaves the one there in force."""
-    window = house.engine._thread.window
-    assert house.engine._thread._engine.list_loras() == {1}
+    window = case.engine._thread.window
+    assert case.engine._thread._engine.list_loras() == {1}
     with pytest.raises(AdapterRefused, match="rank 16"):
-        run(house.engine.load_adapter(Adapter.build(2, *make_adapter(house.model, seed=1, rank=16))))
+        run(case.engine.load_adapter(Adapter.build(2, *make_adapter(case.model, seed=1, rank=16))))
     assert [folder.name.split("-")[0] for folder in Path(window._root.name).iterdir()] == ["v1"]
-    assert np.abs(run(house.engine.probe(LONG)) - house.logprobs(1, LONG)).max() < TOLERANCE
+    assert np.abs(run(case.engine.probe(LONG)) - case.logprobs(1, LONG)).max() < TOLERANCE
 
 
 def test_a_vllm_that_labels_no_tokens_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from rollout.types import Sampling
 from rollout.weight_sync import TOLERANCE
-from tests.rollout import house
-from tests.rollout.house import PROMPT, House, run
+from tests.rollout import engine_case
+from tests.rollout.engine_case import PROMPT, EngineCase, run
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ def test_the_cache_holds_more_and_what_is_said_is_what_was_sampled_from(tmp_path
     model = make_tiny_model(tmp_path / "model", family="Llama")
     blocks = {}
     for kind in ("auto", "fp8"):
-        own = House(model, kv_cache_dtype=kind, kv_cache_bytes=4 << 20)
+        own = EngineCase(model, kv_cache_dtype=kind, kv_cache_bytes=4 << 20)
         blocks[kind] = own.engine._thread._engine.vllm_config.cache_config.num_gpu_blocks
         if kind == "fp8":
             run(_check(own))
@@ -31,13 +31,13 @@ def test_the_cache_holds_more_and_what_is_said_is_what_was_sampled_from(tmp_path
     assert blocks["fp8"] == pytest.approx(4 * blocks["auto"], abs=4)  # float32 otherwise
 
 
-async def _check(own: House) -> None:
+async def _check(own: EngineCase) -> None:
     await own.push()
     completions = await own.engine.generate(PROMPT, Sampling(n=4, max_tokens=64, seed=0))
     for completion in completions:
         ids = PROMPT + completion.token_ids.tolist()
         exact, said = own.logprobs(own.newest, ids), await own.engine.probe(ids)
         off = np.abs(said - exact).max()
-        assert 10 * house.TOLERANCE < off < TOLERANCE["fp8"]  # it is in force, and within what a push is allowed
+        assert 10 * engine_case.TOLERANCE < off < TOLERANCE["fp8"]  # it is in force, and within what a push is allowed
         # Decoded token by token or read at once: the same cache.
         assert np.abs(completion.logprobs - said[len(PROMPT) - 1 :]).max() < off

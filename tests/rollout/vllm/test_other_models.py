@@ -15,7 +15,7 @@ from learner.trainer.probe_answer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.families import make_family
-from tests.rollout.house import PROMPT, run, settings
+from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats; measured 2e-6
 

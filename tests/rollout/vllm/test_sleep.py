@@ -11,7 +11,7 @@ import pytest
 
 from rollout.engine import EngineAsleep, EngineDied
 from rollout.types import EngineError, Sampling
-from tests.rollout.house import PROMPT, House, run, settings
+from tests.rollout.engine_case import PROMPT, EngineCase, run, settings
 from tests.tiny import make_tiny_model
 
 
@@ -26,8 +26,8 @@ def test_an_engine_that_cannot_sleep_says_so_at_start() -> None:
 
 
 def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = House(make_tiny_model(tmp_path, family="Llama"))
-    engine, thread = house.engine, house.engine._thread
+    case = EngineCase(make_tiny_model(tmp_path, family="Llama"))
+    engine, thread = case.engine, case.engine._thread
     sampling = Sampling(n=2, max_tokens=8, seed=3)
     with pytest.raises(EngineError, match="started with sleeps=True"):
         run(engine.sleep())
@@ -35,7 +35,7 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
 
     async def story() -> None:
         for _ in range(2):
-            await engine.load_adapter(house.next_adapter())
+            await engine.load_adapter(case.next_adapter())
         call = asyncio.create_task(engine.generate(PROMPT, Sampling(n=16, max_tokens=400, seed=0)))
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="nothing may be running, got 1"):
@@ -44,7 +44,7 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
         before = await engine.generate(PROMPT, sampling)
         for _ in range(2):
             await engine.sleep()
-        late = house.next_adapter()
+        late = case.next_adapter()
         for refused in (engine.generate(PROMPT, sampling), engine.probe(PROMPT), engine.load_adapter(late)):
             with pytest.raises(EngineAsleep, match="await wake"):
                 await refused
@@ -55,7 +55,7 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
         after = await engine.generate(PROMPT, sampling)
         assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(after, before, strict=True))
         for completion in after:
-            house.check(completion, PROMPT, 1)
+            case.check(completion, PROMPT, 1)
         await engine.load_adapter(late)
         await engine.sleep()
         # Layers that take nothing: the newest is loaded into another slot than it had, which holds an older one.

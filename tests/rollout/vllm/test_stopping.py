@@ -10,7 +10,7 @@ import pytest
 from rollout.data.chat import Chat
 from rollout.partial import go_on
 from rollout.types import Completion, Sampling
-from tests.rollout.house import PROMPT, House, never, run
+from tests.rollout.engine_case import PROMPT, EngineCase, never, run
 from tests.tiny import make_tiny_model
 
 SAMPLING = Sampling(n=16, max_tokens=400, seed=0)
@@ -32,7 +32,7 @@ def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) ->
     chat = Chat.load(str(model))
     ids, strings = chat.stops(["U", "<|endoftext|>"])
     assert ids == (258, ELSEWHERE, 256)
-    own = House(model, stop_ids=ids, stop=strings)
+    own = EngineCase(model, stop_ids=ids, stop=strings)
     assert own.engine._thread._engine.tokenizer is not None
     run(own.push())
     seen = set()
@@ -50,7 +50,7 @@ def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) ->
 
 def test_without_strings_no_tokenizer_is_loaded_and_what_goes_on_ends_as_well(model: Path) -> None:
     pytest.importorskip("vllm")
-    own = House(model, stop_ids=Chat.load(str(model)).stops(())[0])
+    own = EngineCase(model, stop_ids=Chat.load(str(model)).stops(())[0])
     assert own.engine._thread._engine.tokenizer is None
     run(own.push())
 

@@ -14,7 +14,7 @@ import pytest
 from rollout.engine import AdapterRefused, NoAdapter
 from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
 from rollout.vllm.engine import VllmEngine
-from tests.rollout.house import TOLERANCE, House, run, settings
+from tests.rollout.engine_case import TOLERANCE, EngineCase, run, settings
 from tests.tiny import make_adapter, make_tiny_model
 
 LONG = [i % 250 for i in range(300)]  # several of the cache's blocks
@@ -91,13 +91,13 @@ def test_merged_weights_are_the_adapter(tmp_path: Path, family: str, targets: An
     path = make_tiny_model(tmp_path, family=family, tied=family == "Qwen2")
     answers: dict[int, list[np.ndarray]] = {8: [], 0: []}
     for rank, found in answers.items():
-        house = House(path, targets=targets, max_lora_rank=rank)
+        case = EngineCase(path, targets=targets, max_lora_rank=rank)
         try:
             for version in (0, 1):
-                run(house.push())
-                found.append(run(house.engine.probe(IDS)))
-                assert np.abs(found[-1] - house.logprobs(version, IDS)).max() < TOLERANCE
+                run(case.push())
+                found.append(run(case.engine.probe(IDS)))
+                assert np.abs(found[-1] - case.logprobs(version, IDS)).max() < TOLERANCE
         finally:
-            run(house.engine.close())
+            run(case.engine.close())
     assert np.abs(answers[8][1] - answers[8][0]).max() > 0.1
     assert np.abs(np.array(answers[0]) - np.array(answers[8])).max() < 1e-5

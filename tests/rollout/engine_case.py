@@ -48,7 +48,7 @@ def settings(model: Path, **changes: Any) -> EngineSettings:
     return dataclasses.replace(base, **changes)
 
 
-class House:
+class EngineCase:
     """One engine, the adapters it was given, and the same policies in Hugging Face + PEFT."""
 
     def __init__(self, model: Path, *, targets: Any = "all-linear", **changes: Any) -> None:
@@ -121,9 +121,9 @@ def never() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-async def stopped_before_its_turn(house: House) -> list[Completion]:
+async def stopped_before_its_turn(case: EngineCase) -> list[Completion]:
     """A group that nobody wants any more when the engine hears of it."""
-    vllm, gate, waits = house.engine._thread._engine, threading.Event(), asyncio.Event()
+    vllm, gate, waits = case.engine._thread._engine, threading.Event(), asyncio.Event()
     step, loop = vllm.step, asyncio.get_running_loop()
 
     def gated_step() -> list[object]:
@@ -133,11 +133,11 @@ async def stopped_before_its_turn(house: House) -> list[Completion]:
         return outputs
 
     vllm.step = gated_step
-    before = asyncio.create_task(house.engine.generate(PROMPT, Sampling(n=1, max_tokens=2)))
+    before = asyncio.create_task(case.engine.generate(PROMPT, Sampling(n=1, max_tokens=2)))
     await waits.wait()
     until = asyncio.get_running_loop().create_future()
     until.set_result(None)
-    group = asyncio.create_task(house.engine.generate(PROMPT, GROUP, until))
+    group = asyncio.create_task(case.engine.generate(PROMPT, GROUP, until))
     for _ in range(5):
         await asyncio.sleep(0)
     gate.set()

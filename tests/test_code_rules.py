@@ -1,4 +1,4 @@
-"""The house rules that no linter knows: sizes, who may import ray and vllm, configuration that loads nothing heavy."""
+"""The rules that no linter knows: sizes, who may import ray and vllm, configuration that loads nothing heavy."""
 
 import ast
 import subprocess
