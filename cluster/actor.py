@@ -1,11 +1,15 @@
 """What an actor is to its caller: calls with a deadline, the ways to fail, and values on their way to several."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 T = TypeVar("T")
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)  # the protocol of the object at the other end
+P = ParamSpec("P")
+Method = Callable[Concatenate[S, P], Awaitable[T]]  # of a service S, as in `Service.method`
 
 
 @dataclass(eq=False, slots=True)
@@ -17,6 +21,10 @@ class Shared(Generic[T]):
 
     value: T
     handle: Any = None
+
+    def argument(self) -> T:
+        """This, with the type of what the method gets."""
+        return cast(T, self)
 
     def forget(self) -> None:
         """Frees the copy, once the calls that are under way have it; a later call makes another."""
@@ -61,13 +69,25 @@ class Unusable(RuntimeError):
     """Raised by a method of an actor's object that cannot go on: its process must be replaced (ActorDied there)."""
 
 
-class Actor(Protocol):
-    """One end of a process border."""
+class Actor(Protocol[S_co]):
+    """One end of a process border: `await actor.call(Service.method, seconds, *args)`."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For people."""
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        """Runs `await object.method(*args)`, with what is Shared by value; ActorDied, DeadlineExceeded, RemoteError."""
+    async def call(
+        self,
+        method: Method[S_co, P, T],
+        deadline_s: float,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Runs the object's method of that name with these arguments, what is Shared by value.
+
+        Raises ActorDied, DeadlineExceeded, RemoteError.
+        """
 
     async def revive(self, deadline_s: float) -> None:
         """Puts a fresh process (state as after construction) in the place of this one, which is killed if it still
@@ -77,25 +97,26 @@ class Actor(Protocol):
         """Ends the process for good."""
 
 
-class Local:
+class Local(Generic[S]):
     """The same interface over an object in this process: logic tests and runs without a cluster."""
 
-    def __init__(self, name: str, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(self, name: str, factory: Callable[..., S], args: Sequence[Any]) -> None:
         self.name = name
         self._make = lambda: factory(*args)
-        self._object = self._make()
+        self._object: S | None = self._make()
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+    async def call(self, method: Method[S, P, T], deadline_s: float, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 values = [arg.value if isinstance(arg, Shared) else arg for arg in args]
-                return await getattr(self._object, method)(*values)
+                answer: T = await getattr(self._object, method.__name__)(*values, **kwargs)
+                return answer
         except Unusable as error:
             raise ActorDied(f"{self.name}: {error}", reason=str(error)) from error
         except TimeoutError:
             if not limit.expired():  # the method's own
                 raise
-            raise DeadlineExceeded(f"{self.name}: {method} gave no answer within {deadline_s:g} s") from None
+            raise DeadlineExceeded(f"{self.name}: {method.__name__} gave no answer within {deadline_s:g} s") from None
 
     async def revive(self, deadline_s: float) -> None:
         self._object = self._make()

@@ -13,9 +13,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
-from cluster.actor import ActorDied, ClusterLost, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
+from cluster.actor import (
+    ActorDied,
+    ClusterLost,
+    DeadlineExceeded,
+    Method,
+    P,
+    RemoteError,
+    S_co,
+    Shared,
+    StartFailed,
+    T,
+    Unusable,
+)
 from cluster.exit_reason import ExitReasons
 
 MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
@@ -58,11 +70,11 @@ class Host:
     async def started(self) -> Started:
         return self._started
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self._object, method)(*args)
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._object, method)(*args, **kwargs)
 
 
-class Remote:
+class Remote(Generic[S_co]):
     """An object in another process. start: makes the process, and its handle; words: what dead ones left."""
 
     def __init__(self, name: str, start: Callable[[], Any], exits: ExitReasons, lost: Callable[[], str | None]) -> None:
@@ -71,9 +83,17 @@ class Remote:
         self.pid: int | None = None  # once it has started
         self._last_answer = time.monotonic()
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        sent = [_reference(arg) if isinstance(arg, Shared) else arg for arg in args]
-        return await self._await(self._handle.call.remote(method, *sent), method, deadline_s)
+    async def call(
+        self,
+        method: Method[S_co, P, T],
+        deadline_s: float,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        name, sent = method.__name__, [_reference(arg) if isinstance(arg, Shared) else arg for arg in args]
+        answer: T = await self._await(self._handle.call.remote(name, *sent, **kwargs), name, deadline_s)
+        return answer
 
     async def revive(self, deadline_s: float) -> None:
         await self.kill()  # Ray never notices a hung process

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.actor import DeadlineExceeded
+from cluster.actor import DeadlineExceeded, S
 from cluster.exit_reason import ExitReasons
 from cluster.placement import Placement, PlacementError, Role, place
 from cluster.ray_actor import Host, Remote
@@ -36,7 +36,7 @@ class Session:
         self._folder = folder
         # What roles leave in temporary folders goes with the private cluster, also when they are killed.
         self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
-        self._actors: list[Remote] = []
+        self._actors: list[Remote[Any]] = []
         self._group: Any = None
         self._placement: Placement | None = None
         import ray
@@ -81,7 +81,7 @@ class Session:
             f"{need[kind]:g} {kind} asked for, {have.get(kind, 0.0):g} free" for kind in need if need[kind]
         )
 
-    def spawn(self, role: Role, factory: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str]) -> Remote:
+    def spawn(self, role: Role, factory: Callable[..., S], args: Sequence[Any], env: Mapping[str, str]) -> Remote[S]:
         """Starts a process for a reserved role; `env` is set before anything is imported there."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -102,7 +102,9 @@ class Session:
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         actor_class: Any = ray.remote(named).options(**options)
         sent = list(args)
-        remote = Remote(role.name, lambda: actor_class.remote(factory, sent), self._exits, self.ray_processes.lost)
+        remote: Remote[S] = Remote(
+            role.name, lambda: actor_class.remote(factory, sent), self._exits, self.ray_processes.lost
+        )
         self._actors.append(remote)
         return remote
 

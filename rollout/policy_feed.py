@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.evidence import Evidence
+from rollout.service import RolloutService
 from rollout.supervised_worker import SupervisedWorker
 from rollout.weight_sync import Answer, Push, Receipt
 
@@ -62,7 +63,9 @@ class PolicyFeed:
         """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
         name, version = self.worker.name, push.adapter.version
         with self.timeline.span("push", name, version=version):
-            receipt = await self.worker.actor.call("take_policy", push.shared, deadline_s=self.worker.deadlines.push)
+            receipt = await self.worker.actor.call(
+                RolloutService.take_policy, self.worker.deadlines.push, push.shared.argument()
+            )
             push.check_digest(name, receipt.digest)
         self.receipt, self._held = receipt, version
         await self.policy_slot.acknowledge(name, version)
@@ -72,9 +75,7 @@ class PolicyFeed:
         the policy that was sent."""
         name, version = self.worker.name, push.adapter.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
-            answer: Answer = await self.worker.actor.call(
-                "probe", push.probe_ids, deadline_s=self.worker.deadlines.push
-            )
+            answer = await self.worker.actor.call(RolloutService.probe, self.worker.deadlines.push, push.probe_ids)
             await push.verify(name, answer, self.evidence)
         if answer.held.unread and self.answer is None:
             log.warning(

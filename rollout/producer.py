@@ -36,6 +36,7 @@ from rollout.data.problems import Problems
 from rollout.partial import Begun
 from rollout.policy_feed import PolicyFeed
 from rollout.schema import Problem
+from rollout.service import RolloutService
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Sampling
 from rollout.weight_sync import Push
@@ -66,7 +67,11 @@ class Producer:
     """One rollout worker as the rest of the run sees it: `worker` is its process, `feed` brings it policies."""
 
     def __init__(
-        self, actor: Actor, pipes: Pipes, sampling: Callable[[int, int], Sampling], deadlines: DeadlineConfig
+        self,
+        actor: Actor[RolloutService],
+        pipes: Pipes,
+        sampling: Callable[[int, int], Sampling],
+        deadlines: DeadlineConfig,
     ) -> None:
         self.worker = SupervisedWorker(actor, deadlines)
         self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline)
@@ -145,7 +150,7 @@ class Producer:
     ) -> pa.Table | None:
         worker = self.worker
         call = asyncio.ensure_future(
-            worker.actor.call("rollout", problem, sampling, attempt, begun, deadline_s=worker.deadlines.group)
+            worker.actor.call(RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt, begun)
         )
         try:
             return await asyncio.shield(call)
@@ -161,7 +166,7 @@ class Producer:
         proven; without an answer, that goes on from what this one went on from."""
         worker = self.worker
         with suppress(ActorDied, DeadlineExceeded):
-            begun = await worker.actor.call("stop", problem.group_id(attempt), deadline_s=worker.deadlines.push)
+            begun = await worker.actor.call(RolloutService.stop, worker.deadlines.push, problem.group_id(attempt))
             if begun:
                 await self.feed.proof_of(max(int(first.versions.max(initial=-1)) for first in begun))
                 self.pipes.begun[problem.position] = begun
@@ -169,8 +174,8 @@ class Producer:
     async def sleep(self) -> None:
         """The engine frees its device memory (memory.layout: alternating); no group may be running."""
         await self.feed.idle()  # the probe may be running, if others made all of the batch
-        await self.worker.certainly("sleep")
+        await self.worker.certainly(RolloutService.sleep)
 
     async def wake(self) -> None:
         """The engine takes its device memory again."""
-        await self.worker.certainly("wake")
+        await self.worker.certainly(RolloutService.wake)

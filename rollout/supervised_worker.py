@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, StartFailed
 from cluster.config import DeadlineConfig
+from rollout.service import RolloutService
 
 log = logging.getLogger("rollout")
 
@@ -67,7 +68,7 @@ class SupervisedWorker:
     rearm: brings a fresh process the newest policy, if there is one; set by who supplies the worker with policies.
     """
 
-    def __init__(self, actor: Actor, deadlines: DeadlineConfig) -> None:
+    def __init__(self, actor: Actor[RolloutService], deadlines: DeadlineConfig) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.name = actor.name
         self.rearm: Callable[[], Awaitable[None]] = _nothing
@@ -86,11 +87,11 @@ class SupervisedWorker:
             await self._revive(life, error)
             return None
 
-    async def certainly(self, method: str) -> None:
+    async def certainly(self, method: Callable[[RolloutService], Awaitable[None]]) -> None:
         """Calls a method without arguments or answer, on a fresh process if one is lost by it."""
 
         async def ask() -> bool:
-            await self.actor.call(method, deadline_s=self.deadlines.push)
+            await self.actor.call(method, self.deadlines.push)
             return True
 
         while not await self.attempt(ask):

@@ -18,6 +18,7 @@ from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
+from rollout.service import RolloutService
 from rollout.stopping import cut
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
@@ -40,7 +41,7 @@ class WorkerSpec:
     make_engine: Callable[[EngineSettings], Engine]
 
 
-class RolloutWorker:
+class RolloutWorker(RolloutService):
     """Stands at the top of the Buffer: generates a group, has it scored, hands it over.
 
     Consumes: problems (by call) and adapters. Produces: tables of rollout.schema. Waits for: engine and rewards only.
@@ -57,11 +58,6 @@ class RolloutWorker:
         self._said: set[str] = set()
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
-        """One group of `sampling.n` completions of the problem, scored; None from a process that has no policy yet,
-        or once `stop` has ended it.
-
-        begun: what `stop` gave of an earlier attempt. The seed that the table names is that of this one.
-        """
         start = time.perf_counter()
         try:
             with self._engine_alive():
@@ -92,7 +88,6 @@ class RolloutWorker:
         return build_group(rows)
 
     async def stop(self, group_id: str) -> list[Completion]:
-        """Ends the sampling of a group; what another attempt may go on from (see rollout.partial.Sampler.stop)."""
         return await self.sampler.stop(group_id)
 
     @contextmanager
@@ -135,7 +130,6 @@ class RolloutWorker:
         }
 
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
-        """Takes a newer policy (requests under way: see EngineSettings.in_flight)."""
         start = time.perf_counter()
         with self._engine_alive():
             if isinstance(policy, Weights):
@@ -145,24 +139,20 @@ class RolloutWorker:
         return Receipt(digest, time.perf_counter() - start, peak_memory())
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
-        """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""
         start = time.perf_counter()
         with self._engine_alive():
             logprobs, held = await self.engine.probe(token_ids), await self.engine.held()
         return Answer(logprobs, held, time.perf_counter() - start)
 
     async def sleep(self) -> None:
-        """Frees the engine's device memory; no rollout may be running."""
         with self._engine_alive():
             await self.engine.sleep()
 
     async def wake(self) -> None:
-        """Ends sleep()."""
         with self._engine_alive():
             await self.engine.wake()
 
     async def close(self) -> None:
-        """Ends engine and reward functions."""
         await self.engine.close()
         self.pool.close()
 

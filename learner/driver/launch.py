@@ -29,10 +29,12 @@ from learner.driver.restarts import Restarts
 from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.step_metrics import Sinks
 from learner.driver.watched_learner import WatchedLearner
+from learner.trainer.service import TrainerService
 from rollout.data.cursor import Cursor
 from rollout.engine import EngineSettings
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import group_position
+from rollout.service import RolloutService
 from rollout.supervised_worker import until_started
 from rollout.types import Sampling
 from rollout.vllm.environment import required_env
@@ -84,7 +86,7 @@ async def live(prepared: Prepared) -> int:
 async def _attempt(restarts: Restarts, session: Session, progress: Progress, stop: asyncio.Event) -> Loop | None:
     """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
-    workers: list[Actor] = []
+    workers: list[Actor[RolloutService]] = []
     loop: Loop | None = None
     try:
         workers, trainer = await ray_processes.beside(_processes(prepared, session, progress.note))
@@ -101,7 +103,7 @@ async def _attempt(restarts: Restarts, session: Session, progress: Progress, sto
         return None
     finally:
         # A generator that still can ends its reward functions and files itself; one that cannot is killed right after.
-        await asyncio.gather(*(w.call("close", deadline_s=CLOSE_S) for w in workers), return_exceptions=True)
+        await asyncio.gather(*(w.call(RolloutService.close, CLOSE_S) for w in workers), return_exceptions=True)
 
 
 def _publish(prepared: Prepared, progress: Progress) -> None:
@@ -121,7 +123,9 @@ def _where_it_goes_on(config: RunConfig) -> str:
     return f"the run ends; the same command goes on from its checkpoint of step {checkpoint.step_of(newest)}"
 
 
-async def _processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> tuple[list[Actor], Actor]:
+async def _processes(
+    prepared: Prepared, session: Session, note: Callable[[str], None]
+) -> tuple[list[Actor[RolloutService]], Actor[TrainerService]]:
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     *generators, learner = roles(config)
@@ -144,18 +148,18 @@ async def _processes(prepared: Prepared, session: Session, note: Callable[[str],
         for worker in workers:
             await _started(worker, start)
             if prepared.budgets.alternating:
-                await worker.call("sleep", deadline_s=start)
+                await worker.call(RolloutService.sleep, start)
         started = spawn_trainer()
         await started.ready(start)
     trainer = WatchedLearner(started, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
-        fits = await trainer.call("rehearse", longest, deadline_s=config.cluster.deadlines.step)
+        fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     return list(workers), trainer
 
 
-async def _started(generator: Remote, deadline_s: float) -> None:
+async def _started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
     """A generator that is lost as it starts is tried again, as one that is lost later."""
     await until_started(generator.name, partial(generator.ready, deadline_s), partial(generator.revive, deadline_s))
 
@@ -206,7 +210,9 @@ def make_trainer(config: RunConfig, total_steps: int, memory_bytes: int | None) 
     )
 
 
-def _wire(prepared: Prepared, workers: Sequence[Actor], trainer: Actor, progress: Progress) -> Loop:
+def _wire(
+    prepared: Prepared, workers: Sequence[Actor[RolloutService]], trainer: Actor[TrainerService], progress: Progress
+) -> Loop:
     """The two pipes, a producer beside each generator, and the loop; from here on the run folder exists."""
     config = prepared.config
     folder = config.run_dir

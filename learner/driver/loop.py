@@ -28,6 +28,7 @@ from learner.driver.probe import Probe
 from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.step_metrics import Sinks, StepMetrics
 from learner.driver.watched_learner import LearnerError
+from learner.trainer.service import TrainerService
 from rollout import ledger
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position, rewards_of
@@ -55,7 +56,7 @@ class Loop:
         self,
         config: RunConfig,
         total_steps: int,
-        trainer: Actor,
+        trainer: Actor[TrainerService],
         producers: Sequence[Producer],
         pipes: Pipes,
         sinks: Sinks,
@@ -217,9 +218,8 @@ class Loop:
 
     async def _update(self, groups: list[pa.Table]) -> dict[str, float]:
         with self.sinks.timeline.span("train", "learner", step=self.step + 1):
-            metrics: dict[str, float] = await self.trainer.call(
-                "step", groups, self._oldest, deadline_s=self.config.cluster.deadlines.step
-            )
+            deadline = self.config.cluster.deadlines.step
+            metrics = await self.trainer.call(TrainerService.step, deadline, groups, self._oldest)
         self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self.producers))
         return metrics
 
@@ -233,12 +233,12 @@ class Loop:
 
     async def _give_the_card_back(self) -> None:
         if self.alternating:
-            await self.trainer.call("release_cache", deadline_s=self.config.cluster.deadlines.push)
+            await self.trainer.call(TrainerService.release_cache, self.config.cluster.deadlines.push)
             await asyncio.gather(*(producer.wake() for producer in self.producers))
 
     async def _policy(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
         """The learner's policy as it is now. What it says of the probe tokens is worked out while that travels."""
-        update, exported_s = await self.trainer.call("policy", deadline_s=self.config.cluster.deadlines.push)
+        update, exported_s = await self.trainer.call(TrainerService.policy, self.config.cluster.deadlines.push)
         spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
         expecting = self._expect(update.version, ids)
@@ -252,7 +252,7 @@ class Loop:
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
         deadline = self.config.cluster.deadlines.push
         with self.sinks.timeline.span("probe", "learner", concurrent=True, version=version):
-            answer: Answer = await self.trainer.call("probe", list(ids), deadline_s=deadline)
+            answer = await self.trainer.call(TrainerService.probe, deadline, list(ids))
         self._answered_s = answer.seconds
         return answer
 

@@ -18,6 +18,7 @@ from learner.driver.evaluate import Evaluation
 from learner.driver.fingerprints import FILE, Fingerprints
 from learner.driver.publishing import TRAINER, publish
 from learner.driver.step_metrics import Sinks
+from learner.trainer.service import TrainerService
 from rollout.producer import Pipes
 
 
@@ -25,7 +26,7 @@ class RunCheckpoints:
     """Saves and restores the learner and the pipes. Waits for the learner, by its deadline for a step."""
 
     def __init__(
-        self, config: RunConfig, fingerprints: Fingerprints, trainer: Actor, pipes: Pipes, sinks: Sinks
+        self, config: RunConfig, fingerprints: Fingerprints, trainer: Actor[TrainerService], pipes: Pipes, sinks: Sinks
     ) -> None:
         self._config, self._fingerprints = config, fingerprints
         self._trainer, self._pipes, self._sinks = trainer, pipes, sinks
@@ -38,7 +39,7 @@ class RunCheckpoints:
         mark = self._sinks.folder / f".seen-{uuid.uuid4().hex[:8]}"
         mark.touch()
         try:
-            seen = await self._trainer.call("sees", mark, deadline_s=self._config.cluster.deadlines.push)
+            seen = await self._trainer.call(TrainerService.sees, self._config.cluster.deadlines.push, mark)
         finally:
             mark.unlink()
         if not seen:
@@ -61,7 +62,7 @@ class RunCheckpoints:
     async def _commit(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         written: dict[str, Digest] = {}
         async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
-            theirs = await self._trainer.call("save", folder / TRAINER, deadline_s=self._deadline)
+            theirs = await self._trainer.call(TrainerService.save, self._deadline, folder / TRAINER)
             written |= {f"{TRAINER}/{name}": digest for name, digest in theirs.items()}
             state = {
                 "step": step,
@@ -77,7 +78,7 @@ class RunCheckpoints:
     async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
         """Restores learner and pipes; returns the step and the evaluations up to it."""
         state = json.loads((folder / "state.json").read_text())
-        await self._trainer.call("load", folder / TRAINER, deadline_s=self._deadline)
+        await self._trainer.call(TrainerService.load, self._deadline, folder / TRAINER)
         self._pipes.cursor.restore(**state["cursor"])
         self._pipes.buffer.dropped_stale = int(state["dropped_stale"])
         self.saved = int(state["step"])

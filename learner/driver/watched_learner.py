@@ -2,11 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from cluster.actor import Actor, ActorDied, DeadlineExceeded, RemoteError
+from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RemoteError, T
+from learner.trainer.service import TrainerService
 
-ADVANCES = ("step", "rehearse")  # calls that are long and tell how they get on; others are held by their deadline
+# Calls that are long and tell how they get on; the others are held by their deadline.
+ADVANCES: tuple[Any, ...] = (TrainerService.step, TrainerService.rehearse)
 MOST_S = 15.0  # between two looks
 
 
@@ -22,13 +25,20 @@ class WatchedLearner:
     """An Actor around the learner's. silence_s: after which a process that does not answer, or a step that does not
     get on (Trainer.pulse), counts as hung (cluster.deadlines.heartbeat)."""
 
-    def __init__(self, actor: Actor, silence_s: float) -> None:
+    def __init__(self, actor: Actor[TrainerService], silence_s: float) -> None:
         self.actor, self._silence_s = actor, silence_s
         self.name = actor.name
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+    async def call(
+        self,
+        method: Method[TrainerService, P, T],
+        deadline_s: float,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         """As Actor.call, but raises LearnerLost or LearnerError."""
-        work = asyncio.ensure_future(self.actor.call(method, *args, deadline_s=deadline_s))
+        work = asyncio.ensure_future(self.actor.call(method, deadline_s, *args, **kwargs))
         watch = asyncio.ensure_future(self._watch(method))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -42,7 +52,7 @@ class WatchedLearner:
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
 
-    async def _watch(self, method: str) -> NoReturn:
+    async def _watch(self, method: Callable[..., Any]) -> NoReturn:
         """Returns only by LearnerLost. A call that ends before the first look costs nothing."""
         every = min(self._silence_s / 4, MOST_S)
         before: float | None = None
@@ -51,7 +61,7 @@ class WatchedLearner:
             await asyncio.sleep(every)
             answered = True
             try:
-                pulse = await self.actor.call("pulse", deadline_s=every)
+                pulse = await self.actor.call(TrainerService.pulse, every)
                 if pulse != before or method not in ADVANCES:
                     before, moved = pulse, time.monotonic()
             except (ActorDied, DeadlineExceeded):
@@ -60,8 +70,8 @@ class WatchedLearner:
             if silent > self._silence_s:
                 what = "has not got on" if answered else "is without an answer, and so is its process,"
                 raise LearnerLost(
-                    f"{self.name}: {method} {what} for {silent:.0f} s: it hangs (py-spy dump tells where; raise "
-                    f"cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
+                    f"{self.name}: {method.__name__} {what} for {silent:.0f} s: it hangs (py-spy dump tells where; "
+                    f"raise cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
                 )
 
     async def revive(self, deadline_s: float) -> None:

@@ -34,6 +34,7 @@ from learner.trainer.memory_limit import MemoryLimit, TokenBudget, longest_rows
 from learner.trainer.optimizer import rate_factor
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
+from learner.trainer.service import TrainerService
 from learner.trainer.stochastic_rounding import updater_for, wants_masters
 from learner.trainer.work_thread import WorkThread
 from rollout.types import Adapter, Weights
@@ -52,7 +53,7 @@ class _Update(NamedTuple):
     done: bool  # false if loss or gradient was not finite
 
 
-class Trainer:
+class Trainer(TrainerService):
     """GRPO on a LoRA adapter, or on the whole model.
 
     Args:
@@ -103,91 +104,32 @@ class Trainer:
         self._run = self._thread.run
 
     async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
-        """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
-
-        Tokens of policy versions below `oldest_version` are not trained on (see learner.batch.rows.read).
-
-        It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
-        loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples without a reward are not
-        trained. Completions of groups without signal (all rewards equal) have gradient 0 unless beta > 0 and are
-        skipped without a change of the loss's denominators; if nothing is left, loss/trained_tokens is 0, the weights
-        stay and there is no policy/ metric.
-
-        Returns:
-            Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
-            sampled by the present version, in nats; time/train in seconds; memory/learner_peak in bytes: on CUDA the
-            allocator's peak in this step, on CPU the highest resident set of the whole process since its start;
-            memory/oom_retries counts how often this step was taken again with half the token budget.
-
-        Raises:
-            ValueError: the groups are malformed or have token ids beyond the vocabulary.
-            OutOfMemory: a micro-batch of one completion does not fit, or memory_bytes was exceeded on a CPU.
-            RuntimeError: loss or gradient was not finite in three steps in a row.
-        """
         return await self._run(lambda: self._step(groups, oldest_version))
 
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
-        """The most that a step can ask for, once, and nothing of it kept: a micro-batch as large as the token budget
-        allows, of prompts of that length with completions of the greatest, forward and backward, beside room for the
-        optimizer's states. So a run that does not fit says so before its first step, not at its longest sample.
-
-        Returns:
-            memory/learner_peak in bytes, memory/oom_retries and memory/token_budget.
-
-        Raises:
-            OutOfMemory: a single completion of the greatest length does not fit.
-        """
         return await self._run(lambda: self._rehearse(prompt_length))
 
     async def policy(self) -> tuple[Adapter | Weights, float]:
-        """The present policy, for the generators, and the seconds that it took to build.
-
-        The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
-        """
         merged = self._config.push == "merged"
         return await self._run(partial(_timed, lambda: update_of(self._policy, self._version, merged=merged)))
 
     async def probe(self, token_ids: list[int]) -> Answer:
-        """What the present policy says of the tokens, and what a generator that has it holds
-        (learner.trainer.probe_answer).
-
-        [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1.
-
-        Raises:
-            ValueError: fewer than two tokens, or an id beyond the vocabulary.
-        """
         merged = self._config.push == "merged"
         return await self._run(lambda: answer_of(self._policy, self._version, token_ids, merged=merged))
 
     async def release_cache(self) -> None:
-        """Between two steps the device's free memory is others' (memory.layout: alternating)."""
         await self._run(torch.cuda.empty_cache)
 
     async def pulse(self) -> float:
-        """A number that grows as long as a step gets on: micro-batches so far, and on a CPU, where one takes long,
-        seconds of computation (a thread that waits for a CUDA device computes, so there they would say nothing)."""
         return self._passes.passed + (self._thread.computed() if self._device.type == "cpu" else 0.0)
 
     async def sees(self, file: Path) -> bool:
-        """Whether this process finds a file that another has made: on another node it may see another disk."""
         return file.exists()
 
     async def save(self, folder: Path) -> dict[str, Digest]:
-        """Everything that `load` needs to go on bit for bit, and what is published: the adapter in PEFT's format, or
-        the whole model in `model/`. The folder is made.
-
-        Returns what was written, by path in the folder, so that the driver can tell whether it sees the same. Raises
-        OSError, with the folder and the room left in it, if it cannot be written.
-        """
         return await self._run(lambda: self._save(folder))
 
     async def load(self, folder: Path) -> None:
-        """What `save` wrote, random number generators included.
-
-        Raises:
-            ValueError: the adapter is not one of this model and learner.lora.
-            FileNotFoundError: the folder is not a checkpoint.
-        """
         await self._run(lambda: self._load(folder))
 
     def _step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:

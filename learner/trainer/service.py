@@ -1,0 +1,93 @@
+"""What may be asked of the learner's process: the methods that cluster.actor.Actor.call takes at that border.
+
+Imports no torch, so that the driver reads it.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from cluster.files import Digest
+from rollout.types import Adapter, Weights
+from rollout.weight_sync import Answer
+
+
+class TrainerService(Protocol):
+    """learner.trainer.trainer.Trainer is the one that trains."""
+
+    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+        """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
+
+        Tokens of policy versions below `oldest_version` are not trained on (see learner.batch.rows.read).
+
+        It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
+        loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples without a reward are not
+        trained. Completions of groups without signal (all rewards equal) have gradient 0 unless beta > 0 and are
+        skipped without a change of the loss's denominators; if nothing is left, loss/trained_tokens is 0, the weights
+        stay and there is no policy/ metric.
+
+        Returns:
+            Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
+            sampled by the present version, in nats; time/train in seconds; memory/learner_peak in bytes: on CUDA the
+            allocator's peak in this step, on CPU the highest resident set of the whole process since its start;
+            memory/oom_retries counts how often this step was taken again with half the token budget.
+
+        Raises:
+            ValueError: the groups are malformed or have token ids beyond the vocabulary.
+            OutOfMemory: a micro-batch of one completion does not fit, or memory_bytes was exceeded on a CPU.
+            RuntimeError: loss or gradient was not finite in three steps in a row.
+        """
+
+    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+        """The most that a step can ask for, once, and nothing of it kept: a micro-batch as large as the token budget
+        allows, of prompts of that length with completions of the greatest, forward and backward, beside room for the
+        optimizer's states. So a run that does not fit says so before its first step, not at its longest sample.
+
+        Returns:
+            memory/learner_peak in bytes, memory/oom_retries and memory/token_budget.
+
+        Raises:
+            OutOfMemory: a single completion of the greatest length does not fit.
+        """
+
+    async def policy(self) -> tuple[Adapter | Weights, float]:
+        """The present policy, for the generators, and the seconds that it took to build.
+
+        The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
+        """
+
+    async def probe(self, token_ids: list[int]) -> Answer:
+        """What the present policy says of the tokens, and what a generator that has it holds.
+
+        [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1.
+
+        Raises:
+            ValueError: fewer than two tokens, or an id beyond the vocabulary.
+        """
+
+    async def release_cache(self) -> None:
+        """Between two steps the device's free memory is others' (memory.layout: alternating)."""
+
+    async def pulse(self) -> float:
+        """A number that grows as long as a step gets on: micro-batches so far, and on a CPU, where one takes long,
+        seconds of computation (a thread that waits for a CUDA device computes, so there they would say nothing)."""
+
+    async def sees(self, file: Path) -> bool:
+        """Whether this process finds a file that another has made: on another node it may see another disk."""
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        """Everything that `load` needs to go on bit for bit, and what is published: the adapter in PEFT's format, or
+        the whole model in `model/`. The folder is made.
+
+        Returns what was written, by path in the folder, so that the driver can tell whether it sees the same. Raises
+        OSError, with the folder and the room left in it, if it cannot be written.
+        """
+
+    async def load(self, folder: Path) -> None:
+        """What `save` wrote, random number generators included.
+
+        Raises:
+            ValueError: the adapter is not one of this model and learner.lora.
+            FileNotFoundError: the folder is not a checkpoint.
+        """

@@ -1,0 +1,40 @@
+"""What may be asked of a generator's process: the methods that cluster.actor.Actor.call takes at that border."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from rollout.partial import Begun
+from rollout.schema import Problem
+from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.weight_sync import Answer, Receipt
+
+
+class RolloutService(Protocol):
+    """rollout.worker.RolloutWorker is the one that runs a model."""
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+        """One group of `sampling.n` completions of the problem, scored, as a table of rollout.schema; None from a
+        process that has no policy yet, or once `stop` has ended it.
+
+        begun: what `stop` gave of an earlier attempt. The seed that the table names is that of this one.
+        """
+
+    async def stop(self, group_id: str) -> list[Completion]:
+        """Ends the sampling of a group; what another attempt may go on from (see rollout.partial.Sampler.stop)."""
+
+    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+        """Takes a newer policy (requests under way: see EngineSettings.in_flight)."""
+
+    async def probe(self, token_ids: Sequence[int]) -> Answer:
+        """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""
+
+    async def sleep(self) -> None:
+        """Frees the engine's device memory; no rollout may be running."""
+
+    async def wake(self) -> None:
+        """Ends sleep()."""
+
+    async def close(self) -> None:
+        """Ends the engine and the reward processes."""
