@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = preflight.place_output(config)
         with run_lock.held(config.run_dir):
-            return asyncio.run(launch.live(preflight.prepare(config)))
+            return asyncio.run(launch.run(preflight.prepare(config)))
     except (Exception, BaseExceptionGroup) as several:
         cause = failure.first_of(several)
         if isinstance(cause, preflight.PROBLEMS):  # some of them only a cluster that was joined can tell

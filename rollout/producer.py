@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -32,7 +33,6 @@ from cluster.group_slot import Ticket
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
-from rollout.data.problems import Problems
 from rollout.partial import Begun
 from rollout.policy_feed import PolicyFeed
 from rollout.schema import Problem
@@ -44,11 +44,21 @@ from rollout.weight_sync import Push
 MAX_LOSSES = 5  # of one problem; what was in flight beside a fatal one is lost with it, so one loss is no proof
 
 
+class ProblemStream(Protocol):
+    """Problems without end: rollout.data.problems.Problems, or made-up ones."""
+
+    def __len__(self) -> int:
+        """Problems of one epoch."""
+
+    def at(self, position: int) -> Problem:
+        """The problem at this position, counted over epochs from 0; the same each time."""
+
+
 @dataclass(slots=True)
 class Pipes:
     """What all producers of a run share: the stream of problems and the two pipes."""
 
-    problems: Problems
+    problems: ProblemStream
     cursor: Cursor
     buffer: Buffer
     policy_slot: PolicySlot[Push]

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
@@ -16,6 +15,7 @@ from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
+from rollout.facts import Sampled, facts_of
 from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
@@ -77,8 +77,8 @@ class RolloutWorker(RolloutService):
             if sentence not in self._said and len(self._said) < MAX_SENTENCES:
                 self._said.add(sentence)
                 log.warning(sentence)
-        rows = self._facts(problem, sampling, attempt, completions, generate_ms)
-        rows |= {
+        by = Sampled(self.spec.run_id, self.spec.rank, attempt, sampling.seed, generate_ms)
+        rows = facts_of(problem, completions, by) | {
             "completion": texts,
             "reward": scores.reward,
             "reward_parts": [[(k, v[i]) for k, v in scores.parts.items()] for i in range(len(texts))],
@@ -98,36 +98,6 @@ class RolloutWorker(RolloutService):
         except EngineDied as error:
             log.exception("the engine died; a fresh process takes the place of this one")
             raise Unusable(" ".join(str(error).split())) from None
-
-    def _facts(
-        self, problem: Problem, sampling: Sampling, attempt: int, completions: Sequence[Completion], generate_ms: float
-    ) -> dict[str, Sequence[Any]]:
-        """Everything the generator knows of the group: schema column -> G values."""
-        size = len(completions)
-        same: dict[str, Any] = {
-            "run_id": self.spec.run_id,
-            "group_id": problem.group_id(attempt),
-            "problem_id": problem.id,
-            "epoch": problem.epoch,
-            "position": problem.position,
-            "attempt": attempt,
-            "problem": problem.to_json(),
-            "prompt_ids": list(problem.prompt_ids),
-            "generate_ms": generate_ms,
-            "worker": self.spec.rank,
-            "seed": -1 if sampling.seed is None else sampling.seed,
-            "created_at": time.time(),
-        }
-        facts: dict[str, Sequence[Any]] = {key: [value] * size for key, value in same.items()}
-        return facts | {
-            "sample": list(range(size)),
-            "completion_ids": [c.token_ids for c in completions],
-            "behavior_logprobs": [c.logprobs for c in completions],
-            "token_versions": [c.versions for c in completions],
-            "policy_version_min": [int(c.versions.min()) for c in completions],
-            "policy_version_max": [int(c.versions.max()) for c in completions],
-            "finish_reason": [c.finish_reason for c in completions],
-        }
 
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
         start = time.perf_counter()

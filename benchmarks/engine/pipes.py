@@ -82,10 +82,10 @@ async def through_buffer(name: str, groups: int) -> dict[str, Any]:
     return row(f"buffer, {name}", groups, group.nbytes, *await timed(work))
 
 
-async def through_actor(name: str, groups: int, source: Actor) -> dict[str, Any]:
+async def through_actor(name: str, groups: int, source: Actor[Source]) -> dict[str, Any]:
     async def lane() -> None:
         for _ in range(groups // AT_ONCE):
-            await source.call("group", name, deadline_s=DEADLINE_S)
+            await source.call(Source.group, DEADLINE_S, name)
 
     async def work() -> None:
         await asyncio.gather(*(lane() for _ in range(AT_ONCE)))
@@ -94,13 +94,13 @@ async def through_actor(name: str, groups: int, source: Actor) -> dict[str, Any]
     return row(f"actor, {name}", groups, group_of(LENGTHS[name]).nbytes, *await timed(work))
 
 
-async def pushed(name: str, times: int, source: Actor) -> dict[str, Any]:
+async def pushed(name: str, times: int, source: Actor[Source]) -> dict[str, Any]:
     adapter = Adapter.build(0, bytes(ADAPTERS[name]), {})
 
     async def work() -> None:
         for _ in range(times):
             shared = Shared(adapter)
-            await asyncio.gather(*(source.call("take", shared, deadline_s=DEADLINE_S) for _ in range(AT_ONCE)))
+            await asyncio.gather(*(source.call(Source.take, DEADLINE_S, shared.argument()) for _ in range(AT_ONCE)))
             shared.forget()
 
     await work()

@@ -1,7 +1,7 @@
 """A run of learner.main that writes down when what happened, in every process of it; see benchmarks.system.cold_start.
 
-The product knows nothing of it: what `learner.driver.launch` puts into other processes is replaced by the same with a
-mark before and after. Marks are lines `seconds since the epoch <tab> name` in the file named by GLEANER_MARKS.
+The product knows nothing of it: what `learner.driver.processes` puts into other processes is replaced by the same with
+a mark before and after. Marks are lines `seconds since the epoch <tab> name` in the file named by GLEANER_MARKS.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def marked_engine(settings: EngineSettings) -> Engine:
 def marked_trainer(*args: Any) -> Trainer:
     mark("learner: process", born())
     mark("learner: gleaner's code imported")
-    from learner.driver.launch import make_trainer
+    from learner.driver.processes import make_trainer
 
     for module in ("torch", "transformers", "peft", "learner.trainer"):
         import_module(module)
@@ -97,19 +97,19 @@ def _around(home: Any, name: str, before: str, after: str) -> None:
 def main() -> None:
     """Arguments: those of learner.main."""
     mark("driver: python is up")
-    from learner.driver import launch, preflight
+    from learner.driver import launch, preflight, processes
     from learner.main import main as learner_main
 
     mark("driver: code imported")
     _around(preflight, "prepare", "driver: preflight begins", "driver: preflight done")
     _around(launch, "connect", "driver: Ray begins", "driver: Ray is up")
-    _around(launch, "_wire", "driver: all processes ready", "driver: loop begins")
+    _around(launch, "wire", "driver: all processes ready", "driver: loop begins")
     replaced: Mapping[str, Any] = {
         "RolloutWorker": MarkedWorker, "vllm_engine": marked_engine, "make_trainer": marked_trainer
     }  # fmt: skip
     for name, stand_in in replaced.items():
-        assert hasattr(launch, name), f"learner.driver.launch has no {name} any more"
-        setattr(launch, name, stand_in)
+        assert hasattr(processes, name), f"learner.driver.processes has no {name} any more"
+        setattr(processes, name, stand_in)
     log = launch.Metrics.log
 
     def logged(self: Any, step: int, values: Mapping[str, float]) -> None:

@@ -5,7 +5,6 @@ between workers that wait instead of generating and a trainer that does no work.
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 import time
 from collections import Counter
@@ -14,25 +13,19 @@ from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
-from rich.console import Console
 
 from cluster.actor import Local
-from cluster.buffer import Buffer
 from cluster.files import Digest
-from cluster.policy_slot import PolicySlot
-from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
-from learner.driver.console import Progress
-from learner.driver.fingerprints import Fingerprints
-from learner.driver.loop import Loop
-from learner.driver.run_checkpoints import RunCheckpoints
-from learner.driver.step_metrics import Sinks
-from rollout.data.cursor import Cursor
+from learner.driver.fake_trainer import FakeTrainer
+from learner.driver.local_run import MadeUpProblems, local_run
+from learner.driver.wiring import sampling_of
 from rollout.fake_engine import FakeEngine
 from rollout.partial import Begun
-from rollout.producer import Pipes, Producer, group_seed
-from rollout.schema import Problem, group_position
-from rollout.types import Adapter, Sampling
+from rollout.producer import Producer, group_seed
+from rollout.schema import Problem
+from rollout.service import RolloutService
+from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 from tests.groups import make_group, make_problem
 
@@ -80,76 +73,72 @@ class Away:
             group = group.set_column(index, kind, pa.array([value] * len(group), kind.type))
         return group
 
-    async def answer(self, adapter: Adapter, token_ids: Sequence[int]) -> Answer:
+    async def answer(self, policy: Adapter | Weights, token_ids: Sequence[int]) -> Answer:
         """What the fake engine says of the probe under this policy."""
-        if adapter.version not in self._answers:
-            await self._engine.load_adapter(adapter)
+        if policy.version not in self._answers:
+            await self._engine.load_adapter(policy)
             answer = Answer(await self._engine.probe(token_ids), await self._engine.held(), 0.0)
-            self._answers = {adapter.version: answer}
-        return self._answers[adapter.version]
+            self._answers = {policy.version: answer}
+        return self._answers[policy.version]
 
 
-class Worker:
-    """A RolloutWorker that runs `at_once` groups at a time and waits `seconds` for each, give or take half."""
+class Worker(RolloutService):
+    """A rollout worker that runs `at_once` groups at a time and waits `seconds` for each, give or take half."""
 
     def __init__(self, rank: int, seconds: float, at_once: int, away: Away) -> None:
         self.rank, self.seconds, self.away = rank, seconds, away
         self._slots = asyncio.Semaphore(at_once)
         self._random = random.Random(rank)
 
-    async def take_policy(self, adapter: Adapter) -> Receipt:
-        self._adapter = adapter
-        return Receipt(adapter.digest, 0.0, 0.0)
+    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+        self._policy = policy
+        return Receipt(policy.digest, 0.0, 0.0)
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         with self.away.clock:
-            return await self.away.answer(self._adapter, token_ids)
+            return await self.away.answer(self._policy, token_ids)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
-        version = self._adapter.version
+        version = self._policy.version
         async with self._slots:
             await asyncio.sleep(self.seconds * self._random.uniform(0.5, 1.5))
         with self.away.clock:
             self.away.groups[self.rank] += 1
             return await self.away.group((problem.position, attempt, version, version, self.rank))
 
+    async def stop(self, group_id: str) -> list[Completion]:
+        return []
 
-class IdleTrainer:
-    """A trainer that does no work: it counts steps and says so. Its policy is the fake engine's of that version."""
+    async def sleep(self) -> None:
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class IdleTrainer(FakeTrainer):
+    """A trainer that does no work: it counts steps and says so, and saves nothing."""
 
     def __init__(self, away: Away, seconds: float, on_step: Callable[[int], None]) -> None:
-        self.away, self.seconds, self.on_step, self.version = away, seconds, on_step, 0
+        super().__init__(VOCAB, seconds)
+        self.away, self.on_step = away, on_step
 
-    async def step(self, groups: list[pa.Table], oldest_version: int) -> dict[str, float]:
-        await asyncio.sleep(self.seconds)
-        self.version += 1
+    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+        await super().step(groups, oldest_version)
         self.on_step(self.version)
         return {}
 
-    async def policy(self) -> tuple[Adapter, float]:
-        return Adapter.build(self.version, b"weights", {}), 0.0
-
     async def probe(self, token_ids: list[int]) -> Answer:
-        adapter, _ = await self.policy()
+        policy, _ = await self.policy()
         with self.away.clock:
-            return await self.away.answer(adapter, token_ids)
-
-    async def sees(self, file: Path) -> bool:
-        return file.exists()
+            return await self.away.answer(policy, token_ids)
 
     async def save(self, folder: Path) -> dict[str, Digest]:
         folder.mkdir()
         return {}
-
-
-class Stream:
-    """Problems without a source."""
-
-    def __len__(self) -> int:
-        return 1_000_000  # of an epoch
-
-    def at(self, position: int) -> Problem:
-        return make_problem(position)
 
 
 class FakeRun:
@@ -167,42 +156,47 @@ class FakeRun:
                 "model": {"path": "fake", "dtype": "float32"},
                 "data": {"path": "fake", "eval": {"every": 0}},
                 "rewards": [{"use": "reward"}],
-                "rollout": {"workers": len(workers), "num_generations": GENERATIONS},
+                "rollout": {
+                    "workers": len(workers),
+                    "num_generations": GENERATIONS,
+                    "max_completion_length": MAX_TOKENS,
+                },
                 "learner": {"groups_per_step": groups_per_step},
                 "checkpoint": {"every": 10**9},
                 "trackers": [],
             }
         )
-        cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
-        buffer = Buffer(groups_per_step, max_staleness, 2**30, lambda group: cursor.again(*group_position(group)))
-        self._pipes = Pipes(Stream(), cursor, buffer, PolicySlot(), timeline)
+        generators = [self._generator(rank, seconds) for rank, seconds in enumerate(workers)]
+        self._run = local_run(
+            folder,
+            config,
+            steps,
+            problems=MadeUpProblems(1_000_000, make_problem),
+            generators=generators,
+            trainer=Local("learner", IdleTrainer, [self.away, trainer_seconds, on_step]),
+        )
+        self.producers = [*self._run.loop.producers]
         self._deadlines = config.cluster.deadlines
-        self.producers = [self._producer(rank, seconds) for rank, seconds in enumerate(workers)]
-        trainer = Local("learner", IdleTrainer, [self.away, trainer_seconds, on_step])
-        sinks = Sinks(folder, Metrics(folder, [], 0), timeline, Progress(steps, Console(file=io.StringIO())))
-        checkpoints = RunCheckpoints(config, Fingerprints({}, {}, {}), trainer, self._pipes, sinks)
-        self.loop = Loop(config, steps, trainer, self.producers, self._pipes, sinks, [], checkpoints)
+        self._sampling = sampling_of(config)
         self._late: list[asyncio.Task[None]] = []
 
-    def _producer(self, rank: int, seconds: float) -> Producer:
-        worker = Local(f"generator-{rank}", Worker, [rank, seconds, self._at_once, self.away])
-        return Producer(worker, self._pipes, _sampling, self._deadlines)
+    def _generator(self, rank: int, seconds: float) -> Local[Worker]:
+        return Local(f"generator-{rank}", Worker, [rank, seconds, self._at_once, self.away])
 
     def join(self, seconds: float) -> None:
         """One worker more, in the middle of the run."""
-        late = self._producer(len(self.producers), seconds)
+        worker = self._generator(len(self.producers), seconds)
+        late = Producer(worker, self._run.pipes, self._sampling, self._deadlines)
         self._late.append(asyncio.create_task(late.run(len(self.producers) + 1)))
         self.producers.append(late)
 
     async def run(self) -> None:
         try:
-            await self.loop.run(None)
+            await self._run.finish()
         finally:
             for task in self._late:
                 task.cancel()
             await asyncio.gather(*self._late, return_exceptions=True)
-            self.loop.sinks.metrics.close()
-            self.loop.sinks.timeline.close()
 
 
 def _sampling(position: int, attempt: int) -> Sampling:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver.batch_metrics import reward_means
 from rewards.config import RewardConfig, resolved_names
@@ -39,6 +40,24 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None) -> str:
     if name not in names:
         raise ValueError(f"data.eval.reward: must be one of {', '.join(names)}, got {name}")
     return name
+
+
+class HeldOut:
+    """The held-out problems, and the evaluations of the run so far."""
+
+    def __init__(
+        self, producers: Sequence[Producer], problems: Sequence[Problem], config: RunConfig, timeline: Timeline
+    ) -> None:
+        self._producers, self._problems, self._config, self._timeline = producers, problems, config, timeline
+        self.evaluations: list[Evaluation] = []
+
+    async def score(self, step: int) -> dict[str, float]:
+        """The metrics of the policy that the generators have; none where nothing is held out or evaluated."""
+        if not self._problems or self._config.data.eval.every == 0:
+            return {}
+        with self._timeline.span("evaluate", "loop", step=step):
+            self.evaluations.append(await evaluate(self._producers, self._problems, self._config, step))
+        return self.evaluations[-1].metrics
 
 
 async def evaluate(

@@ -30,7 +30,7 @@ class RunCheckpoints:
     ) -> None:
         self._config, self._fingerprints = config, fingerprints
         self._trainer, self._pipes, self._sinks = trainer, pipes, sinks
-        self._deadline = config.cluster.deadlines.step
+        self.deadline_s = config.cluster.deadlines.step
         self.saved: int | None = None  # step of the newest checkpoint
 
     async def check_shared(self) -> None:
@@ -62,7 +62,7 @@ class RunCheckpoints:
     async def _commit(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         written: dict[str, Digest] = {}
         async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
-            theirs = await self._trainer.call(TrainerService.save, self._deadline, folder / TRAINER)
+            theirs = await self._trainer.call(TrainerService.save, self.deadline_s, folder / TRAINER)
             written |= {f"{TRAINER}/{name}": digest for name, digest in theirs.items()}
             state = {
                 "step": step,
@@ -78,7 +78,7 @@ class RunCheckpoints:
     async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
         """Restores learner and pipes; returns the step and the evaluations up to it."""
         state = json.loads((folder / "state.json").read_text())
-        await self._trainer.call(TrainerService.load, self._deadline, folder / TRAINER)
+        await self._trainer.call(TrainerService.load, self.deadline_s, folder / TRAINER)
         self._pipes.cursor.restore(**state["cursor"])
         self._pipes.buffer.dropped_stale = int(state["dropped_stale"])
         self.saved = int(state["step"])

@@ -33,6 +33,7 @@ class StepMetrics:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
         self.idle = IdleTimes()
         self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
+        self._held: dict[str, float] | None = None  # of the newest step, not written yet
 
     def start(self) -> None:
         """Seconds are counted from here."""
@@ -68,6 +69,28 @@ class StepMetrics:
 
     def _answers(self) -> list[Answer]:
         return [producer.feed.answer for producer in self._producers if producer.feed.answer is not None]
+
+    def hold(self, metrics: dict[str, float]) -> None:
+        """Those of the newest step, in the place of those held before."""
+        self._held = metrics
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """More of the newest step."""
+        self._held = (self._held or {}) | metrics
+
+    def flush(self, step: int) -> dict[str, float]:
+        """Writes what is held, once, and returns it."""
+        held, self._held = self._held, None
+        if held is None:
+            return {}
+        if "time/step" not in held:  # the run ends before the step was whole
+            held |= self.times(held["rollout/tokens"])
+        self.write(step, held)
+        return held
+
+    def note(self, text: str) -> None:
+        """A line for the user."""
+        self._sinks.progress.note(text)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One step, to every sink; step 0 is the evaluation before training."""

@@ -98,30 +98,30 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     toy = session.spawn(ROLES[0], Toy, [], {"GREETING": "hello"})
     await toy.ready(60)
-    assert [await toy.call("count", deadline_s=10) for _ in range(2)] == [1, 2]
-    assert (await toy.call("title", deadline_s=10)).startswith("ray::toy")
-    assert await toy.call("variable", "GREETING", deadline_s=10) == "hello"
-    assert await toy.call("variable", "CUDA_VISIBLE_DEVICES", deadline_s=10) == ""  # no GPU asked for, none seen
+    assert [await toy.call(Toy.count, 10) for _ in range(2)] == [1, 2]
+    assert (await toy.call(Toy.title, 10)).startswith("ray::toy")
+    assert await toy.call(Toy.variable, 10, "GREETING") == "hello"
+    assert await toy.call(Toy.variable, 10, "CUDA_VISIBLE_DEVICES") == ""  # no GPU asked for, none seen
     with pytest.raises(RemoteError, match=r"(?s)toy: fail failed: KeyError.*no such thing"):
-        await toy.call("fail", deadline_s=10)
+        await toy.call(Toy.fail, 10)
     with pytest.raises(RemoteError, match="give_up failed: TimeoutError.*own wait"):  # not a deadline of the call
-        await toy.call("give_up", deadline_s=10)
+        await toy.call(Toy.give_up, 10)
 
     for how, said, reason in DEATHS:
         with pytest.raises(ActorDied, match=said) as died:
-            await toy.call("die", how, deadline_s=10)
+            await toy.call(Toy.die, 10, how)
         assert died.value.reason == reason
         with pytest.raises(ActorDied, match="toy: "):  # nothing comes back behind the caller's back
-            await toy.call("die", how, deadline_s=10)
+            await toy.call(Toy.die, 10, how)
         await toy.revive(deadline_s=60)
-        assert await toy.call("count", deadline_s=10) == 1
+        assert await toy.call(Toy.count, 10) == 1
 
-    hung = await toy.call("pid", deadline_s=10)
+    hung = await toy.call(Toy.pid, 10)
     os.kill(hung, signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded, match=r"toy: count gave no answer within 1 s \(last answer \d s ago\)"):
-        await toy.call("count", deadline_s=1)
+        await toy.call(Toy.count, 1)
     await toy.revive(deadline_s=60)
-    assert await toy.call("pid", deadline_s=10) != hung
+    assert await toy.call(Toy.pid, 10) != hung
     await toy.kill()
 
 
@@ -129,11 +129,11 @@ async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Ses
     toys = [session.spawn(role, Toy, [], {}) for role in ROLES[:2]]
     shared = Shared(Letter(bytes(2**20)))
     for _ in range(2):
-        answers = await asyncio.gather(*(toy.call("size", shared, deadline_s=60) for toy in toys))
+        answers = await asyncio.gather(*(toy.call(Toy.size, 60, shared) for toy in toys))
         assert answers == [2**20] * 2
     assert shared.value.posted == 1
     shared.forget()
-    assert await toys[0].call("size", shared, deadline_s=10) == 2**20
+    assert await toys[0].call(Toy.size, 10, shared) == 2**20
     assert shared.value.posted == 2
     for toy in toys:
         await toy.kill()

@@ -53,9 +53,9 @@ def _steps(run: Run) -> list[int]:
 WITH_STAND_INS = """
 import sys
 from learner import main
-from learner.driver import launch
+from learner.driver import processes
 from tests.flow import stand_ins
-launch.RolloutWorker, launch.make_trainer = stand_ins.{generator}, stand_ins.{learner}
+processes.RolloutWorker, processes.make_trainer = stand_ins.{generator}, stand_ins.{learner}
 sys.exit(main.main(sys.argv[1:]))
 """
 DOOMED = (

@@ -17,13 +17,16 @@ from cluster.policy_slot import PolicySlot
 from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.launch import make_trainer, sampling_of, worker_spec
 from learner.driver.memory_budget import settle
+from learner.driver.processes import make_trainer, worker_spec
+from learner.driver.wiring import sampling_of
+from learner.trainer.service import TrainerService
 from rollout.data.chat import Chat
 from rollout.data.cursor import Cursor
 from rollout.data.problems import load
 from rollout.engine import Engine, EngineSettings
 from rollout.producer import Pipes, Producer
+from rollout.service import RolloutService
 from rollout.types import Adapter, Weights
 from rollout.vllm.environment import required_env
 from rollout.weight_sync import DeliveryError, Push
@@ -71,7 +74,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-async def processes(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
+async def processes(config: RunConfig) -> AsyncIterator[tuple[Actor[RolloutService], Actor[TrainerService]]]:
     """A learner and a generator whose engine is forgetful, each in its process."""
     session = connect("local", min_cpus=2)
     import ray.cloudpickle
@@ -85,13 +88,13 @@ async def processes(config: RunConfig) -> AsyncIterator[tuple[Actor, Actor]]:
     learner = session.spawn(roles[1], make_trainer, [config, 10, None], {})
     await asyncio.gather(generator.ready(120), learner.ready(120))
     yield generator, learner
-    await generator.call("close", deadline_s=30)
+    await generator.call(RolloutService.close, 30)
     await session.close()
 
 
-async def push_of(learner: Actor, ids: Sequence[int]) -> Push:
-    adapter, _ = await learner.call("policy", deadline_s=30)
-    return Push(adapter, tuple(ids), expect(await learner.call("probe", list(ids), deadline_s=30)), "float32")
+async def push_of(learner: Actor[TrainerService], ids: Sequence[int]) -> Push:
+    adapter, _ = await learner.call(TrainerService.policy, 30)
+    return Push(adapter, tuple(ids), expect(await learner.call(TrainerService.probe, 30, list(ids))), "float32")
 
 
 async def deliver(producer: Producer, push: Push) -> None:
@@ -101,7 +104,7 @@ async def deliver(producer: Producer, push: Push) -> None:
 
 @pytest.mark.timeout(300)
 async def test_a_push_that_does_not_arrive_stops_the_run(
-    processes: tuple[Actor, Actor], config: RunConfig, tmp_path: Path
+    processes: tuple[Actor[RolloutService], Actor[TrainerService]], config: RunConfig, tmp_path: Path
 ) -> None:
     generator, learner = processes
     problems, _ = load(config.data, Chat.load(config.model.path), 64, seed=0)
@@ -115,7 +118,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
     for version in (1, 2):
         requests = [producer.request(problems.at(i), sampling_of(config)(i, 0), 0) for i in range(2)]
         groups = [group for group in await asyncio.gather(*requests) if group is not None]
-        metrics = await learner.call("step", groups, deadline_s=60)
+        metrics = await learner.call(TrainerService.step, 60, groups)
         assert metrics["policy/mismatch_max"] < 1e-3
         pushes.append(await push_of(learner, ids))
         if version == 1:
@@ -133,7 +136,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
     ):
         await deliver(producer, pushes[2])
     # An engine that lies of its tensors too gives itself away by what it says of the probe.
-    answer = await generator.call("probe", ids, deadline_s=30)
+    answer = await generator.call(RolloutService.probe, 30, ids)
     lie = answer._replace(held=pushes[2].expected.result().held)
     with pytest.raises(DeliveryError, match=r"generator-0: acknowledged v2, but generates as under v1: .* nats"):
         await pushes[2].verify("generator-0", lie, producer.feed.evidence)

@@ -23,7 +23,7 @@ async def main():
     await actor.ready(60)
     for kind, processes in session.ray_processes._node.all_processes.items():
         print("pid", kind, processes[0].process.pid, flush=True)
-    calling = asyncio.create_task(actor.call("sleep", 60, deadline_s=100))
+    calling = asyncio.create_task(actor.call(Sleeper.sleep, 100, 60))
     watching = asyncio.create_task(session.ray_processes.watch())
     done, _ = await asyncio.wait({calling, watching}, return_when=asyncio.FIRST_COMPLETED)
     for task in done:

@@ -1,38 +1,25 @@
-"""A run in one process, without a model: the real Loop, Producers and pipes, a fake engine and a fake trainer."""
+"""A run in one process, without a model: the real Loop, producers and pipes, with a fake engine and a fake trainer."""
 
 import asyncio
-import io
 import json
 from collections.abc import Callable, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from rich.console import Console
 
 from cluster.actor import Local
-from cluster.buffer import BACKUP_AFTER, Buffer
-from cluster.files import Digest, digests_in
-from cluster.policy_slot import PolicySlot
-from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
-from learner.driver.console import Progress
-from learner.driver.fingerprints import Fingerprints
-from learner.driver.loop import Loop
+from learner.driver.evaluate import Evaluation
+from learner.driver.fake_trainer import FakeTrainer
+from learner.driver.local_run import VOCAB, LocalRun, MadeUpProblems, local_run
 from learner.driver.run_checkpoints import RunCheckpoints
-from learner.driver.step_metrics import Sinks
 from rollout import ledger
-from rollout.data.cursor import Cursor
 from rollout.fake_engine import FakeEngine
-from rollout.partial import Begun, Sampler
-from rollout.producer import Pipes, Producer, group_seed
-from rollout.schema import Problem, group_position
-from rollout.types import Adapter, Completion, Sampling
-from rollout.weight_sync import Answer, Receipt
-from tests.groups import make_group, make_problem
+from rollout.fake_worker import FakeWorker
+from rollout.types import Completion, Sampling
+from tests.groups import make_problem
 
-VOCAB = 8
 PER_STEP = 3
 PROBLEMS = 31  # of an epoch
 PROMPT = 4  # tokens
@@ -52,91 +39,71 @@ class Paced(FakeEngine):
         return await super().generate(prompt_ids, sampling, until)
 
 
-class Worker:
-    """A RolloutWorker without tokenizer and reward functions."""
-
+class Worker(FakeWorker):
     def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
-        self.engine = Paced(pace_s, drop_adapter_at)
-        self.sampler = Sampler(self.engine)
-        self.sleep, self.wake, self.stop = self.engine.sleep, self.engine.wake, self.sampler.stop
-
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
-        completions = await self.sampler.sample(problem.group_id(attempt), problem.prompt_ids, sampling, begun)
-        if completions is None:
-            return None
-        rewards = [float(len(c.token_ids) % 2) for c in completions]
-        return make_group(problem.position, attempt=attempt, completions=completions, rewards=rewards)
-
-    async def take_policy(self, adapter: Adapter) -> Receipt:
-        return Receipt(await self.engine.load_adapter(adapter), 2.0, 1.0)
-
-    async def probe(self, token_ids: Sequence[int]) -> Answer:
-        return Answer(await self.engine.probe(token_ids), await self.engine.held(), 3.0)
+        super().__init__(Paced(pace_s, drop_adapter_at))
 
 
-class Trainer:
-    """Learns nothing; its policy is the fake engine's of the same version."""
+class Trainer(FakeTrainer):
+    """Notes what it is given; mismatch_k3: of the policies after the third."""
 
     def __init__(self, pace_s: float, mismatch_k3: float) -> None:
-        self.version, self.pace_s, self.mismatch_k3 = 0, pace_s, mismatch_k3
+        super().__init__(VOCAB, pace_s)
+        self.mismatch_k3 = mismatch_k3
         self.learned: list[list[pa.Table]] = []
         self.oldest: list[int] = []  # version of which tokens are trained on
         self.holds_the_card: Callable[[], bool] = lambda: True
         self.cached = 0
 
-    async def step(self, groups: list[pa.Table], oldest_version: int) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
         assert self.holds_the_card()
         self.cached = 1
         self.learned.append(groups)
         self.oldest.append(oldest_version)
-        await asyncio.sleep(self.pace_s)
-        self.version += 1
-        return {"loss/total": float(self.version), "policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
-
-    async def policy(self) -> tuple[Adapter, float]:
-        return Adapter.build(self.version, b"weights %d" % self.version, {}), 4.0
-
-    async def probe(self, token_ids: list[int]) -> Answer:
-        adapter, _ = await self.policy()
-        engine = FakeEngine(VOCAB)
-        await engine.load_adapter(adapter)
-        return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
+        metrics = await super().step(groups, oldest_version)
+        return metrics | {"policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
 
     async def release_cache(self) -> None:
         assert self.holds_the_card()
         self.cached = 0
-
-    async def sees(self, file: Path) -> bool:
-        return file.exists()
-
-    async def save(self, folder: Path) -> dict[str, Digest]:
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text("{}")
-        (folder / "adapter_model.safetensors").write_text(str(self.version))
-        return digests_in(folder)
-
-    async def load(self, folder: Path) -> None:
-        self.version = int((folder / "adapter_model.safetensors").read_text())
-
-
-class Stream:
-    def __len__(self) -> int:
-        return PROBLEMS
-
-    def at(self, position: int) -> Problem:
-        return make_problem(position, prompt_ids=(position % VOCAB, 1, 5, 2))
 
 
 def configure(**changed: Any) -> RunConfig:
     given: dict[str, Any] = {
         "model": {"path": "fake", "dtype": "float32"},
         "data": {"path": "fake", "eval": {"every": 2}},
-        "rewards": [{"use": "vowels"}],
+        "rewards": [{"use": "odd"}],
         "learner": {"groups_per_step": PER_STEP},
+        "rollout": {"num_generations": 2, "max_completion_length": 6},
         "checkpoint": {"every": 2, "keep": 9},
         "trackers": [],
     }
+    changed["rollout"] = given["rollout"] | changed.get("rollout", {})
     return RunConfig.model_validate(given | changed)
+
+
+class Built(LocalRun):
+    """A local run, with what tests look at."""
+
+    @property
+    def step(self) -> int:
+        return self.loop.step
+
+    @property
+    def stop(self) -> asyncio.Event:
+        return self.loop.stop
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        return self.loop.held_out.evaluations
+
+    @property
+    def total_steps(self) -> int:
+        return self.loop.schedule.total_steps
+
+    @property
+    def checkpoints(self) -> RunCheckpoints:
+        return self.loop.checkpoints
 
 
 def build(
@@ -145,45 +112,29 @@ def build(
     total_steps: int,
     *,
     resume_step: int = 0,
-    workers: Sequence[Local] | None = None,
+    workers: Sequence[Local[Any]] | None = None,
     pace_s: float = 0.0,
     trainer_s: float = 0.0,
     mismatch_k3: float = 0.0,
     alternating: bool = False,
-) -> Loop:
+) -> Built:
     """A run in one process."""
-    if workers is None:
-        workers = [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)]
-    cursor, timeline = Cursor(), Timeline(folder / "timeline.json")
-    oversample = config.rollout.oversample
-    buffer = Buffer(
-        PER_STEP,
-        config.max_staleness,
-        2**20,
-        lambda g: cursor.again(*group_position(g)),
-        oversample,
-        inf if alternating else BACKUP_AFTER,
+    made = local_run(
+        folder,
+        config,
+        total_steps,
+        problems=MadeUpProblems(PROBLEMS, lambda position: make_problem(position, (position % VOCAB, 1, 5, 2))),
+        heldout=[make_problem(position) for position in (1000, 1001)],
+        generators=workers or [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)],
+        trainer=Local("learner", Trainer, [trainer_s, mismatch_k3]),
+        resumed_step=resume_step,
+        alternating=alternating,
     )
-    pipes = Pipes(Stream(), cursor, buffer, PolicySlot(), timeline)
-
-    def sampling(position: int, attempt: int) -> Sampling:
-        return Sampling(n=2, max_tokens=6, seed=group_seed(0, position, attempt))
-
-    producers = [Producer(worker, pipes, sampling, config.cluster.deadlines) for worker in workers]
-    progress = Progress(total_steps, Console(file=io.StringIO()))
-    sinks = Sinks(folder, Metrics(folder, [], resume_step), timeline, progress)
-    heldout = [make_problem(position) for position in (1000, 1001)]
-    trainer = Local("learner", Trainer, [trainer_s, mismatch_k3])
-    checkpoints = RunCheckpoints(config, Fingerprints({}, {}, {}), trainer, pipes, sinks)
-    return Loop(config, total_steps, trainer, producers, pipes, sinks, heldout, checkpoints, alternating)
+    return Built(made.loop, made.pipes, made.sinks, made.trainer)
 
 
-async def finish(loop: Loop, resume_from: Path | None = None) -> None:
-    try:
-        await loop.run(resume_from)
-    finally:
-        loop.sinks.metrics.close()
-        loop.sinks.timeline.close()
+async def finish(run: Built, resume_from: Path | None = None) -> None:
+    await run.finish(resume_from)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

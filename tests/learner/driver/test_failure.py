@@ -12,6 +12,8 @@ from learner.driver import checkpoint, failure
 from learner.driver.preflight import Prepared
 from learner.driver.restarts import Restarts
 from learner.driver.watched_learner import LearnerError, LearnerLost, WatchedLearner
+from learner.trainer.service import TrainerService
+from rollout.service import RolloutService
 from rollout.supervised_worker import GivenUp
 from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
 
@@ -23,10 +25,10 @@ class Dying(Local):
         super().__init__("generator-0", Worker, [0.0, None])
         self.version = version
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        if method == "take_policy" and args[0].value.version >= self.version:
+    async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
+        if method is RolloutService.take_policy and args[0].value.version >= self.version:
             raise ActorDied("generator-0: process died during take_policy")
-        return await super().call(method, *args, deadline_s=deadline_s)
+        return await super().call(method, deadline_s, *args, **kwargs)
 
 
 async def test_a_generator_that_is_given_up_costs_no_step(tmp_path: Path) -> None:
@@ -132,17 +134,17 @@ async def test_a_learner_that_hangs_is_told_from_one_that_takes_long(
 ) -> None:
     learner = WatchedLearner(Local("learner", Stuck, [gets_on, answers]), silence_s=1.0)
     if said is None:
-        assert await learner.call(method, deadline_s=60) == "done"
+        assert await learner.call(getattr(TrainerService, method), 60) == "done"
     else:
         with pytest.raises(LearnerLost, match=said):
-            await learner.call(method, deadline_s=60)
+            await learner.call(getattr(TrainerService, method), 60)
     assert len(asyncio.all_tasks()) == 1  # nothing is left behind
 
 
 async def test_a_call_that_tells_nothing_of_itself_is_held_by_its_deadline_alone() -> None:
     learner = WatchedLearner(Local("learner", Stuck, [False, True]), silence_s=0.4)
     with pytest.raises(LearnerLost, match="learner: save gave no answer within 2 s"):
-        await learner.call("save", deadline_s=2)
+        await learner.call(cast(Any, TrainerService.save), 2)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 
 from learner.config import RunConfig
 from learner.driver import launch
-from learner.driver.launch import make_trainer, sampling_of, worker_spec
 from learner.driver.memory_budget import Budgets
+from learner.driver.processes import make_trainer, worker_spec
 from learner.driver.watched_learner import LearnerLost
+from learner.driver.wiring import sampling_of
 from learner.learner_config import LossConfig
 from rollout.producer import group_seed
 from rollout.types import Sampling
@@ -84,7 +85,7 @@ async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypat
             told.append((error, saved))
             return len(told) == 1
 
-    monkeypatch.setattr(launch, "_processes", processes)
+    monkeypatch.setattr(launch, "start_processes", processes)
     session, progress = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside)), SimpleNamespace(note=print)
     arguments = cast(Any, (Allowed(), session, progress, asyncio.Event()))
     assert await launch._attempt(*arguments) is None

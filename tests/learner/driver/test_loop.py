@@ -12,6 +12,7 @@ from cluster.actor import ActorDied, Local
 from learner.driver import checkpoint
 from rollout import ledger
 from rollout.schema import ragged
+from rollout.service import RolloutService
 from rollout.weight_sync import DeliveryError
 from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines
 
@@ -146,7 +147,7 @@ async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works
     trainer, engines = loop.trainer._object, [worker._object.engine for worker in workers]  # type: ignore[attr-defined]
     trainer.holds_the_card = lambda: all(engine._asleep for engine in engines)
     for worker in workers:  # as learner.driver.launch starts them
-        await worker.call("sleep", deadline_s=1)
+        await worker.call(RolloutService.sleep, 1)
     await finish(loop)
     assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
     assert trainer.cached == 0
@@ -197,10 +198,10 @@ async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypa
 class Stuck(Local):
     """Dies of the second policy, and never comes back."""
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        if method == "take_policy" and args[0].value.version == 1:
+    async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
+        if method is RolloutService.take_policy and args[0].value.version == 1:
             raise ActorDied(self.name)
-        return await super().call(method, *args, deadline_s=deadline_s)
+        return await super().call(method, deadline_s, *args, **kwargs)
 
     async def revive(self, deadline_s: float) -> None:
         await asyncio.Event().wait()

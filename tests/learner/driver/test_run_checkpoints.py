@@ -45,9 +45,9 @@ class Asked(Local):
         super().__init__("learner", Trainer, [0.0, 0.0])
         self.asked: list[tuple[str, float]] = []
 
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        self.asked.append((method, deadline_s))
-        return await super().call(method, *args, deadline_s=deadline_s)
+    async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append((method.__name__, deadline_s))
+        return await super().call(method, deadline_s, *args, **kwargs)
 
 
 async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""memory.layout: alternating. Generators and learner take turns on one card."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from cluster.actor import Actor
+from learner.trainer.service import TrainerService
+from rollout.producer import Producer
+
+
+class CardTurns:
+    """alternating: false for every other layout, where nothing here does anything."""
+
+    def __init__(
+        self, alternating: bool, trainer: Actor[TrainerService], producers: Sequence[Producer], deadline_s: float
+    ) -> None:
+        self._alternating, self._trainer, self._producers = alternating, trainer, producers
+        self._deadline_s = deadline_s
+
+    @asynccontextmanager
+    async def learner(self) -> AsyncIterator[None]:
+        """Within, the learner has the card to itself and the generators sleep."""
+        if self._alternating:
+            await asyncio.gather(*(producer.sleep() for producer in self._producers))
+        yield
+        await self.generators()
+
+    async def generators(self) -> None:
+        """The generators have the card from here on; they were asleep."""
+        if self._alternating:
+            await self._trainer.call(TrainerService.release_cache, self._deadline_s)
+            await asyncio.gather(*(producer.wake() for producer in self._producers))

@@ -1,0 +1,56 @@
+"""A trainer that learns nothing: its policy is the fake engine's of the same version. For learner.driver.local_run."""
+
+import asyncio
+from pathlib import Path
+
+import pyarrow as pa
+
+from cluster.files import Digest, digests_in
+from learner.trainer.service import TrainerService
+from rollout.fake_engine import FakeEngine
+from rollout.types import Adapter, Weights
+from rollout.weight_sync import Answer
+
+VERSION_FILE = "adapter_model.safetensors"  # what is published must have the name that users load
+
+
+class FakeTrainer(TrainerService):
+    """seconds: that a step takes."""
+
+    def __init__(self, vocab_size: int, seconds: float = 0.0) -> None:
+        self.version, self.seconds, self._vocab_size = 0, seconds, vocab_size
+
+    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+        await asyncio.sleep(self.seconds)
+        self.version += 1
+        return {"loss/total": float(self.version)}
+
+    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+        return {"memory/learner_peak": 0.0}
+
+    async def policy(self) -> tuple[Adapter | Weights, float]:
+        return Adapter.build(self.version, b"weights %d" % self.version, {}), 4.0
+
+    async def probe(self, token_ids: list[int]) -> Answer:
+        policy, _ = await self.policy()
+        engine = FakeEngine(self._vocab_size)
+        await engine.load_adapter(policy)
+        return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
+
+    async def release_cache(self) -> None:
+        """It has none."""
+
+    async def pulse(self) -> float:
+        return float(self.version)
+
+    async def sees(self, file: Path) -> bool:
+        return file.exists()
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / VERSION_FILE).write_text(str(self.version))
+        return digests_in(folder)
+
+    async def load(self, folder: Path) -> None:
+        self.version = int((folder / VERSION_FILE).read_text())

@@ -1,0 +1,100 @@
+"""A whole run in one process: the real Loop, producers, Buffer and policy slot, between whatever objects are given.
+
+With rollout.fake_worker and learner.driver.fake_trainer it needs no model, no Ray and no second: for logic tests, for
+the benchmark of the controller, and for trying a change of the data flow.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.actor import Actor, Local
+from cluster.telemetry import Metrics, Timeline
+from learner.config import RunConfig
+from learner.driver.console import Progress
+from learner.driver.fake_trainer import FakeTrainer
+from learner.driver.fingerprints import Fingerprints
+from learner.driver.loop import Loop
+from learner.driver.step_metrics import Sinks
+from learner.driver.wiring import Inputs, wire
+from learner.trainer.service import TrainerService
+from rollout.fake_engine import FakeEngine
+from rollout.fake_worker import FakeWorker
+from rollout.producer import Pipes
+from rollout.schema import Problem
+from rollout.service import RolloutService
+
+VOCAB = 8  # of the fakes that are used where none are given
+
+
+class MadeUpProblems:
+    """Problems without a source. size: of an epoch."""
+
+    def __init__(self, size: int, problem: Callable[[int], Problem]) -> None:
+        self._size, self._problem = size, problem
+
+    def __len__(self) -> int:
+        return self._size
+
+    def at(self, position: int) -> Problem:
+        """The problem at this position of the stream."""
+        return self._problem(position)
+
+
+def counting_problem(position: int) -> Problem:
+    """Its prompt tells the position, within the vocabulary of the fakes."""
+    return Problem(
+        f"train-{position}", f"question {position}", {"answer": "4"}, (position % VOCAB, 1, 5, 2), position, 0
+    )
+
+
+@dataclass(slots=True)
+class LocalRun:
+    """The parts of a run that somebody may want to look at; `finish` is what runs it."""
+
+    loop: Loop
+    pipes: Pipes
+    sinks: Sinks
+    trainer: Actor[TrainerService]
+
+    async def finish(self, resume_from: Path | None = None) -> None:
+        """Runs to the last step, and closes what it writes to."""
+        try:
+            await self.loop.run(resume_from)
+        finally:
+            self.sinks.metrics.close()
+            self.sinks.timeline.close()
+
+
+def local_run(
+    folder: Path,
+    config: RunConfig,
+    total_steps: int,
+    *,
+    problems: MadeUpProblems | None = None,
+    heldout: Sequence[Problem] = (),
+    generators: Sequence[Actor[RolloutService]] | None = None,
+    trainer: Actor[TrainerService] | None = None,
+    resumed_step: int = 0,
+    alternating: bool = False,
+) -> LocalRun:
+    """A run that leaves its files in `folder`; two fake generators and a fake trainer where none are given.
+
+    resumed_step: of the checkpoint that `finish` will be given. alternating: as memory.layout.
+    """
+    if generators is None:
+        generators = [Local(f"generator-{rank}", FakeWorker, [FakeEngine(VOCAB), rank]) for rank in range(2)]
+    trainer = trainer or Local("learner", FakeTrainer, [VOCAB])
+    problems = problems or MadeUpProblems(1000, counting_problem)
+    sinks = Sinks(
+        folder,
+        Metrics(folder, [], resumed_step),
+        Timeline(folder / "timeline.json"),
+        Progress(total_steps, Console(file=io.StringIO())),
+    )
+    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), alternating)
+    loop, pipes = wire(inputs, generators, trainer, sinks)
+    return LocalRun(loop, pipes, sinks, trainer)

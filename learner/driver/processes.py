@@ -1,0 +1,113 @@
+"""The processes of a run: what each role is built from, and the order in which they start."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.actor import Actor
+from cluster.ray_actor import Remote
+from cluster.ray_cluster import Session
+from learner.config import RunConfig, roles
+from learner.driver.memory_budget import Budgets
+from learner.driver.preflight import Prepared
+from learner.driver.watched_learner import WatchedLearner
+from learner.trainer.service import TrainerService
+from rollout.engine import EngineSettings
+from rollout.service import RolloutService
+from rollout.supervised_worker import until_started
+from rollout.vllm.environment import required_env
+from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
+
+if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this one
+    from learner.trainer.trainer import Trainer
+
+log = logging.getLogger("learner")
+
+
+async def start_processes(
+    prepared: Prepared, session: Session, note: Callable[[str], None]
+) -> tuple[list[Actor[RolloutService]], Actor[TrainerService]]:
+    """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
+    config, start = prepared.config, prepared.config.cluster.deadlines.start
+    *generators, learner = roles(config)
+    await session.reserve([*generators, learner], start, note)
+    env = required_env(cuda=config.cluster.gpus.generator > 0)
+    workers = [
+        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env)
+        for rank, role in enumerate(generators)
+    ]
+    settled = config.model_copy(update={"learner": prepared.budgets.learner})
+    wanted = [settled, prepared.total_steps, prepared.budgets.learner_bytes]
+    spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {})
+    if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
+        started = spawn_trainer()
+        async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
+            for worker in workers:
+                starting.create_task(_started(worker, start))
+            starting.create_task(started.ready(start))
+    else:
+        for worker in workers:
+            await _started(worker, start)
+            if prepared.budgets.alternating:
+                await worker.call(RolloutService.sleep, start)
+        started = spawn_trainer()
+        await started.ready(start)
+    trainer = WatchedLearner(started, config.cluster.deadlines.heartbeat)
+    if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
+        longest = config.rollout.max_prompt_length
+        fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
+        log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
+    return list(workers), trainer
+
+
+async def _started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
+    """A generator that is lost as it starts is tried again, as one that is lost later."""
+    await until_started(generator.name, partial(generator.ready, deadline_s), partial(generator.revive, deadline_s))
+
+
+def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
+    """What generator number `rank` is built from."""
+    rollout = config.rollout
+    return WorkerSpec(
+        rank=rank,
+        run_id=config.run_dir.name,
+        engine=EngineSettings(
+            model=config.model.path,
+            dtype=config.model.dtype,
+            max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
+            kv_cache_bytes=budgets.kv_cache,
+            max_num_seqs=rollout.max_num_seqs,
+            max_lora_rank=config.learner.lora.rank if config.learner.pushes_adapters else 0,
+            adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
+            seed=config.seed * 1000 + rank,
+            base=config.model.base,
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            in_flight=rollout.in_flight,
+            stop=rollout.stop,
+            sleeps=budgets.alternating,
+        ),
+        rewards=tuple(config.rewards),
+        reward_workers=rollout.reward_workers,
+        reward_memory=rollout.reward_memory,
+        make_engine=vllm_engine,
+    )
+
+
+def make_trainer(config: RunConfig, total_steps: int, memory_bytes: int | None) -> "Trainer":
+    """The learner, built in its own process; `memory_bytes` is the most that it may hold."""
+    # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from learner.trainer.trainer import Trainer
+
+    return Trainer(
+        config.model,
+        config.learner,
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+        total_steps=total_steps,
+        seed=config.seed,
+        device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
+        memory_bytes=memory_bytes,
+    )

@@ -1,0 +1,102 @@
+"""One update a batch: rollouts at rest, the trainer's step, and the policy that comes of it."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from cluster.actor import Actor
+from cluster.buffer import Batch
+from learner.driver.batch_metrics import batch_metrics
+from learner.driver.card_turns import CardTurns
+from learner.driver.step_metrics import StepMetrics
+from learner.driver.weight_sync import WeightSync
+from learner.trainer.service import TrainerService
+from rollout import ledger
+from rollout.producer import Pipes
+from rollout.schema import group_position
+from rollout.weight_sync import Push
+
+
+class Updates:
+    """Waits for: the learner.
+
+    step: updates so far, which is the version of the learner's policy. agrees: whether the learner has learned from
+    what is counted, and from nothing else.
+    """
+
+    def __init__(
+        self,
+        trainer: Actor[TrainerService],
+        deadline_s: float,
+        pipes: Pipes,
+        sync: WeightSync,
+        turns: CardTurns,
+        metrics: StepMetrics,
+        rollouts: Path,
+    ) -> None:
+        self.step, self.agrees = 0, True
+        self._trainer, self._deadline_s, self._pipes = trainer, deadline_s, pipes
+        self._sync, self._turns, self._metrics, self._rollouts = sync, turns, metrics, rollouts
+        self._under_way: asyncio.Task[tuple[dict[str, float], Push]] | None = None
+
+    def begin(self, step: int) -> None:
+        """The run goes on from that step; rollouts of later ones are of a past that was left."""
+        self.step = step
+        ledger.forget_after(self._rollouts, step)
+
+    async def first_policy(self, tasks: asyncio.TaskGroup) -> Push:
+        """The policy to begin with; the generators were put to sleep as they started."""
+        push, _ = await self._sync.fetch(tasks)
+        await self._turns.generators()
+        return push
+
+    async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
+        """The metrics of the update, and its policy. What the learner has begun it ends, whoever is cancelled."""
+        self._under_way = asyncio.create_task(self._learn(batch, tasks))
+        return await asyncio.shield(self._under_way)
+
+    async def settled(self) -> None:
+        """Waits until no update is under way."""
+        if self._under_way is not None:
+            await asyncio.wait({self._under_way})
+
+    def cancel(self) -> None:
+        """Gives up the one that is under way."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+
+    async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
+        """The metrics are of all that was generated for it; so is what is written to the ledger meanwhile, and at rest
+        before this returns, hence before any checkpoint counts it."""
+        generated = [*batch.groups, *batch.useless]
+        at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, self._rollouts, self.step + 1, generated))
+        try:
+            metrics = batch_metrics(generated, self.step, self._oldest)
+            metrics["rollout/refilled_groups"] = float(len(batch.useless))
+            async with self._turns.learner():
+                self.agrees = False
+                metrics |= await self._update(batch.groups)
+                await at_rest
+                for group in generated:
+                    self._pipes.cursor.finish(group_position(group)[0])
+                self.step += 1
+                self.agrees = True
+                self._metrics.hold(metrics)
+                with self._pipes.timeline.span("policy", "learner", version=self.step):
+                    push, spent = await self._sync.fetch(tasks)
+        finally:
+            await at_rest
+        return metrics | spent, push
+
+    async def _update(self, groups: Sequence[pa.Table]) -> dict[str, float]:
+        with self._pipes.timeline.span("train", "learner", step=self.step + 1):
+            metrics = await self._trainer.call(TrainerService.step, self._deadline_s, list(groups), self._oldest)
+        self._sync.trained_on(groups)
+        return metrics
+
+    @property
+    def _oldest(self) -> int:
+        """Tokens of a policy version below it are too old to train on."""
+        return self.step - self._pipes.buffer.staleness

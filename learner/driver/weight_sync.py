@@ -1,0 +1,62 @@
+"""Weight sync, the driver's part: each policy out of the learner, to every generator, with the tokens that prove it."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from cluster.actor import Actor
+from learner.config import RunConfig
+from learner.driver.probe import Probe
+from learner.trainer.service import TrainerService
+from rollout.producer import Pipes, Producer
+from rollout.weight_sync import Answer, Push
+
+
+class WeightSync:
+    """Waits for: the learner's policy, and every generator's acknowledgement of it.
+
+    Unblocks: producers, by releasing the slots of the groups that a policy has learned from.
+    """
+
+    def __init__(
+        self, config: RunConfig, trainer: Actor[TrainerService], producers: Sequence[Producer], pipes: Pipes
+    ) -> None:
+        self._trainer, self._producers, self._pipes = trainer, producers, pipes
+        self._deadlines, self._dtype = config.cluster.deadlines, config.kv_dtype
+        longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
+        self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
+        self._answered_s = 0.0  # what the learner's answer to the newest probe took
+
+    async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
+        """The learner's policy as it is now, and the seconds that it took, as metrics. What it says of the probe tokens
+        is worked out while that travels."""
+        update, exported_s = await self._trainer.call(TrainerService.policy, self._deadlines.push)
+        spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
+        ids = self.probe.ids
+        expecting = self._expect(update.version, ids)
+        try:
+            expected = tasks.create_task(expecting)
+        except RuntimeError:  # the run is at its end, by another's error
+            expecting.close()
+            raise
+        return Push(update, ids, expected, self._dtype), spent
+
+    async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
+        with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):
+            answer = await self._trainer.call(TrainerService.probe, self._deadlines.push, list(ids))
+        self._answered_s = answer.seconds
+        return answer
+
+    def trained_on(self, groups: Sequence[pa.Table]) -> None:
+        """After each step: the probe may go on to tokens of these groups."""
+        self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self._producers))
+
+    async def deliver(self, push: Push, release: int) -> None:
+        """Up to every generator; only then may the `release` groups it learned from make room for new ones."""
+        version = push.adapter.version
+        await self._pipes.policy_slot.publish(version, push)
+        patience = self._deadlines.push + self._deadlines.start  # a generator may be restarting
+        await self._pipes.policy_slot.acknowledged(version, [p.name for p in self._producers], patience)
+        push.shared.forget()  # in the object store; a generator that is restarted later gets a new copy
+        self._pipes.buffer.release(release)

@@ -1,0 +1,92 @@
+"""One wiring: buffer, policy slot, producers and loop, between processes of Ray or objects of one process alike."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from cluster.actor import Actor
+from cluster.buffer import BACKUP_AFTER, Buffer
+from cluster.policy_slot import PolicySlot
+from learner.config import RunConfig
+from learner.driver.batches import Batches
+from learner.driver.card_turns import CardTurns
+from learner.driver.evaluate import HeldOut
+from learner.driver.fingerprints import Fingerprints
+from learner.driver.loop import Loop
+from learner.driver.mismatch_guard import MismatchGuard
+from learner.driver.run_checkpoints import RunCheckpoints
+from learner.driver.schedule import Schedule
+from learner.driver.step_metrics import Sinks, StepMetrics
+from learner.driver.updates import Updates
+from learner.driver.weight_sync import WeightSync
+from learner.trainer.service import TrainerService
+from rollout.data.cursor import Cursor
+from rollout.producer import Pipes, ProblemStream, Producer, group_seed
+from rollout.schema import Problem, group_position
+from rollout.service import RolloutService
+from rollout.types import Sampling
+
+BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run is, apart from its processes.
+
+    alternating: generators and learner take turns on one card.
+    """
+
+    config: RunConfig
+    total_steps: int
+    problems: ProblemStream
+    heldout: Sequence[Problem]
+    fingerprints: Fingerprints
+    alternating: bool = False
+
+
+def wire(
+    inputs: Inputs, generators: Sequence[Actor[RolloutService]], trainer: Actor[TrainerService], sinks: Sinks
+) -> tuple[Loop, Pipes]:
+    """The loop, ready to run, and the pipes that it shares with a producer beside each generator."""
+    config, deadlines = inputs.config, inputs.config.cluster.deadlines
+    cursor = Cursor()
+    buffer = Buffer(
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=config.max_staleness,
+        max_bytes=BUFFER_BYTES,
+        on_drop=lambda group: cursor.again(*group_position(group)),
+        oversample=config.rollout.oversample,
+        # An engine with a call that is being stopped cannot sleep.
+        backup_after=inf if inputs.alternating else BACKUP_AFTER,
+    )
+    pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
+    producers = [Producer(generator, pipes, sampling_of(config), deadlines) for generator in generators]
+    metrics, sync = StepMetrics(sinks, producers, pipes), WeightSync(config, trainer, producers, pipes)
+    turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
+    loop = Loop(
+        Schedule(config, inputs.total_steps, cursor, config.num_problems(len(inputs.problems))),
+        producers,
+        Batches(config, buffer, sinks.timeline),
+        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, sinks.folder / "rollouts"),
+        sync,
+        HeldOut(producers, inputs.heldout, config, sinks.timeline),
+        RunCheckpoints(config, inputs.fingerprints, trainer, pipes, sinks),
+        metrics,
+        MismatchGuard(config.guard),
+    )
+    return loop, pipes
+
+
+def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
+    """(position, attempt) -> how that group is sampled; a pure function, so rollouts are reproducible."""
+    rollout = config.rollout
+
+    def sampling(position: int, attempt: int) -> Sampling:
+        return Sampling(
+            n=rollout.num_generations,
+            max_tokens=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            seed=group_seed(config.seed, position, attempt),
+        )
+
+    return sampling

@@ -1,0 +1,55 @@
+"""A rollout worker without a model: any Engine, no tokenizer, no reward processes. For learner.driver.local_run."""
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from rollout.engine import Engine
+from rollout.facts import Sampled, facts_of
+from rollout.partial import Begun, Sampler
+from rollout.schema import Problem, build_group
+from rollout.service import RolloutService
+from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.weight_sync import Answer, Receipt
+
+
+class FakeWorker(RolloutService):
+    """Its reward is 1 for a completion of an odd number of tokens, else 0; its texts are the numbers of the tokens."""
+
+    def __init__(self, engine: Engine, rank: int = 0) -> None:
+        self.engine, self._rank = engine, rank
+        self.sampler = Sampler(engine)
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+        completions = await self.sampler.sample(problem.group_id(attempt), problem.prompt_ids, sampling, begun)
+        if completions is None:
+            return None
+        rewards = [float(len(c.token_ids) % 2) for c in completions]
+        rows = facts_of(problem, completions, Sampled("run", self._rank, attempt, sampling.seed, 1.0)) | {
+            "completion": [" ".join(map(str, c.token_ids)) for c in completions],
+            "reward": rewards,
+            "reward_parts": [[("odd", reward)] for reward in rewards],
+            "reward_status": ["ok"] * len(rewards),
+            "reward_ms": [0.0] * len(rewards),
+        }
+        return build_group(rows)
+
+    async def stop(self, group_id: str) -> list[Completion]:
+        return await self.sampler.stop(group_id)
+
+    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+        whole = isinstance(policy, Weights)
+        digest = await (self.engine.load_weights(policy) if whole else self.engine.load_adapter(policy))
+        return Receipt(digest, 2.0, 1.0)
+
+    async def probe(self, token_ids: Sequence[int]) -> Answer:
+        return Answer(await self.engine.probe(token_ids), await self.engine.held(), 3.0)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def close(self) -> None:
+        await self.engine.close()
