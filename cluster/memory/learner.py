@@ -90,8 +90,9 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     weights: b per parameter. nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, an 8-bit scale per 64
       of them and a float32 scale per 256 of those; bitsandbytes keeps two code tables of 272 floats per matrix.
     adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b n for
-      each frozen adapter. Full fine-tuning: 4 n masters, none with an 8-bit optimizer
-    (learner.trainer.stochastic_rounding). gradients: 4 n, of the masters; b n without masters.
+      each frozen adapter. Full fine-tuning: 4 n masters, none with an 8-bit optimizer, which rounds (see
+      learner.trainer.stochastic_rounding).
+    gradients: 4 n, of the masters; b n without masters.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
     reference: of full fine-tuning with beta > 0 (learner.reference).

@@ -86,9 +86,10 @@ def rounded(values: Tensor) -> Tensor:
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
-def updater_for(
-    weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str, device: torch.device
-) -> Updater | RoundedUpdater:
+AnyUpdater = Updater | RoundedUpdater
+
+
+def updater_for(weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str, device: torch.device) -> AnyUpdater:
     """The updater of float32 masters, or of bfloat16 weights without."""
     if any(weight.dtype == torch.bfloat16 for weight in weights):
         return RoundedUpdater(weights, config, device)

@@ -16,7 +16,8 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
 from learner.learner_config import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
-from learner.trainer.trainer import MAX_NONFINITE, Trainer
+from learner.trainer.nonfinite_guard import MAX_IN_A_ROW
+from learner.trainer.trainer import Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters, probe_of
@@ -26,13 +27,13 @@ async def test_no_signal_at_all_leaves_the_weights_and_counts_the_version(tiny_p
     trainer = make_trainer(tiny_path)
     before = masters(trainer)
     # More steps than may be skipped in a row: nothing to learn is no failure.
-    metrics = [await trainer.step(make_groups([[1, 1], [None, 0]], uniform)) for _ in range(MAX_NONFINITE)][-1]
+    metrics = [await trainer.step(make_groups([[1, 1], [None, 0]], uniform)) for _ in range(MAX_IN_A_ROW)][-1]
     assert metrics["loss/trained_tokens"] == 0
     assert metrics["reward/zero_variance_groups"] == 2
     assert metrics["loss/skipped_nonfinite"] == metrics["loss/grad_norm"] == 0
     assert not [name for name in metrics if name.startswith("policy/")]
     assert distance(masters(trainer), before) == 0
-    assert (await adapter_of(trainer)).version == MAX_NONFINITE
+    assert (await adapter_of(trainer)).version == MAX_IN_A_ROW
 
 
 async def test_learning_raises_the_probability_of_the_rewarded(tiny_path: str) -> None:
@@ -107,12 +108,14 @@ async def test_a_step_has_its_own_learning_rate(tiny_path: str) -> None:
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([wanted])
 
 
-async def test_the_pulse_counts_passes_and_on_a_cpu_seconds_of_computation(tiny_path: str) -> None:
+async def test_the_pulse_counts_passes_and_on_a_cpu_seconds_of_computation(
+    tiny_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make_trainer(tiny_path, token_budget="auto")
     await trainer.step(make_groups([[0, 1]], uniform))
-    assert trainer._passes.passed == 1
+    assert trainer._updates.passed == 1
     assert 1 < await trainer.pulse() < 60
-    trainer._device = torch.device("cuda")
+    monkeypatch.setattr(Trainer, "_on_cpu", False)
     assert await trainer.pulse() == 1
     assert trainer._budget.tokens == AUTO_TOKEN_BUDGET
     await trainer.release_cache()
