@@ -95,7 +95,7 @@ class Cell:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Within it vLLM's layers keep the tensors they have, whatever is loaded."""
-        (worker,) = self.engine._thread._engine.collective_rpc(lambda worker: worker)
+        (worker,) = self.engine._thread._turns.engine.collective_rpc(lambda worker: worker)
         layers = list(worker.model_runner.lora_manager._adapter_manager.modules.values())
         for layer in layers:
             layer.set_lora = layer.reset_lora = lambda *_, **__: None

@@ -123,7 +123,7 @@ def never() -> asyncio.Future[None]:
 
 async def stopped_before_its_turn(case: EngineCase) -> list[Completion]:
     """A group that nobody wants any more when the engine hears of it."""
-    vllm, gate, waits = case.engine._thread._engine, threading.Event(), asyncio.Event()
+    vllm, gate, waits = case.engine._thread._turns.engine, threading.Event(), asyncio.Event()
     step, loop = vllm.step, asyncio.get_running_loop()
 
     def gated_step() -> list[object]:

@@ -25,7 +25,7 @@ STEPS = 60
 async def stopped_in_the_middle(case: EngineCase) -> list[Completion]:
     """A group of 16 after about STEPS steps of the engine."""
     loop, sampled_some = asyncio.get_running_loop(), asyncio.Event()
-    vllm = case.engine._thread._engine
+    vllm = case.engine._thread._turns.engine
     step, steps = vllm.step, iter(range(10_000))
 
     def counted_step() -> list[object]:
@@ -47,10 +47,10 @@ async def stopped_in_the_middle(case: EngineCase) -> list[Completion]:
 def test_what_is_stopped_goes_on_as_if_it_never_was(case: EngineCase) -> None:
     async def scenario() -> tuple[list[Completion], list[Completion], list[Completion]]:
         begun = await stopped_in_the_middle(case)
-        engine = case.engine._thread._engine
+        engine = case.engine._thread._turns.engine
         assert not engine.has_unfinished_requests()
         assert not engine.output_processor.parent_requests
-        assert not case.engine._thread._running
+        assert not case.engine._thread._turns.running
         never_stopped = await case.engine.generate(PROMPT, GROUP)
         whole = await go_on(case.engine, PROMPT, Sampling(16, 300, seed=500), begun, never())
         return begun, never_stopped, whole

@@ -38,7 +38,7 @@ def test_the_window_drops_the_oldest_unused_version(case: EngineCase) -> None:
     run(fill())
     kept = [case.newest - 2, case.newest - 1, case.newest]
     assert versions(case) == kept
-    assert case.engine._thread._engine.list_loras() == {version + 1 for version in kept}
+    assert case.engine._thread._turns.engine.list_loras() == {version + 1 for version in kept}
     folders = Path(case.engine._thread.window._root.name).iterdir()
     assert sorted(folder.name.split("-")[0] for folder in folders) == sorted(f"v{version}" for version in kept)
 
@@ -112,9 +112,9 @@ def test_a_cancelled_call_leaves_the_engine(case: EngineCase) -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         await case.engine.probe(PROMPT)
-        assert not case.engine._thread._running
-        assert not case.engine._thread._engine.has_unfinished_requests()
-        assert not case.engine._thread._engine.output_processor.parent_requests
+        assert not case.engine._thread._turns.running
+        assert not case.engine._thread._turns.engine.has_unfinished_requests()
+        assert not case.engine._thread._turns.engine.output_processor.parent_requests
 
     run(cancel())
 
@@ -124,7 +124,7 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
 ) -> None:
     engine = VllmEngine(settings(case.model))
     folder = Path(engine._thread.window._root.name)
-    vllm, steps = engine._thread._engine, iter(range(1000))
+    vllm, steps = engine._thread._turns.engine, iter(range(1000))
     step = vllm.step
 
     def failing_step() -> Any:

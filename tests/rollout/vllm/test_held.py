@@ -24,7 +24,7 @@ def of_adapter(adapter: Adapter, dtype: torch.dtype) -> dict[str, str]:
 
 def manager(case: EngineCase) -> Any:
     """vLLM's own, of adapters and their slots."""
-    (worker,) = case.engine._thread._engine.collective_rpc(lambda worker: worker)
+    (worker,) = case.engine._thread._turns.engine.collective_rpc(lambda worker: worker)
     return worker.model_runner.lora_manager._adapter_manager
 
 

@@ -32,7 +32,7 @@ LONG = [i % 250 for i in range(300)]  # several full KV blocks, so the prefix ca
 async def generate_with_a_swap(case: EngineCase) -> tuple[list[Completion], list[Completion], np.ndarray]:
     """Completions begun under the newest policy, some begun after the next one was loaded amid them, and a probe."""
     loop, sampled_some = asyncio.get_running_loop(), asyncio.Event()
-    vllm = case.engine._thread._engine
+    vllm = case.engine._thread._turns.engine
     step, steps = vllm.step, iter(range(10_000))
 
     def counted_step() -> list[object]:
@@ -114,7 +114,7 @@ def test_in_flight_continue_tells_the_versions_of_a_beginning_too(tmp_path: Path
 def check_one_adapter_stays(case: EngineCase) -> None:
     """One slot and one folder, and an adapter that is refused leaves the one there in force."""
     window = case.engine._thread.window
-    assert case.engine._thread._engine.list_loras() == {1}
+    assert case.engine._thread._turns.engine.list_loras() == {1}
     with pytest.raises(AdapterRefused, match="rank 16"):
         run(case.engine.load_adapter(Adapter.build(2, *make_adapter(case.model, seed=1, rank=16))))
     assert [folder.name.split("-")[0] for folder in Path(window._root.name).iterdir()] == ["v1"]

@@ -24,7 +24,7 @@ def test_the_cache_holds_more_and_what_is_said_is_what_was_sampled_from(tmp_path
     blocks = {}
     for kind in ("auto", "fp8"):
         own = EngineCase(model, kv_cache_dtype=kind, kv_cache_bytes=4 << 20)
-        blocks[kind] = own.engine._thread._engine.vllm_config.cache_config.num_gpu_blocks
+        blocks[kind] = own.engine._thread._turns.engine.vllm_config.cache_config.num_gpu_blocks
         if kind == "fp8":
             run(_check(own))
         run(own.engine.close())

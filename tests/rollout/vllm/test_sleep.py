@@ -50,7 +50,7 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
                 await refused
         for _ in range(2):
             await engine.wake()
-        assert thread._engine.list_loras() == {thread.window.newest.lora_id}
+        assert thread._turns.engine.list_loras() == {thread.window.newest.lora_id}
         assert [resident.version for resident in thread.window.residents] == [1]
         after = await engine.generate(PROMPT, sampling)
         assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(after, before, strict=True))
@@ -59,7 +59,7 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
         await engine.load_adapter(late)
         await engine.sleep()
         # Layers that take nothing: the newest is loaded into another slot than it had, which holds an older one.
-        (worker,) = thread._engine.collective_rpc(lambda worker: worker)
+        (worker,) = thread._turns.engine.collective_rpc(lambda worker: worker)
         for layer in worker.model_runner.lora_manager._adapter_manager.modules.values():
             layer.set_lora = layer.reset_lora = lambda *_, **__: None
         with pytest.raises(EngineDied, match="wake: the tensors of adapter v2 are not those that went to sleep"):

@@ -33,7 +33,7 @@ def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) ->
     ids, strings = chat.stops(["U", "<|endoftext|>"])
     assert ids == (258, ELSEWHERE, 256)
     own = EngineCase(model, stop_ids=ids, stop=strings)
-    assert own.engine._thread._engine.tokenizer is not None
+    assert own.engine._thread._turns.engine.tokenizer is not None
     run(own.push())
     seen = set()
     for completion in run(own.engine.generate(PROMPT, SAMPLING)):
@@ -51,7 +51,7 @@ def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) ->
 def test_without_strings_no_tokenizer_is_loaded_and_what_goes_on_ends_as_well(model: Path) -> None:
     pytest.importorskip("vllm")
     own = EngineCase(model, stop_ids=Chat.load(str(model)).stops(())[0])
-    assert own.engine._thread._engine.tokenizer is None
+    assert own.engine._thread._turns.engine.tokenizer is None
     run(own.push())
 
     async def scenario() -> list[Completion]:

@@ -57,7 +57,7 @@ def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bo
         before = asyncio.create_task(engine.generate(LONG, sampling))
         await asyncio.sleep(0)
         loading = asyncio.create_task(engine.load_weights(weights_of(models[2], 2)))
-        while not (engine._thread._backlog or loading.done()):  # it is staged, and waits for what is running
+        while not (engine._thread._turns.backlog or loading.done()):  # it is staged, and waits for what is running
             await asyncio.sleep(0.001)
         after = await engine.generate(LONG, sampling)
         await loading
