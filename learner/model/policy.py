@@ -72,8 +72,7 @@ class Policy:
         self._lm = load_base(model, device, lora=lora is not None)
         self._offload = offload
         self.head = head_of(self._lm, model.path)
-        text = self._lm.config.get_text_config()
-        self.model_type, self.logits = text.model_type, logits_of(text)
+        self.logits = logits_of(self._lm.config.get_text_config())
         self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
         self.peft_config: dict[str, Any] | None = None
         self._roles: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -99,6 +98,12 @@ class Policy:
         if lora is None and keep_reference:
             trial = torch.zeros(1, 2, dtype=torch.int64, device=device)
             self._roles["reference"] = Reference(self._lm, model, partial(self.hidden, trial)).acting
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the architecture."""
+        name: str = self._lm.config.get_text_config().model_type
+        return name
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
