@@ -102,7 +102,8 @@ def measure(folder: Path, name: str, setting: Setting) -> dict[str, float]:
         max_lora_rank=RANK if setting.adapter else 0, adapter_window=setting.slots, seed=0,
     )  # fmt: skip
     with uncollected():  # as in a role
-        from rollout.vllm.convert import build_engine, engine_arguments, lora_request
+        from rollout.vllm.arguments import build_engine, engine_arguments
+        from rollout.vllm.convert import lora_request
         from rollout.vllm.cpu_lora import install_fast_cpu_lora
 
         if not setting.upstream_lora:

@@ -16,7 +16,7 @@ from learner.driver.config_io import to_yaml
 from learner.driver.console import Progress
 from learner.driver.idle_advice import advice
 from learner.driver.loop import Loop
-from learner.driver.memory_budget import PlanFile
+from learner.driver.plan_file import PlanFile
 from learner.driver.preflight import Prepared
 from learner.driver.processes import start_processes
 from learner.driver.publishing import publish

@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
 from learner.driver.console import Progress
 from learner.driver.idle_advice import IdleTimes
-from learner.driver.memory_budget import PlanFile
+from learner.driver.plan_file import PlanFile
 from rollout.producer import Pipes, Producer
 from rollout.weight_sync import Answer, Receipt
 

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from rollout.engine import EngineSettings
 from rollout.types import Adapter, Completion, Held, Sampling, Weights
+from rollout.vllm.arguments import check_can_continue, engine_arguments
 from rollout.vllm.commands import Load, Read, Request, Rest
 from rollout.vllm.convert import (
-    check_can_continue,
     checked_prompt,
     completion_params,
-    engine_arguments,
     probe_params,
     read_completions,
     read_continued,

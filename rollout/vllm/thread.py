@@ -17,8 +17,8 @@ from typing import Any
 from rollout.engine import EngineClosed, EngineDied, EngineSettings
 from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
+from rollout.vllm.arguments import build_engine
 from rollout.vllm.commands import Command, Request
-from rollout.vllm.convert import build_engine
 from rollout.vllm.turns import Turns, settle
 
 log = logging.getLogger(__name__)

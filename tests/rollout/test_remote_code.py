@@ -9,7 +9,7 @@ import pytest
 
 from rollout.data.chat import Chat, ChatError
 from rollout.engine import EngineSettings
-from rollout.vllm.convert import engine_arguments
+from rollout.vllm.arguments import engine_arguments
 from tests.tiny import make_tokenizer
 
 ROOT = Path(__file__).parents[2]

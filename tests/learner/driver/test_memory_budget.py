@@ -14,7 +14,8 @@ from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
-from learner.driver.memory_budget import DEFAULT_KV, MemoryPlanError, PlanFile, settle
+from learner.driver.memory_budget import DEFAULT_KV, MemoryPlanError, settle
+from learner.driver.plan_file import PlanFile
 from learner.driver.processes import worker_spec
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from learner.config import ModelConfig, RunConfig
 from learner.learner_config import LoraConfig
 from learner.model.policy import Policy
 from rollout.engine import EngineSettings
-from rollout.vllm.convert import engine_arguments
+from rollout.vllm.arguments import engine_arguments
 from tests.tiny import make_adapter, make_tiny_model
 
 LORA = LoraConfig(rank=8, alpha=16)

@@ -16,7 +16,7 @@ from tests.tiny import make_tiny_model
 
 
 def test_an_engine_that_cannot_sleep_says_so_at_start() -> None:
-    from rollout.vllm.convert import engine_arguments
+    from rollout.vllm.arguments import engine_arguments
 
     sleeper = settings(Path("m"), sleeps=True)
     with pytest.raises(ValueError, match="sleeps: vLLM sleeps on CUDA only"):

@@ -1,0 +1,134 @@
+"""Our settings as vLLM's engine arguments, and the engine that is built from them."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from cluster.memory.generator import PREFILL_TOKENS
+from cluster.memory.kv_cache import BLOCK_CPU
+from rollout.engine import EngineSettings
+from rollout.vllm.startup import lora_arguments, shorten_start
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
+
+
+def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
+    """Keywords of vllm.EngineArgs.
+
+    Raises ValueError for a LoRA rank above vLLM's highest, and for nf4, sleeps or fp8 where a CPU does not do them.
+    """
+    if settings.max_lora_rank > _LORA_RANKS[-1]:
+        raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "trust_remote_code": False,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs),
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # Completions of a group share the KV blocks of their prompt.
+        "enable_prefix_caching": True,
+        # Tokens in, tokens out; only stop strings need the text.
+        "skip_tokenizer_init": not settings.stop,
+        "generation_config": "auto",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    arguments |= _policy_arguments(settings)
+    if not cuda:
+        _check_cpu(settings)
+    if settings.sleeps:
+        arguments["enable_sleep_mode"] = True
+    if settings.base == "nf4":
+        # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
+        arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+    if cuda:
+        return arguments | {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    return arguments | {
+        # LoRA switches compilation off on CPU anyway, after half a minute of compiling.
+        "enforce_eager": True,
+        # A seeded request whose prefill is split kills the engine: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs, settings.max_model_len),
+        # The smallest that the CPU kernel takes; default 128. A group shares the whole blocks of its prompt, and each
+        # completion computes the rest of it again: 16 tokens on average, not 64.
+        "block_size": BLOCK_CPU,
+    }
+
+
+def _check_cpu(settings: EngineSettings) -> None:
+    """Raises ValueError for what vLLM does not do on this CPU."""
+    if settings.sleeps:
+        raise ValueError("sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)")
+    if settings.base == "nf4":
+        raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
+    if settings.kv_cache_dtype == "fp8" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise ValueError("kv_cache_dtype: fp8 on a CPU needs one with AVX-512 (vLLM); set rollout.kv_cache_dtype=auto")
+
+
+def _policy_arguments(settings: EngineSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if settings.max_lora_rank > 0:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": settings.adapter_window,
+            "max_cpu_loras": settings.adapter_window,
+            "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
+        }
+    if settings.in_flight == "continue":
+        # Else vLLM on CUDA computes one step ahead, and that step's tokens, sampled before the policy was replaced,
+        # come out after it with the new version's label.
+        arguments["async_scheduling"] = False
+    return arguments
+
+
+def check_can_continue() -> None:
+    """Raises ValueError if this vLLM cannot tell the tokens before a change of the policy from those after it."""
+    import vllm
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if not hasattr(LLMEngine, "set_weight_version"):
+        raise ValueError(
+            "in_flight=continue needs a vLLM that labels tokens with weight versions (0.32 does), got "
+            f"{vllm.__version__}; install a newer one, or set rollout.in_flight=finish"
+        )
+
+
+def build_engine(arguments: dict[str, Any]) -> Any:
+    """A vllm LLMEngine in this process; the calling thread owns it from here on."""
+    if arguments.get("quantization") == "bitsandbytes":
+        _check_bitsandbytes()
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if arguments.get("enable_lora"):
+        arguments = arguments | lora_arguments(arguments["model"])
+    shorten_start(arguments["model"])
+    preload = os.environ.get("LD_PRELOAD")
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    finally:
+        # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; reward processes
+        # would inherit it from this one, tcmalloc's large reservations included.
+        os.environ.pop("LD_PRELOAD", None)
+        if preload is not None:
+            os.environ["LD_PRELOAD"] = preload
+
+
+def _check_bitsandbytes() -> None:
+    homes = ("vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin")
+    if not any(find_spec(home) for home in homes):
+        raise ValueError(
+            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own from vLLM 0.28 on and not "
+            "installed here; run: pip install vllm-bnb-plugin, or set model.base=none"
+        )
