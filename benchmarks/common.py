@@ -82,6 +82,11 @@ def installed(module: str) -> bool:
     return False
 
 
+def _module(file: Path) -> str:
+    """benchmarks/system/push.py -> benchmarks.system.push"""
+    return ".".join(["benchmarks", *file.resolve().relative_to(Path(__file__).parent).with_suffix("").parts])
+
+
 def conditions(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """What a figure depends on beside the code."""
     versions: dict[str, str | None] = {}
@@ -94,7 +99,7 @@ def conditions(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
               if line.startswith("model name")]  # fmt: skip
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(Path(sys.argv[0])), *sys.argv[1:]]),
         "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -1,18 +1,21 @@
-"""The code as it is against an earlier commit: seconds per step of whole runs, in turns.
+"""The code as it is against an earlier commit: seconds per step of whole runs, side by side.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.against_commit REVISION
 
-The earlier commit is checked out into a temporary folder and runs in this environment. Both get the same configuration,
-synchronous, so that a step is generation and training one after the other; a ratio is of neighbours.
+The earlier commit is checked out into a temporary folder and runs in this environment. Both run at the same time, each
+on half of the cores, and change halves turn by turn: a machine whose speed changes by a third within minutes changes it
+for both. Synchronous, so that a step is generation and training one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,10 +38,12 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def step_seconds(root: Path, tree: Tree, skip: int, limit_s: float) -> float:
+def step_seconds(root: Path, tree: Tree, skip: int, limit_s: float, cores: Sequence[int]) -> float:
     """Median over the steps after the first `skip`, less what an evaluation or a checkpoint took."""
     with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
-        command(tree | {"name": "run", "output_dir": folder}, ["-m", "learner.main", "--config"], [], limit_s, root)
+        command(
+            tree | {"name": "run", "output_dir": folder}, ["-m", "learner.main", "--config"], [], limit_s, root, cores
+        )
         lines = map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
         steps = [line for line in lines if line["step"] > skip]
     return median(line["time/step"] - line["time/evaluate"] - line["time/checkpoint"] for line in steps)
@@ -61,14 +66,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("revision")
     add_ragged_options(parser)
     parser.add_argument("--workloads", nargs="+", choices=["demo", "ragged"], default=["demo", "ragged"])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--demo-steps", type=int, default=40)
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which a run has failed")
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    options, told = parse(), conditions(ENGINE_PACKAGES)
+    options, told, cores = parse(), conditions(ENGINE_PACKAGES), sorted(os.sched_getaffinity(0))
     revision = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", options.revision], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -80,12 +85,20 @@ def main() -> None:
                 tree = ragged(Path(folder), options)
                 tree["model"]["dtype"] = options.dtype[0]
             for turn in range(options.turns):
-                seconds = [
-                    step_seconds(root, tree | {"seed": turn}, options.skip, options.limit) for root in (before, ROOT)
-                ]
+                halves = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+                with ThreadPoolExecutor(2) as pool:
+                    both = [
+                        pool.submit(step_seconds, root, tree | {"seed": turn}, options.skip, options.limit, half)
+                        for root, half in zip((before, ROOT), halves[:: 1 if turn % 2 else -1], strict=True)
+                    ]
+                    seconds = [one.result() for one in both]
                 found.setdefault(workload, []).append((seconds[0], seconds[1]))
                 print(f"{workload}, turn {turn}: {seconds[0]:.3f} s before, {seconds[1]:.3f} s now", flush=True)
-    text = report(found, revision, f"Conditions: {under(told, 'wall time of synchronous runs, float32')}")
+    text = report(
+        found,
+        revision,
+        f"Conditions: {under(told, 'wall time of synchronous runs on half of the cores each, float32')}",
+    )
     save("against_commit", {"conditions": told, "revision": revision, "seconds": found}, text)
 
 

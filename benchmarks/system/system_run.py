@@ -190,8 +190,17 @@ def run_trl(tree: Tree, micro_batch: int, limit_s: float) -> Record:
     )
 
 
-def command(tree: Tree, before: Sequence[str], after: Sequence[str], limit_s: float, root: Path = ROOT) -> None:
-    """python BEFORE config.yaml AFTER in a checkout's root, in a session of its own that ends with it. RunFailed."""
+def command(
+    tree: Tree,
+    before: Sequence[str],
+    after: Sequence[str],
+    limit_s: float,
+    root: Path = ROOT,
+    cores: Sequence[int] = (),
+) -> None:
+    """python BEFORE config.yaml AFTER in a checkout's root, in a session of its own that ends with it, on all cores or
+    on those given. RunFailed."""
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
     with tempfile.TemporaryDirectory() as folder:
         config, said = Path(folder) / "config.yaml", Path(folder) / "said.txt"
         config.write_text(yaml.safe_dump(tree))
@@ -199,7 +208,7 @@ def command(tree: Tree, before: Sequence[str], after: Sequence[str], limit_s: fl
         environment["PYTHONPATH"] = f"{root}:{environment.get('PYTHONPATH', '')}"
         with said.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, *before, str(config), *after],
+                [*pinned, sys.executable, *before, str(config), *after],
                 stdout=file, stderr=subprocess.STDOUT, cwd=root, env=environment, start_new_session=True,
             )  # fmt: skip
             try:
