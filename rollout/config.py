@@ -109,7 +109,7 @@ class RolloutConfig(Frozen):
     reward_memory: Bytes = DEFAULT_REWARD_MEMORY  # the most that each of them, and what it starts, may hold; not GPU
     dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
     # Groups begun beyond a batch's; the last to finish are stopped and go on later. Tokens may then be older than
-    # max_staleness (see cluster.buffer), and are trained on with the ratio to their own policy.
+    # max_staleness (see cluster.oversampling), and are trained on with the ratio to their own policy.
     oversample: Annotated[int, Field(ge=0)] = 0
 
     @field_validator("top_p")

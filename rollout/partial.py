@@ -1,23 +1,84 @@
-"""Partial rollouts: a group that was stopped goes on from what it has, instead of from nothing.
+"""Partial rollouts: a group that was stopped (cluster.oversampling) is continued later instead of begun anew.
 
-Kimi k1.5 (2501.12599) and APRIL (2509.18521). Begun anew, a straggler has its tokens thrown away, and the more often
-the longer it is, which favours problems with short completions. Here the completions that are whole are taken as they
-are, and each of the others goes on behind its own last token: its prompt is then the problem's with those tokens.
+Kimi k1.5 (2501.12599) and APRIL (2509.18521). Begun anew, its tokens would be thrown away, and the more often the
+longer its completions are, which favours problems with short ones. Here finished completions are kept as they are, and
+each of the others is continued behind its own last token: its prompt is then the problem's, followed by its tokens.
 
-A beginning is a value, so any worker goes on with it. It lives in memory only: a run that is resumed from a checkpoint
-begins such problems anew. It may be of a newer policy than what another worker, still without that policy, adds to it.
+What there is of a group is a value (Begun), so any worker can continue it. It lives in memory only: a run that is
+resumed from a checkpoint begins such problems anew. It may be of a newer policy than the tokens that a worker still
+without that policy adds to it.
+
+`PartialRollouts` stands beside the producers, `Sampler` in the worker's process.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 
+from cluster.group_slot import GroupSlot
 from rollout.engine import Engine
 from rollout.types import Completion, Sampling
 
 Begun = Sequence[Completion]  # G completions, of which some have finish_reason "abort"; or none: from the prompt
+
+
+class PartialRollouts:
+    """What there is of stopped groups, for the producers of one run; and what it saves, counted from the start."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Begun] = {}  # by position
+        self._stopped = 0  # groups
+        self._resumed = 0  # completions that were not begun anew
+        self._resumed_tokens = 0  # that those had by then
+
+    def set_oldest(self, slot: GroupSlot, position: int) -> None:
+        """Tells the slot of this position's next attempt how old its oldest tokens are."""
+        begun = self.begun.get(position, ())
+        slot.oldest = min([slot.version, *(int(first.versions.min()) for first in begun if len(first.versions))])
+
+    async def attempt(
+        self,
+        slot: GroupSlot,
+        position: int,
+        generate: Callable[[Begun], Awaitable[pa.Table]],
+        stop: Callable[[], Awaitable[Begun]],
+    ) -> pa.Table | None:
+        """What `generate` makes of the group that was begun. None once the slot is stopped: then what `stop` gives is
+        kept for the next attempt; if that is nothing, the next attempt starts where this one did."""
+        if slot.stopped.done():
+            return None
+        call = asyncio.ensure_future(generate(self.begun.get(position, ())))
+        try:
+            await asyncio.wait({call, slot.stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            if begun := await stop():
+                self.begun[position] = begun
+            return None
+        finally:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)  # nobody else hears how it ended
+
+    def gave_up(self, slot: GroupSlot) -> None:
+        """The attempt brought no group."""
+        self._stopped += slot.stopped.done()
+
+    def finished(self, position: int) -> None:
+        """The group is whole and in the Buffer."""
+        lengths = [len(completion.token_ids) for completion in self.begun.pop(position, ())]
+        self._resumed += sum(length > 0 for length in lengths)
+        self._resumed_tokens += sum(lengths)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start of the run."""
+        return {
+            "rollout/early_stopped": float(self._stopped),
+            "rollout/resumed": float(self._resumed),
+            "rollout/resumed_tokens": float(self._resumed_tokens),
+        }
 
 
 class Sampler:
@@ -41,7 +102,7 @@ class Sampler:
         return None if until.done() else completions
 
     async def stop(self, name: str) -> list[Completion]:
-        """Ends a group. What is there of its completions; nothing if it was whole already, or is not known here."""
+        """Ends a group. What there is of its completions; nothing if it was whole already, or is not known here."""
         if name not in self._running:
             return []
         until, task = self._running[name]

@@ -2,9 +2,8 @@
 
     lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
 
-Lanes pull: a worker that is fast, or joined late, takes what there is. What a slow or lost one holds when the consumer
-needs it is made by an idle one as well, and until it is first with one again it holds one group at a time (see
-cluster.backups), so it costs the others one slot and that work.
+Lanes pull: a worker that is fast, or joined late, takes what there is. A group is made by one worker at a time. What
+the run waits for when a worker is slow or lost, and no longer than what: cluster.admission.
 
 A worker that waits for its first policy (rollout.policy_feed) has no lanes yet and holds no slot. But slots are
 released when every producer has acknowledged the newest policy: while one restarts or loads, the others go on with the
@@ -12,15 +11,16 @@ slots that max_staleness leaves them, then wait for it (no longer than deadlines
 run).
 
 A lost process (rollout.supervised_worker) loses only the groups it had in flight; each is issued again by its position.
-So is a straggler, with what its worker had of it: the next attempt goes on from there, on whichever worker.
+So is a group that was stopped; its next attempt continues it, on whichever worker (rollout.partial).
 """
 
 import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from typing import Protocol
 
@@ -29,11 +29,11 @@ import pyarrow as pa
 from cluster.actor import Actor, ActorDied, DeadlineExceeded
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.group_slot import Ticket
+from cluster.group_slot import GroupSlot
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
-from rollout.partial import Begun
+from rollout.partial import Begun, PartialRollouts
 from rollout.policy_feed import PolicyFeed
 from rollout.schema import Problem
 from rollout.service import RolloutService
@@ -64,7 +64,7 @@ class Pipes:
     policy_slot: PolicySlot[Push]
     timeline: Timeline
     losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
-    begun: dict[int, Begun] = field(default_factory=dict)  # position -> what is there of a straggler
+    partial_rollouts: PartialRollouts = field(default_factory=PartialRollouts)
 
 
 def group_seed(run_seed: int, position: int, attempt: int) -> int:
@@ -85,9 +85,8 @@ class Producer:
     ) -> None:
         self.worker = SupervisedWorker(actor, deadlines)
         self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline)
-        self.pipes, self.sampling = pipes, sampling
-        self.stragglers = 0  # groups stopped since the batch was filled by others
-        self.resumed = self.resumed_tokens = 0  # completions that were not begun anew, and what they had by then
+        self.pipes = pipes
+        self.sampling = sampling
 
     @property
     def name(self) -> str:
@@ -103,29 +102,23 @@ class Producer:
                 tasks.create_task(self._lane())
 
     async def _lane(self) -> None:
-        buffer, cursor = self.pipes.buffer, self.pipes.cursor
+        buffer, cursor, partial_rollouts = self.pipes.buffer, self.pipes.cursor, self.pipes.partial_rollouts
         while True:
-            ticket = await buffer.admit(self.name)
-            position, attempt = ticket.work = ticket.work or cursor.issue()
+            slot = await buffer.admit()
+            position, attempt = cursor.issue()
+            partial_rollouts.set_oldest(slot, position)
             problem = self.pipes.problems.at(position)
-            begun = self.pipes.begun.get(position, ())
-            ticket.oldest = min([ticket.oldest, *(int(first.versions.min()) for first in begun if len(first.versions))])
-            group = await self.request(problem, self.sampling(position, attempt), attempt, ticket, begun)
+            group = await self.worker.attempt(partial(self._generate, slot, problem, attempt))
             if group is not None:
                 await self.feed.proof_of(max(group.column("policy_version_max").to_pylist()))
-                if await buffer.put(ticket, group, self.name):
-                    self._count_resumed(self.pipes.begun.pop(position, ()))
+                if await buffer.put(slot, group):
+                    partial_rollouts.finished(position)
                     continue
-            if group is None and ticket.wanted:
+            if not slot.stopped.done():
                 self._count_loss(problem)
-            if buffer.give_up(ticket, self.name):
-                self.stragglers += not ticket.wanted
-                cursor.again(position, attempt)
-
-    def _count_resumed(self, begun: Begun) -> None:
-        lengths = [len(completion.token_ids) for completion in begun]
-        self.resumed += sum(length > 0 for length in lengths)
-        self.resumed_tokens += sum(lengths)
+            partial_rollouts.gave_up(slot)
+            buffer.give_up(slot)
+            cursor.again(position, attempt)
 
     def _count_loss(self, problem: Problem) -> None:
         """A problem that takes every generator down with it must not go round for ever."""
@@ -136,54 +129,44 @@ class Producer:
                 "were lost while they worked on it; take it out of the data, or raise cluster.deadlines.group"
             )
 
-    async def request(
-        self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None = None, begun: Begun = ()
-    ) -> pa.Table | None:
-        """One group, on from `begun`; None if the process was lost meanwhile (it is alive again when this returns), or
-        as soon as the group is not wanted any more."""
+    async def _generate(self, slot: GroupSlot, problem: Problem, attempt: int) -> pa.Table | None:
+        """One group; None if its slot was stopped. Raises as `_rollout`."""
+        sampling = self.sampling(problem.position, attempt)
+        generate = partial(self._rollout, problem, sampling, attempt)
+        stop = partial(self._stop, problem.group_id(attempt))
+        return await self.pipes.partial_rollouts.attempt(slot, problem.position, generate, stop)
 
-        async def ask() -> pa.Table | None:
-            group: pa.Table | None = None
-            if ticket is None or ticket.wanted:
-                with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
-                    async with ticket.while_wanted() if ticket else nullcontext():
-                        group = await self._ask(problem, sampling, attempt, ticket, begun)
-                        if group is None:  # another call was lost just before, and a fresh process got this one
-                            raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
-                        self.worker.finished_group()
-            return group
-
-        return await self.worker.attempt(ask)
-
-    async def _ask(
-        self, problem: Problem, sampling: Sampling, attempt: int, ticket: Ticket | None, begun: Begun
-    ) -> pa.Table | None:
+    async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun = ()) -> pa.Table:
+        """One group, on from `begun`. Raises ActorDied or DeadlineExceeded if the process is lost meanwhile."""
         worker = self.worker
-        call = asyncio.ensure_future(
-            worker.actor.call(RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt, begun)
-        )
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if ticket and ticket.late:
-                await self._keep(problem, attempt)
-            raise
-        finally:
-            call.cancel()
+        with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
+            group = await worker.actor.call(
+                RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt, begun
+            )
+        if group is None:  # another call was lost just before, and a fresh process got this one
+            raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
+        worker.finished_group()
+        return group
 
-    async def _keep(self, problem: Problem, attempt: int) -> None:
-        """What the worker has of a straggler, for the next attempt, as soon as the policy that it was sampled from is
-        proven; without an answer, that goes on from what this one went on from."""
+    async def _stop(self, group_id: str) -> Begun:
+        """Ends the sampling of a group. What the worker has of it, as soon as the policy that it was sampled from is
+        proven; nothing if the process was lost."""
         worker = self.worker
         with suppress(ActorDied, DeadlineExceeded):
-            begun = await worker.actor.call(RolloutService.stop, worker.deadlines.push, problem.group_id(attempt))
+            begun = await worker.actor.call(RolloutService.stop, worker.deadlines.push, group_id)
             if begun:
                 await self.feed.proof_of(max(int(first.versions.max(initial=-1)) for first in begun))
-                self.pipes.begun[problem.position] = begun
+            return begun
+        return ()
+
+    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+        """One group that is not for the Buffer; None if the process was lost meanwhile (it is alive again when this
+        returns)."""
+        return await self.worker.attempt(partial(self._rollout, problem, sampling, attempt))
 
     async def sleep(self) -> None:
         """The engine frees its device memory (memory.layout: alternating); no group may be running."""
-        await self.feed.idle()  # the probe may be running, if others made all of the batch
+        await self.feed.idle()  # the probe may be running, if other workers made all of the batch
         await self.worker.certainly(RolloutService.sleep)
 
     async def wake(self) -> None:

@@ -75,7 +75,7 @@ async def through_buffer(name: str, groups: int) -> dict[str, Any]:
     async def work() -> None:
         for _ in range(groups // AT_ONCE):
             for _ in range(AT_ONCE):
-                await buffer.put(await buffer.admit("source"), group, "source")
+                await buffer.put(await buffer.admit(), group)
             await buffer.take(AT_ONCE, 0)
             buffer.release(AT_ONCE)
 

@@ -35,7 +35,6 @@ from benchmarks.system.fake_run import FakeRun
 
 GROUPS_PER_STEP = 64
 AT_ONCE = 2  # groups that a worker runs at a time; of 8 workers, each does the work of 8
-SLOW = 10.0
 RATE = 300.0  # groups/s of all workers together, where they are to have one
 PAGE = resource.getpagesize()
 
@@ -129,14 +128,9 @@ def idle_ms_per_s(seconds: float) -> float:
 
 
 def uneven(seconds: float) -> dict[str, dict[str, Any]]:
-    """Eight workers, of which one is slow, or late; and 64 that the learner holds up. Half of the groups/s of 64."""
+    """Eight workers, of which one is late; and 64 that the learner holds up. Half of the groups/s of 64."""
     quick, at_once = [2 * seconds] * 7, 8 * AT_ONCE
     found = {"8 workers alike": measure([*quick, quick[0]], at_once, 3, 16)}
-    for staleness in (1, 3, 7):
-        steps = 4 * (1 + staleness)
-        name = f"the first of 8 is {SLOW:g} times slower, staleness {staleness}"
-        found[name] = measure([SLOW * quick[0], *quick], at_once, staleness, steps)
-        found[f"the other 7 of them alone, staleness {staleness}"] = measure(quick, at_once, staleness, steps)
     found["the last of 8 joins when the clock starts"] = measure(quick, at_once, 3, 16, late=quick[0])
     found["64 workers, the learner is slower than they"] = measure([seconds] * 64, AT_ONCE, 3, 16, 2 * seconds)
     lanes = GROUPS_PER_STEP * (1 + 3) // 64  # the slots that one of 64 workers holds at staleness 3
@@ -201,11 +195,11 @@ def report(
         f"{as_table(header, first)}\n\n"
         f"The same at one rate, {RATE:.0f} groups/s from all workers; highest over lowest {spread(same_rate):.2f}:\n\n"
         f"{as_table(header, second)}\n\n"
-        f"Uneven houses:\n\n{as_table(header, [line(*other) for other in others.items()])}\n\n"
+        f"Uneven runs:\n\n{as_table(header, [line(*other) for other in others.items()])}\n\n"
         f"A straight line through the first table: {per_group:.2f} ms per group and {per_second:.1f} ms per second. "
         f"But a run of 64 workers in which nothing happens takes {idle:.2f} ms per second. The rest is the price of "
         "waking up with cold caches: the stand-ins do the same work for every group.\n\n"
-        f"A worker runs {AT_ONCE} groups at a time (of 8 in uneven houses: {8 * AT_ONCE}); {GROUPS_PER_STEP} groups a "
+        f"A worker runs {AT_ONCE} groups at a time (of 8 in uneven runs: {8 * AT_ONCE}); {GROUPS_PER_STEP} groups a "
         "step, staleness 3 where nothing else is said. KiB grown: resident memory of the process from the first to the "
         "last measured step, by groups trained on.\n\n"
         f"Conditions: {under(told, 'CPU time, of this process alone')}\n"

@@ -102,9 +102,7 @@ class StepMetrics:
             metrics["buffer/groups"] = float(len(buffer))
             metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
             if buffer.oversample:
-                metrics["rollout/early_stopped"] = float(sum(p.stragglers for p in self._producers))
-                metrics["rollout/resumed"] = float(sum(p.resumed for p in self._producers))
-                metrics["rollout/resumed_tokens"] = float(sum(p.resumed_tokens for p in self._producers))
+                metrics |= self._pipes.partial_rollouts.metrics()
             if self._sinks.plan is not None:
                 self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from cluster.actor import Actor
-from cluster.buffer import BACKUP_AFTER, Buffer
+from cluster.buffer import Buffer
 from cluster.policy_slot import PolicySlot
 from learner.config import RunConfig
 from learner.driver.batches import Batches
@@ -56,8 +55,6 @@ def wire(
         max_bytes=BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
         oversample=config.rollout.oversample,
-        # An engine with a call that is being stopped cannot sleep.
-        backup_after=inf if inputs.alternating else BACKUP_AFTER,
     )
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
     producers = [Producer(generator, pipes, sampling_of(config), deadlines) for generator in generators]

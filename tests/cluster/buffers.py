@@ -5,7 +5,7 @@ import asyncio
 import pyarrow as pa
 
 from cluster.buffer import Buffer
-from cluster.group_slot import Ticket
+from cluster.group_slot import GroupSlot
 
 
 def group(position: int, version: int = 0) -> pa.Table:
@@ -26,7 +26,6 @@ async def taking(buffer: Buffer, count: int, oldest_version: int) -> list[pa.Tab
     return (await buffer.take(count, oldest_version)).groups
 
 
-async def working(ticket: Ticket) -> None:
-    """Until the group is not wanted any more."""
-    async with ticket.while_wanted():
-        await asyncio.Event().wait()
+async def working(slot: GroupSlot) -> None:
+    """Until the group is stopped."""
+    await asyncio.wait({slot.stopped})

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.buffer import MAX_REFILLS, Buffer
-from cluster.group_slot import Ticket
+from cluster.group_slot import GroupSlot
 from tests.cluster.buffers import group, position, settle, taking, working
 
 pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be seen soon (make mutants)
@@ -15,50 +15,50 @@ pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be se
 async def test_an_admission_that_is_given_up_takes_no_slot() -> None:
     """Neither while it waits nor in the moment in which its turn comes; the next in line gets what it leaves."""
     buffer = Buffer(1, 0, 2**20, print)
-    held = await buffer.admit("a")
+    held = await buffer.admit()
     for when in ("waiting", "just before", "just after"):
-        waiting = asyncio.create_task(buffer.admit("b"))
+        waiting = asyncio.create_task(buffer.admit())
         await settle()
         if when == "just after":
-            assert buffer.give_up(held, "a")
+            buffer.give_up(held)
         waiting.cancel()
         if when == "just before":
-            assert buffer.give_up(held, "a")
+            buffer.give_up(held)
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert buffer.in_use == (when == "waiting")
-        held = held if when == "waiting" else await asyncio.wait_for(buffer.admit("a"), 10)
-        assert (held.holders, buffer.in_use) == (["a"], 1)
+        held = held if when == "waiting" else await asyncio.wait_for(buffer.admit(), 10)
+        assert buffer.in_use == 1
 
 
 async def test_a_group_that_is_put_cannot_be_given_up() -> None:
     buffer = Buffer(2, 0, 2**20, print)
-    tickets = [await buffer.admit("a") for _ in range(2)]
-    for number, ticket in enumerate(tickets):
-        assert await buffer.put(ticket, group(number), "a")
-    assert not buffer.give_up(tickets[0], "a")
+    slots = [await buffer.admit() for _ in range(2)]
+    for number, slot in enumerate(slots):
+        assert await buffer.put(slot, group(number))
+    buffer.give_up(slots[0])
     assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
-    assert not buffer.give_up(tickets[1], "a")
+    buffer.give_up(slots[1])
     assert buffer.in_use == 2
 
 
 async def test_the_bytes_bound_may_be_reached() -> None:
     buffer = Buffer(3, 0, max_bytes=32, on_drop=print)
     for number in range(2):
-        await asyncio.wait_for(buffer.put(await buffer.admit("a"), group(number), "a"), 10)
-    third = asyncio.create_task(buffer.put(await buffer.admit("a"), group(2), "a"))
+        await asyncio.wait_for(buffer.put(await buffer.admit(), group(number)), 10)
+    third = asyncio.create_task(buffer.put(await buffer.admit(), group(2)))
     await settle()
     assert (third.done(), buffer.bytes) == (False, 32)
     third.cancel()
 
 
-async def test_a_ticket_names_the_policy_that_every_producer_holds() -> None:
+async def test_a_slot_names_the_policy_that_every_producer_holds() -> None:
     buffer = Buffer(2, 1, 2**20, print)
     versions = []
     for number in range(6):
-        ticket = await asyncio.wait_for(buffer.admit("a"), 10)
-        versions.append(ticket.version)
-        await buffer.put(ticket, group(number), "a")
+        slot = await asyncio.wait_for(buffer.admit(), 10)
+        versions.append(slot.version)
+        await buffer.put(slot, group(number))
         await taking(buffer, 1, 0)
         buffer.release(1)
     assert versions == [0, 0, 1, 1, 2, 2]
@@ -66,14 +66,14 @@ async def test_a_ticket_names_the_policy_that_every_producer_holds() -> None:
 
 async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() -> None:
     buffer = Buffer(3, 0, max_bytes=20, on_drop=print)
-    tickets = [await buffer.admit("a") for _ in range(3)]
-    await buffer.put(tickets[0], group(0), "a")
-    second = asyncio.create_task(buffer.put(tickets[1], group(1), "a"))
+    slots = [await buffer.admit() for _ in range(3)]
+    await buffer.put(slots[0], group(0))
+    second = asyncio.create_task(buffer.put(slots[1], group(1)))
     await settle()
     assert not second.done()  # 16 + 16 > 20
     assert list(map(position, await taking(buffer, 1, 0))) == [0]
     await second
-    giant = asyncio.create_task(buffer.put(tickets[2], pa.concat_tables([group(2)] * 5), "a"))
+    giant = asyncio.create_task(buffer.put(slots[2], pa.concat_tables([group(2)] * 5)))
     await settle()
     assert not giant.done()
     assert list(map(position, await taking(buffer, 2, 0))) == [1, 2]
@@ -83,7 +83,7 @@ async def test_put_waits_for_the_bytes_bound_and_a_giant_still_passes_alone() ->
 async def test_a_cancelled_take_gives_back_what_it_held() -> None:
     buffer = Buffer(3, 0, max_bytes=2**20, on_drop=print)
     for number in range(2):
-        await buffer.put(await buffer.admit("a"), group(number), "a")
+        await buffer.put(await buffer.admit(), group(number))
     waiting = asyncio.create_task(taking(buffer, 3, 0))
     await settle()
     assert not waiting.done()
@@ -97,10 +97,10 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
     dropped: list[pa.Table] = []
     buffer = Buffer(1, 0, max_bytes=2**20, on_drop=dropped.append)
-    await buffer.put(await buffer.admit("a"), group(7, version=3), "a")
+    await buffer.put(await buffer.admit(), group(7, version=3))
     take = asyncio.create_task(taking(buffer, 1, oldest_version=4))
-    ticket = await buffer.admit("a")  # would wait for ever if the slot of the dropped group were kept
-    await buffer.put(ticket, group(7, version=4), "a")
+    slot = await buffer.admit()  # would wait for ever if the slot of the dropped group were kept
+    await buffer.put(slot, group(7, version=4))
     assert list(map(position, await take)) == [7]
     assert (list(map(position, dropped)), buffer.dropped_stale) == ([7], 1)
 
@@ -108,41 +108,41 @@ async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
 async def test_a_slow_group_is_waited_for_when_it_is_due_and_overtaken_before() -> None:
     """Two groups a step, staleness 1. The very first group takes as long as three steps would."""
     buffer = Buffer(2, 1, max_bytes=33, on_drop=print)
-    slow, *quick = [await buffer.admit("a") for _ in range(4)]
-    for number, ticket in enumerate(quick[:2], start=1):
-        await buffer.put(ticket, group(number), "a")
+    slow, *quick = [await buffer.admit() for _ in range(4)]
+    for number, slot in enumerate(quick[:2], start=1):
+        await buffer.put(slot, group(number))
     assert list(map(position, await taking(buffer, 2, oldest_version=-1))) == [1, 2]  # it is overtaken
     buffer.release(2)
-    await buffer.put(quick[2], group(3), "a")
+    await buffer.put(quick[2], group(3))
     for number in (4, 5):
-        late = asyncio.create_task(buffer.put(await buffer.admit("a"), group(number, version=1), "a"))
+        late = asyncio.create_task(buffer.put(await buffer.admit(), group(number, version=1)))
     take = asyncio.create_task(taking(buffer, 2, oldest_version=0))
     await settle()
     assert not take.done()  # three others are there, but at the next step the slow one would be too old
     assert late.done()  # and the bytes bound does not stand between the consumer and what it waits for
-    await buffer.put(slow, group(0), "a")
+    await buffer.put(slow, group(0))
     assert sorted(map(position, await take)) == [0, 3]
     assert buffer.dropped_stale == 0
 
 
-async def started(buffer: Buffer) -> list[Ticket]:
+async def started(buffer: Buffer) -> list[GroupSlot]:
     """Six groups of version 0, of which two were taken: in its order, one under way, three that may end, two new."""
-    first, *quick = [await buffer.admit("a") for _ in range(6)]
-    for number, ticket in enumerate(quick[:2]):
-        await buffer.put(ticket, group(number), "a")
+    first, *quick = [await buffer.admit() for _ in range(6)]
+    for number, slot in enumerate(quick[:2]):
+        await buffer.put(slot, group(number))
     await taking(buffer, 2, 0)
     buffer.release(2)
-    return [first, *quick[2:], await buffer.admit("a"), await buffer.admit("a")]
+    return [first, *quick[2:], await buffer.admit(), await buffer.admit()]
 
 
 async def test_a_batch_that_is_partly_taken_is_the_one_that_waiting_groups_can_be_in() -> None:
     """Two groups a step, staleness 2. Two of version 0 are waited for; this batch lacks one, and the next is theirs."""
     buffer = Buffer(2, 2, 2**20, print)
     _, _, gone, quick, young, _ = await started(buffer)
-    await buffer.put(quick, group(2), "a")
+    await buffer.put(quick, group(2))
     assert list(map(position, await taking(buffer, 1, 0))) == [2]
-    assert buffer.give_up(gone, "a")
-    await buffer.put(young, group(3, version=1), "a")
+    buffer.give_up(gone)
+    await buffer.put(young, group(3, version=1))
     assert list(map(position, await asyncio.wait_for(taking(buffer, 1, 0), 10))) == [3]
 
 
@@ -150,17 +150,17 @@ async def test_groups_of_several_ages_that_wait_count_together() -> None:
     """Two groups a step, staleness 2. One of version 0 and three of version 1 fill this batch and the next one."""
     buffer = Buffer(2, 2, 2**20, print)
     oldest, gone, *quick, older, _ = await started(buffer)
-    assert buffer.give_up(gone, "a")
-    assert (await buffer.admit("a")).version == 1
-    for number, ticket in enumerate(quick, start=2):
-        await buffer.put(ticket, group(number), "a")
+    buffer.give_up(gone)
+    assert (await buffer.admit()).version == 1
+    for number, slot in enumerate(quick, start=2):
+        await buffer.put(slot, group(number))
     assert list(map(position, await taking(buffer, 2, 0))) == [2, 3]
     buffer.release(2)
-    await buffer.put(await buffer.admit("a"), group(4, version=2), "a")
+    await buffer.put(await buffer.admit(), group(4, version=2))
     take = asyncio.create_task(taking(buffer, 2, 0))
     await settle()
     assert len(buffer) == 1
-    await buffer.put(oldest, group(5), "a")
+    await buffer.put(oldest, group(5))
     await settle()
     assert not take.done()  # the three could not all be in the next batch
     take.cancel()
@@ -168,7 +168,7 @@ async def test_groups_of_several_ages_that_wait_count_together() -> None:
     assert (len(buffer), buffer.bytes) == (2, 32)  # what it had taken is back
     take = asyncio.create_task(taking(buffer, 2, 0))
     await settle()
-    await buffer.put(older, group(6, version=1), "a")
+    await buffer.put(older, group(6, version=1))
     assert list(map(position, await take)) == [5, 6]
 
 
@@ -194,7 +194,7 @@ async def test_what_can_never_be_satisfied_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="cannot release 1 slots, 0 taken ones are in use"):
             buffer.release(1)
-        await buffer.put(await buffer.admit("a"), group(0), "a")
+        await buffer.put(await buffer.admit(), group(0))
         await taking(buffer, 1, 0)
         buffer.release(1)
 
@@ -204,7 +204,7 @@ async def test_a_group_goes_as_too_old_only_if_no_token_of_it_is_young_enough() 
     buffer = Buffer(4, 0, 2**20, dropped.append)
     for number, newest in enumerate([(1, 1), (1, 2), (2, 0), (3, 3)]):
         rows = pa.table({"position": [number] * 2, "policy_version_max": newest})
-        await buffer.put(await buffer.admit("a"), rows, "a")
+        await buffer.put(await buffer.admit(), rows)
     assert list(map(position, await taking(buffer, 3, 2))) == [1, 2, 3]
     assert (list(map(position, dropped)), buffer.dropped_stale) == ([0], 1)
 
@@ -215,7 +215,7 @@ async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_en
     async def produce() -> None:
         number = 0
         while True:
-            await buffer.put(await buffer.admit("a"), group(number), "a")
+            await buffer.put(await buffer.admit(), group(number))
             number += 1
 
     producer = asyncio.create_task(produce())
@@ -232,21 +232,21 @@ async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_en
 async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_staleness: int) -> None:
     """Two groups a step and one more; the very first group never ends."""
     buffer = Buffer(2, max_staleness, 2**20, on_drop=print, oversample=1)
-    slow, *quick = [await buffer.admit("a") for _ in range(buffer.slots)]
+    slow, *quick = [await buffer.admit() for _ in range(buffer.slots)]
     straggling = asyncio.create_task(working(slow))
     for step in range(max_staleness + 1):
         await settle()
         assert not straggling.done()  # it may still be trained on
-        for number, ticket in enumerate(quick[:2], start=2 * step):
-            await buffer.put(ticket, group(number, version=step), "a")
+        for number, slot in enumerate(quick[:2], start=2 * step):
+            await buffer.put(slot, group(number, version=step))
         assert list(map(position, await taking(buffer, 2, step - max_staleness))) == [2 * step, 2 * step + 1]
         if step < max_staleness:
             buffer.release(2)
-            quick = [*quick[2:], await buffer.admit("a"), await buffer.admit("a")]
+            quick = [*quick[2:], await buffer.admit(), await buffer.admit()]
     await asyncio.wait_for(straggling, 1)
-    assert (slow.wanted, slow.late) == (False, True)
-    assert buffer.give_up(slow, "a")
-    again = asyncio.create_task(buffer.admit("a"))
+    assert slow.stopped.done()
+    buffer.give_up(slow)
+    again = asyncio.create_task(buffer.admit())
     await settle()
     assert again.done() == (max_staleness > 0)  # else it would be sampled from a policy that is too old already
     buffer.release(2)

@@ -1,9 +1,8 @@
-"""A straggler goes on from what it has, on any worker; whoever is stopped for another reason leaves nothing."""
+"""A group that is stopped is continued from what its worker has of it, on any worker."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -182,16 +181,16 @@ async def team(folder: Path, buffer: Buffer, proven: bool = True) -> AsyncIterat
     members.pipes.timeline.close()
 
 
-async def test_a_straggler_goes_on_where_it_was_on_the_worker_that_is_free(tmp_path: Path) -> None:
-    async with team(tmp_path, Buffer(1, 0, 2**20, print, oversample=1, backup_after=inf)) as members:
-        slow, quick = members.producers
+async def test_a_stopped_group_is_continued_by_the_worker_that_is_free(tmp_path: Path) -> None:
+    async with team(tmp_path, Buffer(1, 0, 2**20, print, oversample=1)) as members:
         assert group_position(await members.learn()) == (1, 0)  # of the quick one, and the slow one is stopped
         assert members.slow.stops == ["0-0-0"]
         begun = members.quick.asked[1]
-        assert (slow.stragglers, quick.resumed) == (1, 8)
-        assert quick.resumed_tokens == sum(len(first.token_ids) for first in begun) > 0
-        assert members.pipes.begun == {}  # it lies whole in the buffer
-        assert [ticket.oldest for ticket in members.buffer._admitted if ticket in members.buffer._groups] == [0]
+        metrics = members.pipes.partial_rollouts.metrics()
+        assert (metrics["rollout/early_stopped"], metrics["rollout/resumed"]) == (1, 8)
+        assert metrics["rollout/resumed_tokens"] == sum(len(first.token_ids) for first in begun) > 0
+        assert members.pipes.partial_rollouts.begun == {}  # it lies whole in the buffer
+        assert [slot.oldest for slot in members.buffer._admission.admitted if slot in members.buffer._groups] == [0]
         group = await members.learn()
         assert group_position(group) == (0, 1)
     assert any(first.finish_reason == "abort" for first in begun)
@@ -205,30 +204,19 @@ async def test_a_straggler_goes_on_where_it_was_on_the_worker_that_is_free(tmp_p
 
 
 async def test_nothing_goes_on_from_a_policy_that_is_not_proven(tmp_path: Path) -> None:
-    async with team(tmp_path, Buffer(1, 0, 2**20, print, oversample=1, backup_after=inf), proven=False) as members:
+    async with team(tmp_path, Buffer(1, 0, 2**20, print, oversample=1), proven=False) as members:
         await members.buffer.take(1, 0)
         await settle()
-        assert (members.slow.stops, members.pipes.begun) == (["0-0-0"], {})
+        assert (members.slow.stops, members.pipes.partial_rollouts.begun) == (["0-0-0"], {})
         members.slow.proving.set()
         await settle()
-        assert list(members.pipes.begun) == [0]
+        assert list(members.pipes.partial_rollouts.begun) == [0]
 
 
-async def test_without_an_answer_of_its_worker_a_straggler_begins_anew(tmp_path: Path) -> None:
-    async with team(tmp_path, Buffer(1, 0, 2**20, print, oversample=1, backup_after=inf)) as members:
+async def test_without_an_answer_of_its_worker_a_stopped_group_begins_anew(tmp_path: Path) -> None:
+    async with team(tmp_path, Buffer(1, 0, 2**20, print, oversample=1)) as members:
         members.slow.lost = True
         await members.learn()
         group = await members.learn()
-        assert (group_position(group), members.pipes.begun) == ((0, 1), {})
+        assert (group_position(group), members.pipes.partial_rollouts.begun) == ((0, 1), {})
     assert {int(version) for versions in ragged(group, "token_versions") for version in versions} == {1}
-
-
-async def test_who_loses_to_a_second_producer_leaves_nothing(tmp_path: Path) -> None:
-    buffer = Buffer(1, 0, 2**20, print, backup_after=0.0)
-    await buffer.put(await buffer.admit("somebody"), make_group(99), "somebody")  # what a group usually takes
-    async with team(tmp_path, buffer) as members:
-        assert [group_position(await members.learn()) for _ in range(3)] == [(99, 0), (0, 0), (1, 0)]
-        assert members.slow.asked == [()] * 2
-        assert members.slow.stops == []
-        assert members.slow.engine._calls == 1  # the group that came after
-        assert members.pipes.begun == {}

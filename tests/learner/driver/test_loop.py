@@ -124,7 +124,7 @@ async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_
     assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
 
 
-async def test_over_sampling_leaves_stragglers_behind_and_goes_on_with_them(tmp_path: Path) -> None:
+async def test_over_sampling_stops_the_slowest_groups_and_continues_them(tmp_path: Path) -> None:
     loop = build(tmp_path, configure(rollout={"oversample": 2}), 6, pace_s=2e-3)  # every fourth problem is slow
     await finish(loop)
     written = lines(tmp_path)[1:]

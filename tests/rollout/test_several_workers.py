@@ -1,4 +1,4 @@
-"""Several workers on one Buffer: how far a slow one holds the others up, and what a late one gets."""
+"""Several workers on one Buffer: what a slow or lost one costs the others, and what a late one gets."""
 
 import asyncio
 from collections import Counter
@@ -46,6 +46,15 @@ class Worker:
         return make_group(problem.position, attempt=attempt, worker=[self.rank] * 2)
 
 
+class Process(Local[Worker]):
+    """Local, whose later lives answer soon."""
+
+    async def revive(self, deadline_s: float) -> None:
+        await super().revive(deadline_s)
+        assert self._object is not None
+        self._object.gate = opened()
+
+
 class Stream:
     """Problems without a source."""
 
@@ -63,10 +72,13 @@ class Team:
         self.asked: Counter[int] = Counter()  # position -> requests
         self._tasks: list[asyncio.Task[None]] = []
 
-    def hire(self, gate: asyncio.Event, workers: int, learning: asyncio.Event | None = None) -> None:
+    def hire(
+        self, gate: asyncio.Event, workers: int, learning: asyncio.Event | None = None, deadline_s: float = 60.0
+    ) -> None:
         rank = len(self._tasks)
-        actor = Local(f"generator-{rank}", Worker, [rank, gate, learning or opened(), self.asked])
-        producer = Producer(actor, self.pipes, lambda position, attempt: Sampling(2, 8), DeadlineConfig())
+        actor = Process(f"generator-{rank}", Worker, [rank, gate, learning or opened(), self.asked])
+        deadlines = DeadlineConfig(group=deadline_s)
+        producer = Producer(actor, self.pipes, lambda position, attempt: Sampling(2, 8), deadlines)
         self._tasks.append(asyncio.create_task(producer.run(workers)))
 
     async def learn(self) -> Counter[int]:
@@ -107,30 +119,32 @@ async def idle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_slow_worker_does_not_stall_the_rest(tmp_path: Path) -> None:
-    """What it holds for ever is due in step STALENESS + 1 at the latest: the quick one makes that as well."""
+async def test_a_slow_worker_is_waited_for_when_its_groups_are_due_and_not_before(tmp_path: Path) -> None:
+    """It holds three groups of version 0. When one place is left in the second batch, they need it and all of the third
+    one, which is the last that they can be in."""
+    gate = asyncio.Event()
     async with team(tmp_path) as members:
-        members.hire(asyncio.Event(), 2)
+        members.hire(gate, 2)
         members.hire(opened(), 2)
-        shares = sum([await members.learn() for _ in range(20)], Counter())
-    assert shares == {1: 20 * PER_STEP}
-    assert len(set(members.learned)) == 20 * PER_STEP
-    assert {(0, 0), (1, 0), (2, 0)} <= set(members.learned)  # the slow one's first, with their seeds
-
-
-async def test_a_lone_worker_is_never_asked_for_a_group_twice(tmp_path: Path) -> None:
-    gate = opened()
-    async with team(tmp_path) as members:
-        members.hire(gate, 1)
-        await members.learn()  # so that the usual time of a group is known
-        gate.clear()
-        while len(members.buffer):
-            await members.learn()
+        assert await members.learn() == {1: 2}
         waiting = asyncio.create_task(members.learn())
         await idle()
+        assert not waiting.done()
         gate.set()
-        await waiting
+        assert await waiting == {0: 1, 1: 1}
+        assert await members.learn() == {0: 2}
     assert max(members.asked.values()) == 1
+
+
+async def test_what_a_lost_worker_had_is_issued_again_and_made_by_whoever_is_free(tmp_path: Path) -> None:
+    """It hangs; its process is replaced after deadlines.group."""
+    async with team(tmp_path) as members:
+        members.hire(asyncio.Event(), 2, deadline_s=0.2)
+        members.hire(opened(), 2)
+        for _ in range(20):
+            await members.learn()
+    assert [group for group in sorted(members.learned) if group[1] > 0] == [(0, 1), (1, 1), (2, 1)]
+    assert len({position for position, _ in members.learned}) == 20 * PER_STEP
 
 
 async def test_a_worker_that_waits_long_for_its_first_policy_holds_no_slot(tmp_path: Path) -> None:
