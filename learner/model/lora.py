@@ -1,4 +1,4 @@
-"""LoRA adapters on one base: the policy's, and frozen ones that may be switched in for another role."""
+"""LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,26 +30,23 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
         wrapped = _fresh(lm, lora, seed)
     reference = model.reference or model.adapter
     if reference is not None:
-        add_frozen(wrapped, REFERENCE, reference, lm.dtype)
+        _add_reference(wrapped, reference, lm.dtype)
     return wrapped
 
 
-def add_frozen(wrapped: Any, name: str, folder: str, dtype: torch.dtype) -> None:
-    """Loads the adapter of a folder beside the others, frozen, in the base's type.
+def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
+    """Loads the adapter of a folder beside the policy's, frozen, in the base's type.
 
     Raises:
         AdapterError: it is no plain LoRA adapter.
-        ValueError: the name is taken.
     """
-    if name in wrapped.peft_config:
-        raise ValueError(f"adapter {name!r}: its name must be new, there are {', '.join(wrapped.peft_config)}")
-    read_adapter(folder, f"adapter {name!r}")
+    read_adapter(folder, f"adapter {REFERENCE!r}")
     modes = [(module, module.training) for module in wrapped.modules()]
-    wrapped.load_adapter(folder, name, is_trainable=False)
+    wrapped.load_adapter(folder, REFERENCE, is_trainable=False)
     for module, training in modes:  # PEFT calls eval() on everything; checkpointing and 4-bit layers hang on the flag
         module.training = training
     for key, weight in wrapped.named_parameters():
-        if f".{name}." in key:
+        if f".{REFERENCE}." in key:
             weight.data = weight.data.to(dtype)
             weight.requires_grad = False
 

@@ -34,7 +34,7 @@ from learner.model.adapter_config import WEIGHTS_FILE
 from learner.model.base import head_of, load_base, to_eval
 from learner.model.head_check import check_head
 from learner.model.logits import logits_of
-from learner.model.lora import POLICY, REFERENCE, acting_as, add_frozen, as_json, attach
+from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
 from learner.model.lora_merge import merged
 from learner.model.reference import Reference
 from rollout.safetensors_stream import Source
@@ -79,7 +79,6 @@ class Policy:
         if lora is not None:
             adapters = self._peft.peft_config
             self.peft_config = as_json(adapters[POLICY]) | {"base_model_name_or_path": model.path}
-            self._roles["policy"] = partial(acting_as, self._peft, POLICY)
             self._roles["reference"] = partial(acting_as, self._peft, REFERENCE if REFERENCE in adapters else None)
         self._cast = [
             (name.replace(f".{POLICY}.", "."), weight)
@@ -121,21 +120,12 @@ class Policy:
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
-        """Within it the model is another role on the same base: `reference`, or an adapter that `add_role` loaded.
+        """Within it the model is another role on the same base; there is one, `reference`.
 
         The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes); of
         a model that is trained as a whole, model.reference or the weights that training started from.
         """
         return self._roles[role]()
-
-    def add_role(self, role: str, folder: str) -> None:
-        """Loads the LoRA adapter of a folder, frozen, to act as `role`; 2 bytes per weight of it in 16-bit types.
-
-        Raises:
-            ValueError: it is no LoRA adapter, or there is such a role.
-        """
-        add_frozen(self._peft, role, folder, self.head.dtype)
-        self._roles[role] = partial(acting_as, self._peft, role)
 
     def clear_gradients(self) -> None:
         """To be called before the first micro-batch; a step that failed half-way may have left some."""
