@@ -3,8 +3,8 @@
     follow   waits for a newer policy -> delivers it, acknowledged by the digest of what was loaded -> proves
              that the worker generates with it: by its engine's tensors and by a probe
 
-The probe is one request more among those of the lanes, so nobody waits for it; but no group enters the Buffer before
-the policy that it was sampled from is proven (proof_of), hence nothing is learned from another.
+The probe is one request more among those of the lanes, so generation goes on meanwhile; but no group enters the
+Buffer before the policy that it was sampled from is proven (proof_of), hence nothing is learned from another.
 """
 
 import asyncio

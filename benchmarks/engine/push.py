@@ -84,8 +84,8 @@ def report(found: dict[str, Found], told: dict[str, Any], options: argparse.Name
         f"# A push by part\n\n{tables}"
         f"Steps after the first {options.skip}. sync: max_staleness 0, training waits for export and push. async: "
         "max_staleness 1, it waits for the export; the push runs while groups are generated, and its seconds are "
-        "mostly waits for the engine's steps. The probes are proofs that nobody waits for: groups of a policy enter "
-        "the buffer once it is proven. demo: `configs/local_cpu.yaml`, 0.4M weights. ragged: a Llama of 25M random "
+        "mostly waits for the engine's steps. Generation goes on while a policy is proven by its probe; its groups "
+        "enter the buffer after that. demo: `configs/local_cpu.yaml`, 0.4M weights. ragged: a Llama of 25M random "
         f"weights, {options.groups} groups of {options.generations} completions a step.\n\n"
         f"Conditions: {under(told, 'Wall time')}\n"
     )

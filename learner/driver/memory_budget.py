@@ -180,8 +180,8 @@ def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
         )
     if config.rollout.oversample > 0:
         raise MemoryPlanError(
-            "rollout.oversample: must be 0 with memory.layout=alternating, since an engine with stragglers cannot go "
-            f"to sleep; set oversample=0, or memory.layout=slices (got {config.rollout.oversample})"
+            "rollout.oversample: must be 0 with memory.layout=alternating, since an engine with running groups cannot "
+            f"go to sleep; set oversample=0, or memory.layout=slices (got {config.rollout.oversample})"
         )
 
 

@@ -97,7 +97,7 @@ class AdapterWindow:
                 "Train the same modules throughout a run, or restart the generators"
             )
 
-    def victim(self) -> Resident | None:
+    def evictable(self) -> Resident | None:
         """The oldest version that nobody uses and that is not the newest, or None."""
         newest = self.newest
         return next((r for r in self._residents.values() if r.users == 0 and r is not newest), None)

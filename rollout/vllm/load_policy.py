@@ -55,11 +55,11 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
     """Drops the oldest unused version if the window is full. vLLM's own LRU could drop one that is in use."""
     if not window.is_full():
         return True
-    victim = window.victim()
-    if victim is None:
+    evictable = window.evictable()
+    if evictable is None:
         return False
-    engine.remove_lora(victim.lora_id)
-    window.drop(victim)
+    engine.remove_lora(evictable.lora_id)
+    window.drop(evictable)
     return True
 
 

@@ -38,7 +38,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("victim", "said"),
+    ("process", "said"),
     [
         ("gcs_server", r"Ray's gcs_server \(pid {pid} on {node}\) has ended \(signal 9\), and no process of the run"),
         (
@@ -47,7 +47,7 @@ asyncio.run(main())
         ),
     ],
 )
-def test_the_loss_of_a_process_of_ray_is_named_within_seconds(victim: str, said: str) -> None:
+def test_the_loss_of_a_process_of_ray_is_named_within_seconds(process: str, said: str) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, cwd=os.getcwd(), env=dict(os.environ)
     )
@@ -61,10 +61,10 @@ def test_the_loss_of_a_process_of_ray_is_named_within_seconds(victim: str, said:
             break
     pids |= _children(pids["raylet"])
     time.sleep(1)
-    os.kill(pids[victim], signal.SIGKILL)
+    os.kill(pids[process], signal.SIGKILL)
     killed = time.monotonic()
     told, _ = run.communicate(timeout=60)
-    assert re.search("told ClusterLost " + said.format(pid=pids[victim], node=os.uname().nodename), told)
+    assert re.search("told ClusterLost " + said.format(pid=pids[process], node=os.uname().nodename), told)
     assert "closed" in told
     assert time.monotonic() - killed < 15
     assert run.returncode == 0

@@ -112,11 +112,11 @@ def test_the_window_spares_the_newest_and_those_in_use() -> None:
         window.add(resident)
     assert window.is_full()
     assert window.newest is residents[2]
-    assert window.victim() is residents[0]
+    assert window.evictable() is residents[0]
     residents[0].users = 1
-    assert window.victim() is residents[1]
+    assert window.evictable() is residents[1]
     residents[1].users = 1
-    assert window.victim() is None
+    assert window.evictable() is None
     residents[0].users = 0
     window.drop(residents[0])
     assert window.residents == residents[1:]
