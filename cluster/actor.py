@@ -89,12 +89,13 @@ class Actor(Protocol[S_co]):
         Raises ActorDied, DeadlineExceeded, RemoteError.
         """
 
+
+class RevivableActor(Actor[S_co], Protocol[S_co]):
+    """An actor whose process may be replaced."""
+
     async def revive(self, deadline_s: float) -> None:
         """Puts a fresh process (state as after construction) in the place of this one, which is killed if it still
         runs, and waits for its constructor; ActorDied, StartFailed, DeadlineExceeded."""
-
-    async def kill(self) -> None:
-        """Ends the process for good."""
 
 
 class Local(Generic[S]):
@@ -103,7 +104,7 @@ class Local(Generic[S]):
     def __init__(self, name: str, factory: Callable[..., S], args: Sequence[Any]) -> None:
         self.name = name
         self._make = lambda: factory(*args)
-        self._object: S | None = self._make()
+        self._object: S = self._make()
 
     async def call(self, method: Method[S, P, T], deadline_s: float, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -120,6 +121,3 @@ class Local(Generic[S]):
 
     async def revive(self, deadline_s: float) -> None:
         self._object = self._make()
-
-    async def kill(self) -> None:
-        self._object = None

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from cluster.actor import Actor, ActorDied, DeadlineExceeded
+from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.group_slot import GroupSlot
@@ -78,7 +78,7 @@ class Producer:
 
     def __init__(
         self,
-        actor: Actor[RolloutService],
+        actor: RevivableActor[RolloutService],
         pipes: Pipes,
         sampling: Callable[[int, int], Sampling],
         deadlines: DeadlineConfig,

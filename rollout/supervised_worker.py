@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from cluster.actor import Actor, ActorDied, DeadlineExceeded, StartFailed
+from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
 from cluster.config import DeadlineConfig
 from rollout.service import RolloutService
 
@@ -68,7 +68,7 @@ class SupervisedWorker:
     rearm: brings a fresh process the newest policy, if there is one; set by who supplies the worker with policies.
     """
 
-    def __init__(self, actor: Actor[RolloutService], deadlines: DeadlineConfig) -> None:
+    def __init__(self, actor: RevivableActor[RolloutService], deadlines: DeadlineConfig) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.name = actor.name
         self.rearm: Callable[[], Awaitable[None]] = _nothing

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from contextlib import closing
 
-from cluster.actor import Actor
+from cluster.actor import RevivableActor
 from cluster.files import writing
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
@@ -65,7 +65,7 @@ async def run(prepared: Prepared) -> int:
 async def _attempt(restarts: Restarts, session: Session, progress: Progress, stop: asyncio.Event) -> Loop | None:
     """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
-    workers: list[Actor[RolloutService]] = []
+    workers: list[RevivableActor[RolloutService]] = []
     loop: Loop | None = None
     try:
         workers, trainer = await ray_processes.beside(start_processes(prepared, session, progress.note))

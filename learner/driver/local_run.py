@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.actor import Actor, Local
+from cluster.actor import Actor, Local, RevivableActor
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
 from learner.driver.console import Progress
@@ -76,7 +76,7 @@ def local_run(
     *,
     problems: MadeUpProblems | None = None,
     heldout: Sequence[Problem] = (),
-    generators: Sequence[Actor[RolloutService]] | None = None,
+    generators: Sequence[RevivableActor[RolloutService]] | None = None,
     trainer: Actor[TrainerService] | None = None,
     resumed_step: int = 0,
     alternating: bool = False,

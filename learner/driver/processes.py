@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.actor import Actor
+from cluster.actor import Actor, RevivableActor
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session
 from learner.config import RunConfig, roles
@@ -28,7 +28,7 @@ log = logging.getLogger("learner")
 
 async def start_processes(
     prepared: Prepared, session: Session, note: Callable[[str], None]
-) -> tuple[list[Actor[RolloutService]], Actor[TrainerService]]:
+) -> tuple[list[RevivableActor[RolloutService]], Actor[TrainerService]]:
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     *generators, learner = roles(config)

@@ -73,11 +73,3 @@ class WatchedLearner:
                     f"{self.name}: {method.__name__} {what} for {silent:.0f} s: it hangs (py-spy dump tells where; "
                     f"raise cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
                 )
-
-    async def revive(self, deadline_s: float) -> None:
-        """See Actor.revive."""
-        await self.actor.revive(deadline_s)
-
-    async def kill(self) -> None:
-        """See Actor.kill."""
-        await self.actor.kill()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.actor import Actor
+from cluster.actor import Actor, RevivableActor
 from cluster.buffer import Buffer
 from cluster.policy_slot import PolicySlot
 from learner.config import RunConfig
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def wire(
-    inputs: Inputs, generators: Sequence[Actor[RolloutService]], trainer: Actor[TrainerService], sinks: Sinks
+    inputs: Inputs, generators: Sequence[RevivableActor[RolloutService]], trainer: Actor[TrainerService], sinks: Sinks
 ) -> tuple[Loop, Pipes]:
     """The loop, ready to run, and the pipes that it shares with a producer beside each generator."""
     config, deadlines = inputs.config, inputs.config.cluster.deadlines

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actor import Actor, RemoteError
+from cluster.actor import Actor, RemoteError, RevivableActor
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.placement import Role
@@ -74,7 +74,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-async def processes(config: RunConfig) -> AsyncIterator[tuple[Actor[RolloutService], Actor[TrainerService]]]:
+async def processes(config: RunConfig) -> AsyncIterator[tuple[RevivableActor[RolloutService], Actor[TrainerService]]]:
     """A learner and a generator whose engine is forgetful, each in its process."""
     session = connect("local", min_cpus=2)
     import ray.cloudpickle
@@ -104,7 +104,7 @@ async def deliver(producer: Producer, push: Push) -> None:
 
 @pytest.mark.timeout(300)
 async def test_a_push_that_does_not_arrive_stops_the_run(
-    processes: tuple[Actor[RolloutService], Actor[TrainerService]], config: RunConfig, tmp_path: Path
+    processes: tuple[RevivableActor[RolloutService], Actor[TrainerService]], config: RunConfig, tmp_path: Path
 ) -> None:
     generator, learner = processes
     problems, _ = load(config.data, Chat.load(config.model.path), 64, seed=0)

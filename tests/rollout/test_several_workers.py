@@ -51,7 +51,6 @@ class Process(Local[Worker]):
 
     async def revive(self, deadline_s: float) -> None:
         await super().revive(deadline_s)
-        assert self._object is not None
         self._object.gate = opened()
 
 
