@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl, TensorBoard events, a timeline of every role, and peak memory."""
+"""What a run says about itself: metrics.jsonl, its trackers, a timeline of every role, and peak memory."""
 
 import itertools
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.files import writing
+from cluster.trackers import TRACKERS
 
 Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
 EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
@@ -29,11 +30,7 @@ class Metrics:
         self._forget_after(resume_step)
         self._file = self._path.open("a", buffering=1)
         self._folder = os.stat(run_dir)
-        self._board = None
-        if "tensorboard" in trackers:
-            from tensorboard.summary import Writer  # torch's own writer would load torch into this process
-
-            self._board = Writer(str(run_dir / "tensorboard"))
+        self._trackers = [TRACKERS[name](run_dir) for name in trackers]
 
     def _forget_after(self, step: int) -> None:
         """Lines of steps that a resumed run takes again are dropped, so that each step stands there once.
@@ -68,10 +65,9 @@ class Metrics:
                 f"{self._path.parent}: the run folder was deleted or replaced while the run was writing to it (step "
                 f"{step}); what it held is lost. Start the run again, or give it another name="
             )
-        if self._board is not None:
-            for key, value in clean.items():
-                if value is not None:
-                    self._board.add_scalar(key, value, step)
+        finite = {key: value for key, value in clean.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.log(step, finite)
 
     def _folder_is_there(self) -> bool:
         try:
@@ -80,10 +76,10 @@ class Metrics:
             return False
 
     def close(self) -> None:
-        """Flushes and closes every sink."""
+        """Flushes and closes the file and every tracker."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _step_of(line: str) -> int | None:

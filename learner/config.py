@@ -4,10 +4,11 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cluster.config import ClusterConfig, Frozen, Positive
 from cluster.placement import Role
+from cluster.trackers import known_tracker
 from learner.learner_config import LearnerConfig, LoraConfig
 from rewards.config import RewardConfig, resolved_names
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
@@ -79,7 +80,7 @@ class RunConfig(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     cluster: ClusterConfig = ClusterConfig()
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    trackers: tuple[Annotated[str, AfterValidator(known_tracker)], ...] = ("tensorboard",)
 
     @model_validator(mode="after")
     def _one_length(self) -> "RunConfig":
