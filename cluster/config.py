@@ -8,7 +8,10 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Frozen(BaseModel):
-    """Base of every configuration class: immutable, and an unknown key is an error."""
+    """Base of every configuration class: immutable, and an unknown key is an error.
+
+    The text below a field says what it is and why one would change it; docs/configuration.md is made from it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -17,30 +20,48 @@ class GpuConfig(Frozen):
     """GPU of one role instance: 0 = CPU, a fraction = a slice of one card, 1 = a card of its own."""
 
     generator: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of each generator: 0 is the CPU, a fraction a slice of a card, 1 a card of its own. 0.5 for both roles: two
+    slices of one card."""
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of the learner, likewise. 1 for both roles: a card each."""
 
 
 class CpuConfig(Frozen):
     """CPU cores of one role instance; also its number of compute threads."""
 
     generator: Annotated[int, Field(ge=1)] = 1
+    """Cores, and compute threads, of each generator. Raise it where a run on CPUs says that generation is the longer
+    side."""
     learner: Annotated[int, Field(ge=1)] = 1
+    """Cores, and compute threads, of the learner. Raise it where a run on CPUs says that training is the longer
+    side."""
 
 
 class DeadlineConfig(Frozen):
     """Seconds that a wait may last before the run says what it waited for and acts."""
 
     start: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds for a process to start, room on the cluster, and reading the data. Raise it for large models and slow
+    disks."""
     group: Annotated[float, Field(gt=0)] = 900.0
+    """Seconds for one group of completions; beyond it the generator counts as hung and is replaced. Raise it if
+    completions are long."""
     step: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds for one training step, or one checkpoint. Raise it for large batches on slow hardware."""
     push: Annotated[float, Field(gt=0)] = 120.0
-    heartbeat: Annotated[float, Field(gt=0)] = 300.0  # without a finished micro-batch (on a CPU: any computation)
+    """Seconds for a policy to reach a generator, and for the answer to the probe. Raise it with `learner.mode: full` on
+    a slow network."""
+    heartbeat: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds that a learner may go without a finished micro-batch (on a CPU: without any computation) before it counts
+    as hung. Raise it if one micro-batch may take longer."""
 
 
 class ClusterConfig(Frozen):
     """Ray: `local` starts a private cluster, `auto` or host:port joins one; a submitted job always joins its own."""
 
     address: str = "local"
+    """`local` starts a private Ray cluster, `auto` or host:port joins one that is there; a submitted job always joins
+    its own."""
     gpus: GpuConfig = GpuConfig()
     cpus: CpuConfig = CpuConfig()
     deadlines: DeadlineConfig = DeadlineConfig()

@@ -15,62 +15,85 @@ from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
 
 class ModelConfig(Frozen):
-    """The base model (hub name or folder), its compute type, and an adapter to start from.
-
-    `reference`: what to stay close to (loss.beta). A folder of an adapter; null: `adapter`, or the base. With
-    learner.mode full a whole model; null: the weights that training starts from, kept beside those that are trained.
-    """
+    """The base model, its compute type, an adapter to start from, and what to stay close to."""
 
     path: str
+    """Hub name or folder of the base model; docs/models.md lists the architectures."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    base: Literal["none", "nf4"] = "none"  # nf4: QLoRA, the frozen base in 4 bits
-    adapter: str | None = None  # folder of a PEFT LoRA adapter
+    """Type that learner and generators compute in. float32 for exact comparisons, float16 for cards without
+    bfloat16."""
+    base: Literal["none", "nf4"] = "none"
+    """`nf4`: QLoRA, the frozen base in 4 bits (GPU generators only). For models whose 16-bit weights do not fit."""
+    adapter: str | None = None
+    """Folder of a PEFT LoRA adapter to start from; what `learner.lora` leaves out is the adapter's."""
     reference: str | None = None
-    reference_dtype: Literal["auto", "int8"] = "auto"  # of that second set of weights; auto: dtype
+    """What to stay close to (`learner.loss.beta`): a folder of an adapter; null: `adapter`, or the base. With
+    `learner.mode: full` a whole model; null: the weights that training starts from."""
+    reference_dtype: Literal["auto", "int8"] = "auto"
+    """With `learner.mode: full`: how the reference's second set of weights is held; `auto`: as `dtype`, `int8`: half
+    the bytes."""
 
 
 class MemoryConfig(Frozen):
-    """Two budgets, in bytes. `device`: of one card (on a CPU, of what both roles may have); null applies no limit.
-
-    `generator`: all of it; `learner`: tensors, without the CUDA context of about 0.5 GB. auto leaves layout and budgets
-    to the plan (cluster.memory.search), which also settles learner.checkpointing, learner.token_budget and
-    rollout.kv_cache where these are auto.
-    """
+    """Two budgets, in bytes. `auto` leaves layout and budgets to the plan (cluster.memory.search), which also settles
+    learner.checkpointing, learner.token_budget and rollout.kv_cache where these are auto."""
 
     device: Bytes | None = None
+    """Memory of one card (on a CPU: of what both roles may have). Set it, and the plan is made for it and kept; null:
+    no limit is applied."""
     layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
+    """`separate` cards, two `slices` of one, or `alternating`: the generators sleep while the learner trains."""
     generator: BytesOrAuto = "auto"
+    """The most that a generator may take, all of it. Set it to divide a card by hand."""
     learner: BytesOrAuto = "auto"
+    """The most that the learner's tensors may take, without the CUDA context of about 0.5 GB."""
 
 
 class CheckpointConfig(Frozen):
     """A checkpoint every `every` steps and at the end; the newest `keep` stay."""
 
     every: Annotated[int, Field(ge=1)] = 20
+    """Steps between checkpoints. Lower it where losing so many steps would hurt."""
     keep: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints that stay; older ones are deleted. Raise it to go back further."""
 
 
 class GuardConfig(Frozen):
     """Stops a run whose learner and sampler disagree: mean k3 (nats) above `mismatch_k3`, `steps` steps in a row."""
 
-    mismatch_k3: Positive | None = 1e-2  # null: never
+    mismatch_k3: Positive | None = 1e-2
+    """Most `policy/mismatch_k3`, in nats; null: the run is never stopped for it. Raise it for a staleness at which the
+    policy moves far."""
     steps: Annotated[int, Field(ge=1)] = 5
+    """Steps in a row above it that end the run, with a checkpoint and the reason."""
 
 
 class RunConfig(Frozen):
     """Everything that defines a run. Only `model.path` and `data.path` and `rewards` have no default."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\{seed\})?$")] = "run"  # may end in {seed}
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\{seed\})?$")] = "run"
+    """The run's folder below `output_dir`. Each run wants its own; `{seed}` at its end stands for the seed."""
     output_dir: str = "runs"
+    """Where run folders are made. On a cluster: a file system that driver and learner share."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Decides the order of problems, sampling, and a new adapter's weights. Another one for another run of the
+    same."""
     steps: Annotated[int, Field(ge=1)] | None = None
-    # Passes over the problems: the run ends when that many were consumed, with those that dynamic sampling replaced.
-    # The learning-rate schedule is made for the steps that this takes if none is replaced.
+    """Optimizer steps of the run, or null for `epochs`; 60 where both are null. More while `eval/accuracy` still
+    rises."""
     epochs: Positive | None = None
-    resume: str = "auto"  # auto | none | path of a checkpoint
-    # What may differ from the checkpoint that is resumed: data, rewards, base (content), or a setting's dotted key.
+    """Passes over the problems: the run ends when that many were consumed, with those that dynamic sampling replaced.
+    The learning-rate schedule is made for the steps that this takes if none is replaced."""
+    resume: str = "auto"
+    """`auto`: go on from the newest whole checkpoint of the run folder; `none`: start afresh; or a checkpoint's
+    path."""
     resume_allow_changed: tuple[str, ...] = ()
-    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0  # policy versions; 0 = synchronous
+    """What may differ from the checkpoint on purpose: `data`, `rewards`, `base` (their content), or settings such as
+    `learner.learning_rate`; all else that decides a run's numbers must be the same."""
+    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
+    """0: generate, then train, in turns. k: generation runs up to k policy versions ahead of training. Raise it to 1 or
+    2 where each side has hardware of its own, or generation is long; a run says at its end what its idle times
+    advise."""
     model: ModelConfig
     data: DataConfig
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
@@ -81,6 +104,7 @@ class RunConfig(Frozen):
     guard: GuardConfig = GuardConfig()
     cluster: ClusterConfig = ClusterConfig()
     trackers: tuple[Annotated[str, AfterValidator(known_tracker)], ...] = ("tensorboard",)
+    """Where metrics go beside metrics.jsonl: rows of TRACKERS in `cluster/trackers.py`; `[]`: nowhere."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "RunConfig":

@@ -15,25 +15,34 @@ class LoraConfig(Frozen):
     With model.adapter, what is left out here is the adapter's.
     """
 
-    rank: Literal[8, 16, 32, 64, 128, 256] = 16  # the ranks that vLLM serves
+    rank: Literal[8, 16, 32, 64, 128, 256] = 16
+    """Of the adapter, one that vLLM serves. Raise it for more capacity, at more memory and a larger push."""
     alpha: Positive = 32.0
+    """The adapter counts alpha / rank times; usually twice the rank. Raise it to let the same weights change more."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less."""
 
 
 class ScheduleConfig(Frozen):
     """Learning-rate schedule; `warmup` is a fraction of the run's steps."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"  # the others fall to 0 at the end of the run
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """The rate after the warm-up; `linear` and `cosine` fall to 0 at the end of the run, for a length known before."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Part of the run's steps in which the rate rises from 0. Raise it where the first steps harm."""
 
 
 class OptimizerConfig(Frozen):
     """AdamW, bitsandbytes' 8-bit AdamW, or the same with states that CUDA may page out to host memory."""
 
     kind: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """The 8-bit kinds of AdamW save memory, which matters for full fine-tuning; the paged one needs CUDA."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    """Decay of AdamW's averages of the gradient and of its square. A lower second one forgets peaks sooner."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Of matrices; norms and biases do not decay. Raise it for full fine-tuning over many epochs."""
     max_grad_norm: Positive = 1.0
+    """The gradient's norm is clipped to it. Lower it where `loss/grad_norm` has peaks that harm."""
 
 
 class Bounds(TypedDict, total=False):
@@ -65,16 +74,30 @@ class LossConfig(Frozen):
     learner/algo/advantage.py."""
 
     kind: Literal["dapo", "dr_grpo", "grpo"] = "dapo"
+    """What the loss is a mean over: `dapo` all tokens, `grpo` the tokens of each completion and then the completions;
+    `dr_grpo` divides by a constant. `dapo` for long completions of different lengths."""
     ratio: Literal["masked", "truncated", "icepop", "cispo", "sequence_mask", "sequence_truncate", "gspo", "clip"] = (
         "masked"
     )
-    epsilon: tuple[Positive, Positive] | None = None  # clip range below and above 1; null here and below: BOUNDS
-    delta: Positive | None = None  # most that the ratio of a sample with A < 0 counts, above the clip range
-    cap: Annotated[float, Field(ge=1)] | None = None  # most that a ratio counts
-    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]] | None = None  # outside: dropped
-    beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the k3 KL to the reference
-    advantage: Literal["group", "batch", "none"] = "batch"  # whose rewards' deviation the centred reward is divided by
-    mask_truncated: bool = False  # completions cut at max_completion_length count in the advantages, but do not train
+    """What bounds the ratio of policy to sampler: equations and papers in `learner/algo/ratios.py`. `sequence_mask` is
+    TRL's default; `clip` is PPO's and goes with `updates_per_batch`. Bounds that are null are the paper's values."""
+    epsilon: tuple[Positive, Positive] | None = None
+    """`gspo` and `clip`: the clip range below and above 1."""
+    delta: Positive | None = None
+    """`gspo` and `clip`: the most that the ratio of a completion with a negative advantage counts."""
+    cap: Annotated[float, Field(ge=1)] | None = None
+    """`masked`, `truncated`, `cispo`, `sequence_truncate`, `clip`: the most that a ratio counts."""
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]] | None = None
+    """`masked`, `icepop`, `sequence_mask`: ratios outside of it are dropped."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference. With LoRA that is the model with its adapter switched off, no second model;
+    with `learner.mode: full` a second set of weights (`model.reference_dtype`). Raise it to stay close."""
+    advantage: Literal["group", "batch", "none"] = "batch"
+    """A reward less the mean of its group is divided by the standard deviation of the rewards of the group or the
+    batch, or not at all (`none`: Dr. GRPO). `group` weighs groups of small differences up."""
+    mask_truncated: bool = False
+    """DAPO: completions cut at `max_completion_length` count in the advantages, but are not trained on. Set it where
+    cut completions score badly only for being cut."""
 
     @property
     def bounds(self) -> Bounds:
@@ -103,24 +126,37 @@ class LossConfig(Frozen):
 
 
 class LearnerConfig(Frozen):
-    """The learner's update. `token_budget`: tokens of a micro-batch, a shared prompt once; auto = 8192.
+    """The learner's update."""
 
-    `updates_per_batch`: optimizer steps per batch, hence per policy version, each on its share of the groups.
-    """
-
-    mode: Literal["lora", "full"] = "lora"  # full: every weight of the model, no adapter
-    push: Literal["adapter", "merged"] = "adapter"  # merged: the generators get base + adapter as one, and run no LoRA
+    mode: Literal["lora", "full"] = "lora"
+    """`lora` trains an adapter, `full` every weight of the model, at several times the memory."""
+    push: Literal["adapter", "merged"] = "adapter"
+    """`merged`: the generators get base and adapter as one, and decode without LoRA. It pays where a step's decoding
+    takes long beside a push of all adapted matrices; with `max_staleness` use it with `in_flight: continue`, else each
+    push waits until the generators are idle. In bfloat16 merging rounds the weights once more, so sampler and learner
+    differ a little more."""
     lora: LoraConfig = LoraConfig()
     groups_per_step: Annotated[int, Field(ge=1)] = 8
+    """Problems per update. More: a steadier gradient, and longer steps."""
     updates_per_batch: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps per batch, by decoupled PPO, each on its share of the groups; above 1 it wants `loss.ratio:
+    clip`. For learning more from each batch where generation is dear."""
     learning_rate: Positive = 2e-5
+    """LoRA wants about ten times a full fine-tune's rate. Lower it where `policy/mismatch_k3` or `policy/kl` grows."""
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
-    checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"  # k: of the layers
-    offload_boundaries: bool = False  # what checkpointing: full keeps goes to host memory; for very long sequences
+    checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Activations that are computed twice instead of kept: of no layer, all, the MLPs, or the first k layers; `auto`:
+    by the memory plan. Less memory, the same gradient to the bit."""
+    offload_boundaries: bool = False
+    """What `checkpointing: full` keeps goes to host memory; for very long sequences."""
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    restarts: Annotated[int, Field(ge=0)] = 0  # times that a learner which died or hangs goes on from a checkpoint
+    """Tokens of a micro-batch, a shared prompt counted once; `auto`: by the memory plan, 8192 without one. The gradient
+    does not depend on it; it is halved, and the step taken again, when memory runs out."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """Times that a learner which died or hangs (`cluster.deadlines.heartbeat`) is replaced, and the run goes on by
+    itself from the last checkpoint. Set it for long runs that nobody watches."""
 
     @property
     def pushes_adapters(self) -> bool:

@@ -60,11 +60,18 @@ class EvalConfig(Frozen):
     """Held-out evaluation. Without `path` and `split` problems are held out of the training data; `every: 0` switches
     it off."""
 
-    path: str | None = None  # null: data.path
-    split: str | None = None  # null: test; of a file, all of it
+    path: str | None = None
+    """Held-out problems of their own, named as in `data.path`; null: `data.path`."""
+    split: str | None = None
+    """Their split; null: `test`, and of a file all of it. With `path` null as well, a tenth of the distinct training
+    prompts is held out."""
     size: Annotated[int, Field(ge=1)] = 200
+    """Held-out problems, at most. More: a finer score, and a longer evaluation."""
     every: Annotated[int, Field(ge=0)] = 20
-    reward: str | None = None  # the reward that counts as accuracy; null = the one with the largest weight
+    """Steps between evaluations; 0: none. Raise it where an evaluation takes long beside the steps."""
+    reward: str | None = None
+    """The reward function that counts as accuracy, by its name in the metrics; null: the one with the largest
+    weight."""
 
 
 class DataConfig(Frozen):
@@ -72,45 +79,71 @@ class DataConfig(Frozen):
     save_to_disk, or a reasoning_gym task `rg:<task>`."""
 
     path: str
-    split: str = "train"  # or a part: train[:100]
-    prompt: str = (
-        "question"  # a column (text or chat messages), a part of one (problem.text), or a template: "Solve: {q}"
-    )
+    """The training problems: a hub name, a file, a folder of save_to_disk, or a reasoning_gym task, `rg:<task>`."""
+    split: str = "train"
+    """Which split, or a part of it: `train[:100]`. Take a part to try things out."""
+    prompt: str = "question"
+    """What the model is asked: a column (text, or a list of chat messages), a part of a nested one (`problem.text`), or
+    a template over columns (`"Solve: {question}"`)."""
     system: str | None = None
-    # Variables of the model's chat template, e.g. {enable_thinking: false}; one that it does not read is refused.
+    """A system message before every prompt. Set it to ask for a format; leave it null where the data has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    size: Annotated[int, Field(ge=1)] | None = None  # use the first n problems; for rg: how many to generate
-    # rg: the task's settings; else arguments of load_dataset. A secret is best given as env:NAME, a variable's name.
+    """Variables of the model's chat template, such as `{enable_thinking: false}` for Qwen3; one that it does not read
+    is refused."""
+    size: Annotated[int, Field(ge=1)] | None = None
+    """Use the first n problems; of a reasoning_gym task: how many to make (null: 1000). Set it for a short trial."""
     args: Arguments = Field(default_factory=dict)
-    overlong: Literal["fail", "drop"] = "fail"  # prompts above rollout.max_prompt_length; they are never cut
+    """Settings of a reasoning_gym task, else arguments of `datasets.load_dataset` (`{name: main}`). Give a secret as
+    `env:NAME`, the name of an environment variable."""
+    overlong: Literal["fail", "drop"] = "fail"
+    """Prompts above `rollout.max_prompt_length`: refuse the run, or leave them out; they are never cut."""
     eval: EvalConfig = EvalConfig()
 
 
 class RolloutConfig(Frozen):
-    """Generation. Token counts are per completion or prompt; `kv_cache` is bytes per generator, auto: by the memory
-    plan, 256MiB without one. `kv_cache_dtype`: auto is the model's type; fp8 holds twice the tokens of 16 bits, and
-    samples a little further from what the learner scores. `in_flight`: completions that run when a newer adapter
-    arrives finish on the one they began with, or continue under the newer one from the next token on."""
+    """Generation, and the processes that score it. Lengths are in tokens."""
 
     workers: Annotated[int, Field(ge=1)] = 1
+    """Generators. Raise it where a run says that generation is the longer side, and there is hardware for another."""
     num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions per problem (G): the group that advantages are computed in. More: a better estimate, for more
+    generation."""
     max_prompt_length: Annotated[int, Field(ge=1)] = 256
+    """Longest prompt in tokens; see `data.overlong` for longer ones."""
     max_completion_length: Annotated[int, Field(ge=1)] = 256
-    # A completion also ends with the token that completes one of these in its text; its tokens stay as sampled, that
-    # one included. Text is without special tokens; a string that is one ends completions by its id.
+    """Longest completion in tokens. Raise it while `rollout/truncated` is far from 0; memory and time grow with it."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """Strings that end a completion, beside the end tokens of the tokenizer and generation_config.json. Its tokens stay
+    as sampled, up to and including the one that completes the string. A special token ends it by its id."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Of sampling; the learner scores the same distribution. Raise it where the completions of a group are too alike to
+    learn from."""
     top_p: float = 1.0
+    """Must be 1: the learner scores the full distribution."""
     kv_cache: BytesOrAuto = DEFAULT_KV
+    """Bytes of each generator's KV cache; `auto`: by the memory plan, 256MiB without one. More: more sequences at
+    once."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`auto`: the model's type. `fp8`: twice the tokens of bfloat16 in the same bytes, sampled a little further from
+    what the learner scores, which the ratio corrects (the demo learns the same; its `policy/mismatch_k3` is 0.001)."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 128
+    """Sequences that a generator decodes at once, at most. Lower it where memory is short."""
     in_flight: Literal["finish", "continue"] = "finish"
-    reward_workers: Annotated[int, Field(ge=1)] = 1  # reward processes beside each generator
-    reward_memory: Bytes = DEFAULT_REWARD_MEMORY  # the most that each of them, and what it starts, may hold; not GPU
-    dynamic_sampling: bool = False  # replace groups whose rewards are all equal (DAPO)
-    # Groups begun beyond a batch's; the last to finish are stopped and go on later. Tokens may then be older than
-    # max_staleness (see cluster.oversampling), and are trained on with the ratio to their own policy.
+    """What completions under way do when a newer policy arrives: `finish` under theirs, or `continue` under the new one
+    from the next token on, with a version per token. `continue` needs `max_staleness` of at least 1; it keeps long
+    completions from getting old."""
+    reward_workers: Annotated[int, Field(ge=1)] = 1
+    """Reward processes beside each generator. Raise it where `reward/ms` is a large part of a group's time."""
+    reward_memory: Bytes = DEFAULT_REWARD_MEMORY
+    """The most main memory that each of them, and what it starts, may hold. Raise it for reward models."""
+    dynamic_sampling: bool = False
+    """DAPO: groups whose rewards are all equal are replaced by others before the update. Set it where
+    `reward/zero_variance_groups` is most of a batch."""
     oversample: Annotated[int, Field(ge=0)] = 0
+    """Groups begun beyond a batch's; the last to finish are stopped and go on later, under the newest policy, from
+    where they were (partial rollouts). All of their tokens are trained on, each with the ratio to the policy that
+    sampled it, also at `max_staleness` 0; a batch waits for a group whose tokens would get more than 4 versions older
+    than `max_staleness`. For completions of very different lengths."""
 
     @field_validator("top_p")
     @classmethod

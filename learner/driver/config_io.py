@@ -3,10 +3,10 @@
 import difflib
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,7 +15,7 @@ from learner.config import RunConfig
 from learner.driver.yaml_tree import ConfigError, parse_value, read_yaml
 from rewards.secret_values import masked
 
-__all__ = ["ConfigError", "describe", "load", "parse_value", "sentences", "to_yaml"]
+__all__ = ["ConfigError", "Key", "describe", "keys", "load", "parse_value", "sentences", "to_yaml"]
 
 SHOWN = 80  # characters of a wrong value that are worth showing
 
@@ -104,25 +104,30 @@ def _keys_at(root: type[BaseModel], location: Sequence[Any]) -> list[str]:
     return sorted(model.model_fields)
 
 
+class Key(NamedTuple):
+    """One key of the configuration as a user meets it."""
+
+    name: str  # dotted; <i> stands for an index into a list
+    default: str  # as a file or the command line has it
+    choices: str  # words that it takes, or ''
+    model: type[BaseModel]  # of which it is the field
+    field: str
+
+
+def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
+    """Every key, in the order of the models."""
+    for name, field in model.model_fields.items():
+        inner = next((a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)), None)
+        if inner is not None:
+            yield from keys(inner, f"{prefix}{name}." if _is_model(field.annotation) else f"{prefix}{name}.<i>.")
+            continue
+        default = "required" if field.is_required() else _as_written(field.get_default(call_default_factory=True))
+        yield Key(f"{prefix}{name}", default, _choices(field.annotation), model, name)
+
+
 def describe() -> str:
-    """Every key with its type and default, one a line, for --help."""
-    lines: list[str] = []
-
-    def walk(model: type[BaseModel], prefix: str) -> None:
-        for name, field in model.model_fields.items():
-            inner = next((a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)), None)
-            if inner is not None and _is_model(field.annotation):
-                walk(inner, f"{prefix}{name}.")
-            elif inner is not None:
-                walk(inner, f"{prefix}{name}.<i>.")
-            else:
-                required = field.is_required()
-                default = "required" if required else _as_written(field.get_default(call_default_factory=True))
-                choices = _choices(field.annotation)
-                lines.append(f"  {prefix}{name} = {default}" + (f"  ({choices})" if choices else ""))
-
-    walk(RunConfig, "")
-    return "\n".join(lines)
+    """Every key with its choices and default, one a line, for --help."""
+    return "\n".join(f"  {key.name} = {key.default}" + (f"  ({key.choices})" if key.choices else "") for key in keys())
 
 
 PLURAL = {int: "a number", float: "a number", str: "text", list: "a list"}
