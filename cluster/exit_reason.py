@@ -1,4 +1,4 @@
-"""Why a process ended, from what it left: Ray's report of its exit, its log, and the kernel's count of memory kills."""
+"""Why a process ended: worked out from Ray's report of its exit, its log, and the kernel's count of memory kills."""
 
 import re
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ NO_WORD = "it was killed by a signal (as `kill -9` and the kernel's out-of-memor
 
 
 class Found(NamedTuple):
-    """text: for people. reason: the same for the same fault, None if the process may have been killed from outside."""
+    """text: for people. reason: equal for equal faults; None if the process may have been killed from outside."""
 
     text: str
     reason: str | None
 
 
 class ExitReasons:
-    """Of the processes of one cluster. logs: the folder with their output, if it lies on this machine."""
+    """Explains the exits of one cluster's processes. logs: the folder with their output, if it is on this machine."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs

@@ -11,7 +11,7 @@ Digest = dict[str, int | str]  # {"bytes": …, "sha256": …}
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within it an error of the operating system names the path: of a full disk it would say only [Errno 28]."""
+    """Inside this block an OSError names the path; that of a full disk would say only [Errno 28]."""
     try:
         yield
     except OSError as error:
@@ -21,19 +21,19 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def digest_of(file: Path) -> Digest:
-    """Its length and sha256, as they are read back."""
+    """Length and sha256 of the file, read back from the disk."""
     with file.open("rb") as stream:
         return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def digests_in(folder: Path) -> dict[str, Digest]:
-    """Of every file below the folder, by its path in it."""
+    """The digest of every file below the folder, by its path relative to the folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): digest_of(file) for file in files}
 
 
 def fsync(path: Path) -> None:
-    """The file's content, or a folder's list of names, survives a power cut from here on."""
+    """Puts a file's content, or a folder's list of names, on the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with writing(path):

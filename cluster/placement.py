@@ -39,9 +39,9 @@ def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placem
 
 
 def pack(roles: Sequence[Role]) -> Placement:
-    """First-fit of roles into bundles, largest share first: one bundle a card for GPU roles, one a role without a GPU.
+    """Places roles first-fit, the largest GPU share first: one bundle for each card, one for each role without a GPU.
 
-    Of equal shares the last role, the learner, comes first, so that it shares its card with generators.
+    Among equal shares the last role, the learner, is placed first, so that it shares its card with generators.
     """
     bundles: list[dict[str, float]] = []
     free: list[float] = []

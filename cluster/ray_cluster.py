@@ -21,10 +21,9 @@ from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
 OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
-PATIENCE_S = 3.0  # with which a reservation is waited for without a word
+PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 
-
-# Of roles, whose lines reach the driver: no progress bars, and no notes from one library to the authors of another.
+# Set for every role, since its output reaches the driver: no progress bars, no warnings meant for library authors.
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
 
 
@@ -34,7 +33,7 @@ class Session:
     def __init__(self, mode: str, folder: RuntimeFolder | None) -> None:
         self.mode = mode  # local | joined
         self._folder = folder
-        # What roles leave in temporary folders goes with the private cluster, also when they are killed.
+        # Temporary files of roles lie in the private cluster's folder, which is removed even if a role is killed.
         self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
         self._actors: list[Remote[Any]] = []
         self._group: Any = None
@@ -53,8 +52,8 @@ class Session:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     async def reserve(self, roles: Sequence[Role], deadline_s: float, note: Callable[[str], None] = print) -> None:
-        """Reserves room for every role: PlacementError at once if there can be none, DeadlineExceeded if none becomes
-        free in time. `note` is told what is waited for."""
+        """Reserves room for every role. Raises PlacementError at once if the cluster is too small, DeadlineExceeded if
+        no room becomes free in time. `note` receives a line about what is being waited for."""
         from ray.util.placement_group import placement_group
 
         self._placement = place(roles, self.nodes())
@@ -173,7 +172,7 @@ def connect(address: str, min_cpus: float) -> Session:
 
 
 def _check_listening(address: str) -> None:
-    """Ray itself would try for a minute, without a word."""
+    """Raises PlacementError if nothing listens at the address; Ray itself would try for a minute and say nothing."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         try:

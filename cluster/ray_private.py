@@ -25,13 +25,13 @@ SYSTEM_CONFIG = {"enable_metrics_collection": False}  # the third such page, of 
 def close_doors() -> None:
     """Sets this process's environment for a private cluster; before anything imports ray."""
     os.environ.update(_ENV)
-    # Of this process alone, and nothing is written to the home folder. Ray keeps the first token it sees.
+    # The token is in this process's environment alone, not in the home folder. Ray keeps the first one that it sees.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def check_doors(ray: Any) -> None:
-    """Says so where it came too late: the caller had imported ray before, so its ports are open to the network."""
+    """Warns if close_doors came too late: ray had been imported before it, so its ports are open to the network."""
     address = ray.util.get_node_ip_address()
     if address not in ("127.0.0.1", "::1"):
         log.warning(

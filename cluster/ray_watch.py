@@ -1,7 +1,7 @@
-"""Whether Ray's own processes live: those of a private cluster, which are children of this process.
+"""Watches Ray's own processes of a private cluster, which are children of this process.
 
-Ray says of their loss late (of the GCS after 60 s, and ends this process with it) or something else (that an actor
-died, that its owner did).
+Ray itself reports their loss late (that of the GCS after 60 s, and then it ends this process), or as something else (an
+actor that died, or an actor's owner).
 """
 
 import asyncio
@@ -23,13 +23,13 @@ NEXT_STEP = "start the same command again: it goes on from the last checkpoint"
 
 
 class RayProcesses:
-    """Of this node. node: Ray's own record of what it has started here."""
+    """Ray's processes on this node. node: Ray's own record of what it has started here."""
 
     def __init__(self, node: Any, logs: Path) -> None:
         self._node, self._logs = node, logs
 
     def lost(self) -> str | None:
-        """The sentence that tells of the first one that has ended, or None."""
+        """A sentence about the first needed process that has ended, or None if all run."""
         for kind, process in self._node.dead_processes():
             if kind in NEEDED:
                 code = process.returncode
@@ -41,20 +41,21 @@ class RayProcesses:
         return None
 
     def _agent(self, kind: str) -> str:
-        """The raylet ends by itself as soon as one of its agents has."""
+        """Names the agent that ended before the raylet, which ends itself as soon as one of its agents has."""
         log = self._logs / "raylet.out"
         found = kind == "raylet" and log.exists() and re.findall(r"agent_name = (\w+)", log.read_text(errors="replace"))
         return f", as its {found[-1]} had" if found else ""
 
     async def watch(self) -> NoReturn:
-        """Returns only by ClusterLost."""
+        """Looks once a second; ends only by raising ClusterLost."""
         while True:
             await asyncio.sleep(EVERY_S)
             if text := self.lost():
                 raise ClusterLost(text)
 
     async def beside(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work returns or raises; or ClusterLost, and the work is cancelled."""
+        """Returns or raises what the work does. If a process of Ray ends first: cancels the work, raises
+        ClusterLost."""
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,9 +66,9 @@ class RayProcesses:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     def end(self, pids: Iterable[int | None]) -> None:
-        """Ends what is left of a cluster of which a part is lost, these processes of actors first.
+        """Ends what is left of a cluster that has lost a part: first the actors' processes, given by `pids`.
 
-        Ray's own way out asks the lost part for a minute, also as this interpreter exits; it is closed.
+        Ray's own shutdown would ask the lost part for a minute, and again as this interpreter exits; it is taken out.
         """
         import ray
 

@@ -33,10 +33,10 @@ class Metrics:
         self._trackers = [TRACKERS[name](run_dir) for name in trackers]
 
     def _forget_after(self, step: int) -> None:
-        """Lines of steps that a resumed run takes again are dropped, so that each step stands there once.
+        """Drops the lines of steps that a resumed run will repeat, so that each step stands there once.
 
-        A run that starts at 0 takes step 0 again. What is no line of a step (a kill cut it short, or a disk was full)
-        is dropped, with one warning.
+        A run that starts at step 0 repeats that step, too. Lines that a kill or a full disk cut short are dropped with
+        one warning.
         """
         if not self._path.exists():
             return
@@ -83,7 +83,7 @@ class Metrics:
 
 
 def _step_of(line: str) -> int | None:
-    """The step that a line of metrics.jsonl is of, None if it is no such line."""
+    """The step of a line of metrics.jsonl; None if the line is not one that Metrics wrote whole."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -140,12 +140,12 @@ class Timeline:
                 self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
     def busy(self, what: str, start: float, end: float) -> list[Interval]:
-        """The union of the spans of one kind, of all roles, inside [start, end], in seconds of time.perf_counter; what
-        is not over yet counts up to `end`."""
+        """When at least one role was at work of that kind inside [start, end], in seconds of time.perf_counter; a span
+        that is still open counts up to `end`."""
         return _union(itertools.chain.from_iterable(self.busy_by_role(what, start, end).values()))
 
     def busy_by_role(self, what: str, start: float, end: float) -> dict[str, list[Interval]]:
-        """The same of each role that has such spans."""
+        """The same for each role that has such spans."""
         still = (_Span(name, role, begin, end) for name, role, begin in self._open.values())
         spans: dict[str, list[Interval]] = {}
         for span in itertools.chain(self._spans, still):
@@ -156,7 +156,7 @@ class Timeline:
     def forget_before(self, moment: float) -> None:
         """Drops spans that ended before `moment`, so that memory does not grow with the run; and flushes the file.
 
-        A killed run loses the spans after that. To write each at once would cost as much as the rest of it.
+        A killed run loses the spans that came after. To flush after each span would double the cost of recording it.
         """
         with writing(self._path):
             self._file.flush()

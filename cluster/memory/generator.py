@@ -10,8 +10,8 @@ from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.units import CONTEXT, DTYPE_BYTES, Parts, base_bytes
 from cluster.memory.weight_push import GENERATOR_COPIES
 
-# On a CPU: the process before there is a model, measured as in cluster.memory. malloc's share grows, slower and slower:
-# local_cpu.yaml took 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
+# On a CPU: the process before it has a model, measured as in cluster.memory.learner. What malloc keeps grows, ever more
+# slowly: with local_cpu.yaml 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
 ENGINE_PROCESS = 1050 * 10**6
 PREFILL_TOKENS = 4096  # of one engine step, as rollout.vllm.convert asks for; bounds the activations of prefill
 
@@ -56,6 +56,6 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
 
 
 def asleep(parts: Parts) -> Parts:
-    """What of a generator stays on the card in vLLM's sleep level 1: weights (with the adapters' slots) go to host
-    memory and the KV cache is dropped (vllm docs, features/sleep_mode)."""
+    """The parts that stay on the card in vLLM's sleep level 1; weights and adapter slots go to host memory, and the KV
+    cache is dropped (vllm docs, features/sleep_mode)."""
     return {name: parts[name] for name in ("workspace", "graphs", "context")}

@@ -37,11 +37,13 @@ class Micro:
 
     @classmethod
     def of(cls, prompt: int, completion: int, generations: int, budget: int) -> "Micro":
-        """A budget that is full, at least one completion, of groups as learner.batch packs them, all as long as they
-        may be; a larger group is split, with its prompt in every part.
+        """The micro-batch that fills the budget, or holds one completion if that is longer, packed as learner.batch
+        does it, with prompts and completions at their greatest length. A group beyond the budget is split, and its
+        prompt is repeated in every part.
 
-        No batch has more tokens. Keys per token are 1 + prompt / (tokens of a completion), so completions that end
-        early under long prompts gather more, up to 1 + generations; what then does not fit costs a retry.
+        No micro-batch has more tokens, but it may have more keys: 1 + prompt / (tokens of a completion) per token, so
+        completions that end early under long prompts have more, up to 1 + generations. If those do not fit, the step is
+        retried with half the budget.
         """
         own = max(completion - 1, 1)
         tokens = max(budget, prompt + own)
@@ -119,8 +121,8 @@ def trained_params(shape: Shape, learning: Learning) -> int:
 
 
 def reference_bytes(shape: Shape, kind: ReferenceKind, b: int) -> int:
-    """b per parameter; int8: a byte per linear weight of the layers, and b per row of them for its scale. What is
-    multiplied out of it is one matrix at a time, in a pass that keeps nothing else: far below the step's peak."""
+    """b per parameter. int8: a byte for each linear weight of the layers, and b for the scale of each of their rows;
+    one matrix at a time is multiplied out, in a pass that keeps nothing else, which is far below the step's peak."""
     if kind == "none":
         return 0
     if kind == "auto":
@@ -194,14 +196,16 @@ def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int,
 
 
 def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """The most while a layer (the MLP alone) that is computed twice is on its way back.
+    """The most that is held while one layer is computed a second time for its backward pass; and the same where only
+    its MLP is (checkpointing=mlp).
 
-    In the feed-forward block: the layer again, and N (4 f + 2.1 h) for the gradients of gate, up and product; behind a
-    norm after it (Gemma) at least 22 N h, its float32 temporaries. In attention: its part of the layer, and
-    N (8 q - 4 h) + 4 S k for gradients, with FlashAttention's own float32 gradient of the queries among them, and with
-    fewer key than query heads 4 S q for keys and values per query head (mha_varlen_bwd). A 4-bit base has its largest
-    matrix multiplied out for the product that leads to the gradient of the feed-forward block's inside, 2 N f of which
-    are not there yet.
+    Backward of the feed-forward block: the layer again, and N (4 f + 2.1 h) for the gradients of gate, up and product.
+    If a norm follows the block (Gemma): at least 22 N h, the float32 temporaries of that norm.
+    Backward of attention: its part of the layer, and N (8 q - 4 h) + 4 S k for gradients, of which one is
+    FlashAttention's float32 gradient of the queries. With fewer key than query heads 4 S q more, since it expands keys
+    and values to one per query head (mha_varlen_bwd).
+    A 4-bit base: its largest matrix is multiplied out for one product of the feed-forward block's backward pass. At
+    that moment 2 N f of the gradients above do not exist yet, so only what the matrix takes beyond them is added.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     w, n = shape.widths, micro.tokens
@@ -220,8 +224,8 @@ def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int
 
 
 def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """The most beside what all layers keep: the head's tile, the last norm's way back (20 N h), or that of the last
-    layer, which needs little more than what it frees."""
+    """The most that is held beside what all layers keep: the head's tile, the backward pass of the last norm (20 N h),
+    or that of the last layer, which takes little more than it frees."""
     _, alone = live_again(shape, learning, micro)
     _, kept_mlp = kept_per_layer(shape, learning, micro)
     norm = 20 * micro.tokens * shape.hidden * DTYPE_BYTES[learning.dtype] // 2

@@ -10,7 +10,8 @@ from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.units import Checkpointing, Parts
 
 USABLE = 0.97  # of a device's bytes: the driver, a display and other processes have the rest
-# Of the learner, while the engine is awake: its cache is given back, but for segments that hold something still.
+# What the learner keeps on the card while the engine is awake (alternating): its allocator's cache is given back, but
+# for segments that still hold something, which `fragmentation` stands for.
 BETWEEN = ("weights", "adapters", "gradients", "optimizer", "reference", "fragmentation", "context")
 
 Layout = Literal["separate", "slices", "alternating"]

@@ -10,9 +10,9 @@ BLOCKS = (
     tuple(LINEAR)[:4],
     tuple(LINEAR)[4:],
 )  # attention, feed-forward: a block is sent whole (learner.model.lora_merge)
-# On a CPU, times what is sent. Measured with 75 MB (in brackets by how much the resident sets grew): the learner's own
-# bytes, and of the object store the pages of this push and of the one before, which is still held (3.4); the
-# generator's view of the store, and vLLM's copies of the layer that it loads (1.9).
+# On a CPU, as multiples of what is sent; measured with 75 MB by the growth of the resident sets. Learner (3.4): its own
+# bytes, and the object store's pages of this push and of the one before, which is still held. Generator (1.9): its view
+# of the store, and vLLM's copies of the layer that it is loading.
 LEARNER_COPIES, GENERATOR_COPIES = 3, 2
 
 
