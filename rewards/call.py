@@ -29,8 +29,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one call: values (None where the function says so, nan where it failed) and,
-    unless ok, what was wrong, in words."""
+    """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
+    status is ok, what was wrong, in words."""
 
     status: Status
     values: list[float | None]
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
-    """Calls `reward` on `group`. Whatever the reward function does short of killing its process becomes a Verdict."""
+    """Calls `reward` on `group`. Whatever the function does becomes a Verdict, unless it kills its process."""
     size = len(group.completions)
     try:
         returned = reward(**_arguments(reward, group, args, built_in=built_in))

@@ -27,9 +27,9 @@ def try_rewards(
 ) -> Scores:
     """Loads each function in a worker process and calls it on these rows. Not from inside an event loop.
 
-    With two rows or more, a function that returns a list of length 1 for any group is seen. Raises RewardError, one
-    line for each function that does not load, raises, dies, is late or returns the wrong shape. A None or NaN is
-    accepted: a function may have no number for a dummy completion.
+    Give two rows or more, so that a function which returns a list of length 1 for any group is found out. Raises
+    RewardError, with one line for each function that does not load, raises, dies, is late or returns the wrong shape. A
+    None or NaN is accepted: a function may have no number for a dummy completion.
     """
     if not completions:
         raise ValueError("try_rewards: needs at least one completion, got none")
@@ -61,8 +61,8 @@ async def _try(
 
 
 async def _slow_at_first(reward: RewardConfig, memory_bytes: int, *group: Any) -> bool:
-    """Whether a late function answers in time once it has answered before: what it imports or loads within a call is
-    there then."""
+    """Whether a function that was late is late at its first call only: then what took long is what it imports or loads
+    inside that call."""
     patient = reward.model_copy(update={"timeout_s": max(PATIENCE_S, reward.timeout_s)})
     async with RewardPool([patient], memory_bytes=memory_bytes) as pool:
         first = await pool.verdicts(*group)

@@ -1,6 +1,7 @@
 """The environment of a reward process: what programs need to run, and no tokens but those that a reward names.
 
-A process has all rewards of a run, one call at a time; what a reward names is there during its own calls only.
+A reward process serves all reward functions of a run, one call at a time. A variable that one of them names is set
+during the calls of that one only.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ def withhold() -> None:
 
 @contextlib.contextmanager
 def lent(values: Mapping[str, str]) -> Iterator[None]:
-    """Within it, what a reward names is in the environment."""
+    """Inside this block the variables that a reward names are in the environment."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -64,7 +65,7 @@ def lent(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def advice(text: str) -> str:
-    """For an exception that seems to miss a variable which is kept from rewards: how to get it; else ''."""
+    """If the text of an exception names a variable that is kept from rewards: how to get it; else ''."""
     words = set(re.findall(r"\w+", text))
     missed = sorted(name for name in _withheld & words if "_" in name and name not in os.environ)
     if not missed:

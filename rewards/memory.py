@@ -1,4 +1,4 @@
-"""The most that one reward process may hold, and how a reward is told that it met that cap."""
+"""The memory cap of a reward process, and what is said of a function that met it."""
 
 import resource
 
@@ -17,14 +17,14 @@ def cap(memory_bytes: int) -> None:
 
 
 def limit(kind: int, value: int) -> None:
-    """Sets a limit for good, or the lower one that is there already."""
+    """Sets a limit that this process cannot raise again; a lower one that is set already stays."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
 
 
 def met(error: BaseException) -> bool:
-    """True if `error` says that memory could not be had (that of a GPU is none of ours)."""
+    """True if `error` says that main memory ran out (a GPU's memory has no cap here)."""
     if isinstance(error, MemoryError):
         return True
     try:
@@ -35,7 +35,7 @@ def met(error: BaseException) -> bool:
 
 
 def advice() -> str:
-    """In a reward process that met its cap: which, and what to set."""
+    """The cap of this process, which it met, and what to set instead."""
     bytes_ = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if bytes_ == resource.RLIM_INFINITY:
         return "the machine has no more memory"

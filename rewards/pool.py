@@ -52,8 +52,8 @@ class RewardPool:
     """
 
     def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = memory.DEFAULT) -> None:
-        """`workers`: processes, each judging one group at a time. `memory_bytes`: the most that each may
-        hold. Raises ValueError on no reward or no worker, RewardError on a variable that is named and not set."""
+        """`workers`: processes, each scoring one group at a time. `memory_bytes`: the most that each may hold. Raises
+        ValueError without a reward or a worker, RewardError for a variable that is named and not set."""
         if not rewards:
             raise ValueError("rewards: must list at least one reward, got none; add for example {use: number}")
         if workers < 1:
@@ -99,7 +99,7 @@ class RewardPool:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[Verdict]:
-        """What each reward function said of a group, in the order of the rewards, whatever their `on_error`."""
+        """The outcome of each reward function for a group, in the order of the rewards, whatever their `on_error`."""
         size = len(completions)
         given = {"prompts": prompts, "completion_ids": completion_ids, **columns}
         if uneven := {name: len(values) for name, values in given.items() if len(values) != size}:
@@ -117,7 +117,7 @@ class RewardPool:
             self._free.put_nowait(slot)
 
     def combine(self, verdicts: Sequence[Verdict], ms: float) -> Scores:
-        """Scores of what all reward functions said of one group, which took `ms` milliseconds."""
+        """The scores of one group, from the outcomes of all reward functions; they took `ms` milliseconds."""
         rows = [self._row(verdicts, i) for i in range(len(verdicts[0].values))]
         return Scores(
             reward=[reward for reward, _ in rows],

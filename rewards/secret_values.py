@@ -74,7 +74,7 @@ def _hidden(value: Any) -> Any:
 
 
 def _secrets(args: Any) -> Iterator[str]:
-    """What `masked` would hide, as text; of one letter or two it would be in every word."""
+    """The texts that `masked` would hide, but for those of one or two letters, which occur in every word."""
     found: list[str] = []
 
     def note(value: Any, secret: bool) -> None:

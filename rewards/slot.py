@@ -35,16 +35,16 @@ class Call:
     use: str
     args: Mapping[str, Any]
     env: Mapping[str, str]
-    """The variables that it names, with their values."""
+    """The environment variables that the reward names, with their values."""
     timeout_s: float
 
 
 class Slot:
-    """A worker process and its replacement, and the next. Used by one caller at a time."""
+    """One worker process, replaced whenever it dies. Used by one caller at a time."""
 
     def __init__(self, memory_bytes: int, starter: ThreadPoolExecutor) -> None:
-        """`starter`: its thread must live as long as the slot. The kernel takes the end of the *thread* that made a
-        process for the end of its parent, and PDEATHSIG would kill the worker."""
+        """`starter`: starts the processes; its thread must live as long as the slot. When the *thread* that started a
+        process ends, the kernel takes that for the end of the parent, and PDEATHSIG would kill the worker."""
         self._memory_bytes = memory_bytes
         self._starter = starter
         self._closed = False

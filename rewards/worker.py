@@ -1,4 +1,4 @@
-"""What runs inside a worker process. Only plain values cross back: an exception of its own may not unpickle."""
+"""What runs inside a reward process. Only plain values go back: a user's own exception class may not unpickle there."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ _LOADED: dict[str, Reward] = {}  # of this process: one worker serves many group
 
 
 def confine(memory_bytes: int, parent: int) -> None:
-    """Runs first in every worker: its environment and limits, and its end when the process `parent` ends."""
+    """Runs first in every worker: sets its environment and limits, and makes it end when the process `parent` ends."""
     environment.withhold()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver, which then stops us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
