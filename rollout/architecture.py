@@ -1,10 +1,10 @@
-"""What a config.json says of an architecture, for generators and learner alike. A mapping is read, nothing loaded."""
+"""What a config.json says about an architecture. Generators and learner both ask here; nothing is loaded."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# In vLLM's and in transformers' names. Of a model with experts only these are adapted: vLLM has no LoRA for experts on
-# a CPU, and PEFT gives their fused gate and up projection twice the rank of the others.
+# Names that vLLM and transformers share. In a model with experts only these layers are adapted: vLLM has no LoRA for
+# experts on a CPU, and PEFT gives their fused gate and up projection twice the rank of the others.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
@@ -17,7 +17,7 @@ class ArchitectureError(ValueError):
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a model of several kinds of input keeps what concerns text."""
+    """The settings for text; a model with several kinds of input keeps them in text_config."""
     text: Mapping[str, Any] = config.get("text_config") or {}
     return {**config, **text}
 
@@ -29,7 +29,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> None:
-    """Raises ArchitectureError if the model of a config.json is none that is trained here.
+    """Raises ArchitectureError if a model with this config.json cannot be trained here.
 
     Args:
         lora: an adapter is trained; else the whole model.
@@ -61,7 +61,7 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
 
 
 def check_length(config: Mapping[str, Any], path: str, tokens: int) -> None:
-    """Raises ArchitectureError where sampler and learner would turn positions by different factors.
+    """Raises ArchitectureError if sampler and learner would rotate positions by different factors.
 
     longrope has two sets of factors: beyond original_max_position_embeddings vLLM takes the long ones for every request
     of an engine, transformers for the long rows alone.

@@ -1,4 +1,4 @@
-"""What a rollout worker asks of a generator. The values that cross that border: rollout.types."""
+"""The engine protocol: what a rollout worker asks of a generator. The values that go to and fro: rollout.types."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class EngineSettings:
             adapters, weights are replaced by load_weights.
         adapter_window: adapter versions resident at once. With in_flight "finish" at least 2: load_adapter waits while
             all others are in use, and max_staleness + 2 is enough. With "continue" 1.
-        seed: must contain the worker's rank: two engines with one seed sample the same tokens.
+        seed: must differ from worker to worker: two engines with one seed sample the same tokens.
         base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; CUDA only.
         kv_cache_dtype: "auto", as dtype, or "fp8" (e4m3, scale 1). On a CPU fp8 needs AVX-512 and heads of 32 k.
-        in_flight: what becomes of running completions when a newer policy is loaded. "finish": they finish on the
-            version they began with; whole weights wait for that. "continue": from the next step on the newer one
-            samples them, with the keys and values that are there (PipelineRL, Piché et al. 2025).
-        stop_ids: tokens that end a completion (finish_reason "stop") and stay its last, beside those that the model's
-            generation_config.json or config.json names.
-        stop: strings that do so: the token with which one is complete in the completion's text is its last. The text
-            is that without special tokens.
+        in_flight: what becomes of running completions when a newer policy is loaded. "finish": they finish under the
+            version they began with, and whole weights are loaded only after that. "continue": the newer version
+            samples them from the next step on, with the keys and values that are there (PipelineRL, Piché et al. 2025).
+        stop_ids: tokens that end a completion (finish_reason "stop") and are kept as its last one. The end tokens of
+            the model's generation_config.json or config.json do so as well.
+        stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
+            decoded without special tokens.
         sleeps: sleep() will be called; CUDA only.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
@@ -148,7 +148,7 @@ class Engine(Protocol):
         ...
 
     async def held(self) -> Held:
-        """The newest policy as it lies in the tensors that are computed with; nothing that was said of it on its way.
+        """The newest policy, read back from the tensors that the engine computes with, not from what it was sent.
 
         Raises NoAdapter, EngineAsleep, EngineDied, EngineClosed.
         """

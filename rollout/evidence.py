@@ -1,11 +1,11 @@
-"""Whether an engine's answers go where the learner's go, over all the versions since the probe tokens were chosen.
+"""Whether an engine's logprobs of the probe tokens follow the learner's from policy version to policy version.
 
-An engine that is frozen answers today as it did then. Between two versions of the same engine what sets it apart from
-the learner (kernels, 16 bits, an fp8 cache) cancels, but for rounding: new weights, new roundings, on both sides. In 16
-bits that is more than a small step: of two honest answers one may then stand still while the other moves. So a pair of
-versions says something only if the learner went FAR times as far between them as its logprobs were off the engine's at
-the first: then most of its way is policy, not rounding. A frozen engine falls behind further with each version, until
-it shows. How many that takes: benchmarks/engine/delivery_power.py.
+A frozen engine gives the same logprobs for ever. Between two versions of one engine, what always sets it apart from the
+learner (kernels, 16 bits, an fp8 cache) cancels. Rounding does not: new weights are rounded anew, on both sides. In 16
+bits that can be more than a small training step, so of two honest answers one may stand still while the other moves.
+Hence a pair of versions counts only if the learner's logprobs moved FAR times as far between them as they differed from
+the engine's at the first: then most of that way is policy, not rounding. A frozen engine falls further behind with each
+version, until it is found out. How many versions that takes: benchmarks/engine/delivery_power.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy.typing as npt
 Logprobs = npt.NDArray[np.float32]
 
 FAR = 2.0
-ARRIVED = 1 / 3  # of the learner's way, at least, by an engine that has the policy
+ARRIVED = 1 / 3  # share of the learner's way that an engine which has the policy goes at least
 FEW = 32  # tokens; with fewer a mean says little
 KEPT = 16  # versions, besides the first
 
 
 class Stuck(NamedTuple):
-    """The share of the learner's way since version `since` that the engine went, and that way's rms in nats."""
+    """An engine that does not follow. share: the part of the learner's way since version `since` that it went as well;
+    way: the length of that way, rms in nats."""
 
     since: int
     share: float
@@ -33,7 +34,7 @@ class Stuck(NamedTuple):
 
 
 class Evidence:
-    """Of one worker. Forgets everything when the probe tokens change.
+    """The logprobs of one worker and the learner so far; other probe tokens begin anew.
 
     settled: whether a frozen engine would have been found out by now, on these tokens.
     """
@@ -45,8 +46,8 @@ class Evidence:
         self._later: deque[tuple[int, Logprobs, Logprobs]] = deque(maxlen=KEPT)
 
     def add(self, version: int, ids: tuple[int, ...], engine: Logprobs, learner: Logprobs) -> Stuck | None:
-        """[N-1] logprobs of the N tokens, of both. The version since which the engine has least gone with the
-        learner; None if it has, or nothing can be said yet."""
+        """Takes both sides' [N-1] logprobs of the N tokens. Returns the version since which the engine has followed the
+        learner least, if that is too little; None if it has followed, or if nothing can be said yet."""
         if ids != self._ids:
             self._ids, self.settled = ids, False
             self._first.clear()

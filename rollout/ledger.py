@@ -1,6 +1,7 @@
 """Rollout rows at rest: one Parquet file a step, read back for replay, reports and re-scoring.
 
-The columns of rollout.schema, but that `reward_parts` is a list of {name, value}: `datasets` and others read no maps.
+The columns are those of rollout.schema, except that `reward_parts` is a list of {name, value}: `datasets` and others
+cannot read maps.
 """
 
 import os
@@ -30,7 +31,8 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
 
 
 def read(path: Path) -> pa.Table:
-    """One step file as a table of rollout.schema; also one of a version that wrote maps. Raises ValueError."""
+    """One step file as a table of rollout.schema. Files of earlier versions, with maps, are read too. Raises
+    ValueError."""
     return check(_as_sent(pq.read_table(path)))
 
 

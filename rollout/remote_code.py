@@ -5,9 +5,9 @@ from typing import Any
 
 
 def needs_own_code(config: Mapping[str, Any]) -> str | None:
-    """What of a model's config.json only its own code can build; None where transformers can.
+    """The part of the model that only its own code can build; None if transformers can build all of it.
 
-    Many folders of well-known architectures bring code that was needed before transformers had them: these pass.
+    Folders of well-known architectures often still bring code from before transformers had them: these pass.
     """
     brought: Mapping[str, Any] = config.get("auto_map") or {}
     if not brought:

@@ -25,7 +25,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Source":
-        """One that is there already."""
+        """A source for a tensor that exists already."""
         return cls(tensor.shape, lambda place: place.copy_(tensor))
 
 

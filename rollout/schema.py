@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float32]
 SCHEMA = pa.schema(
     [
         pa.field("run_id", pa.string(), nullable=False),
-        pa.field("group_id", pa.string(), nullable=False),  # epoch-position-attempt: unique for ever
+        pa.field("group_id", pa.string(), nullable=False),  # epoch-position-attempt: unique in the run
         pa.field("problem_id", pa.string(), nullable=False),
         pa.field("epoch", pa.int32(), nullable=False),
         pa.field("position", pa.int64(), nullable=False),  # place in the seeded problem stream, counted over epochs
@@ -68,7 +68,7 @@ class Problem:
     epoch: int
 
     def group_id(self, attempt: int) -> str:
-        """Unique for ever: where the group stands in the stream, and the how-manieth try it is."""
+        """Unique in the run: epoch, position in the stream, and attempt."""
         return f"{self.epoch}-{self.position}-{attempt}"
 
     def to_json(self) -> str:
@@ -121,7 +121,7 @@ def rewards_of(table: pa.Table) -> npt.NDArray[np.float64]:
 
 
 def failed(table: pa.Table) -> npt.NDArray[np.bool_]:
-    """[G] where a reward function failed. That none scores it is no failure."""
+    """[G] True where a reward function failed. A completion that no function scores has not failed."""
     return np.asarray([status not in ("ok", "none") for status in table.column("reward_status").to_pylist()], bool)
 
 

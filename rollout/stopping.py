@@ -31,10 +31,10 @@ def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tupl
 
 
 def cut(completion: Completion, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Completion:
-    """The completion up to and including the token with which the first of the strings is complete in its text.
+    """The completion up to and including the token that completes the first of the strings in its text.
 
-    An engine looks at what it samples itself: a string that begins in one part of a completion that was sampled in
-    parts (rollout.partial) and ends in the next is found here.
+    An engine looks for stop strings only in what one call samples. In a completion that was sampled in parts
+    (rollout.partial), a string that begins in one part and ends in the next is found here.
     """
     ids = completion.token_ids.tolist()
 

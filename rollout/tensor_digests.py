@@ -1,8 +1,8 @@
-"""What a policy is, tensor by tensor, in a form that the learner and an engine can both give: name -> digest.
+"""A policy as name -> digest of each tensor, which the learner and an engine can both compute and then compare.
 
-Names and shapes are those of the payload (PEFT's for an adapter, the checkpoint's for weights), values those that an
-engine computes with: in its type, and of an adapter's B with the factor alpha / r multiplied in, as vLLM does on
-loading. So an engine cannot say it from the bytes that arrived; it has to read the tensors in use.
+Names and shapes are those of the payload (PEFT's for an adapter, the checkpoint's for weights). Values are those that
+an engine computes with: in its type, and with alpha / r multiplied into an adapter's B, as vLLM does on loading. So an
+engine cannot make the digests from the bytes that arrived; it has to read the tensors in use.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def read_of(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
-    """What is read back of one of the weights of a whole model, in `dtype`: of a matrix its columns_of, in memory of
-    their own."""
+    """The part of a whole model's weight that is read back, in `dtype`: of a matrix the columns that columns_of names,
+    in memory of their own."""
     if weight.dim() != 2:
         return weight.to(dtype)
-    # A sum that begins with zero has no -0.0 (see columns_of), hence the second zero.
+    # An engine may read by sums that begin with zero (see columns_of), which are never -0.0; adding zero does the same.
     return weight[:, columns_of(version, weight.shape[1]).to(weight.device)].to(dtype) + 0.0
 
 
 def columns_of(version: int, width: int) -> Tensor:
     """[min(width, COLUMNS)] int64, ascending: columns of a matrix, other ones for each version.
 
-    Whole weights are gigabytes, and a CPU's kernels have them in a repacked copy, which is read by multiplying with
-    unit vectors: exact, and COLUMNS of them cost as much as a prompt of that many tokens. That the bytes arrived is
-    proven by their digest; a load that leaves a matrix as it was cannot hide in the columns that are not read.
+    Whole weights are gigabytes, and a CPU's kernels keep them in a repacked copy, which can be read only by multiplying
+    with unit vectors. That is exact, and for COLUMNS of them it costs as much as a prompt of that many tokens. A few
+    columns are enough: the digest proves that all bytes arrived, and a matrix that a load left as it was differs in
+    every column.
     """
     chosen = np.random.default_rng(version).choice(width, min(width, COLUMNS), replace=False)
     return torch.from_numpy(np.sort(chosen))

@@ -36,9 +36,10 @@ class Completion:
             greedy sampling (temperature 0) records the logprobs at temperature 1.
         finish_reason: "stop" (an end token or a stop string), "length" (max_tokens reached) or "abort" (stopped before
             either; T may be 0).
-        versions: [T] int32, policy version that sampled each token. What one call of generate samples has one version,
-            or with in_flight "continue" versions that never fall. A completion that several calls went on with (see
-            rollout.partial) has theirs, one after the other.
+        versions: [T] int32, policy version that sampled each token. The tokens of one call of generate have one
+        version,
+            or with in_flight "continue" versions that never fall. A completion that was continued by further calls
+            (see rollout.partial) has the versions of each call, one after the other.
     """
 
     token_ids: NDArray[np.int32]
@@ -115,8 +116,8 @@ class Weights:
     """Weights of a model on their way from the learner to the generators: all of them (learner.mode: full), or those
     that the adapter changes, merged with it (learner.push: merged). version, digest: as of an Adapter.
 
-    payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Of what
-    engines fuse (q, k and v; gate and up), all or nothing.
+    payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Layers that
+    engines fuse (q, k and v; gate and up) come together or not at all.
     """
 
     version: int
@@ -159,8 +160,8 @@ class Held(NamedTuple):
     """A policy as one process holds it.
 
     tensors: name -> sha256 hex (rollout.tensor_digests.digest_of_tensor) of an adapter's tensor, or of what is read of
-    a weight (rollout.tensor_digests.read_of). unread: names of what an engine holds in a layout that it cannot read
-    back.
+    a weight (rollout.tensor_digests.read_of). unread: names of tensors that an engine holds in a layout that cannot be
+    read back.
     """
 
     tensors: dict[str, str]

@@ -1,14 +1,14 @@
 """Proof that a generator holds the policy it was sent. Silent non-delivery is the costliest bug of this field: an
 adapter that never reaches the sampler looks like staleness.
 
-Three layers, each for what those before it let pass:
+Three checks, each of which finds what those before it let pass:
 
     digest      of the bytes that arrived (Push.check_digest): a transport that corrupts or mixes up policies.
     tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing, in
                 part, or into another slot; a copy that was not renewed. Any step that changes one bit of one tensor.
     logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
-                (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says of its
-                tensors, answers that do not go with the learner's over the versions (rollout.evidence).
+                (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says about its
+                tensors, logprobs that do not follow the learner's from version to version (rollout.evidence).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class DeliveryError(RuntimeError):
 
 
 class Receipt(NamedTuple):
-    """What a generator says of a policy that it has taken.
+    """A generator's answer to a policy that it was sent.
 
     digest: sha256 hex of the bytes it loaded. load_s: seconds that it took. peak_memory: bytes of its process, since
     its start.
@@ -47,10 +47,10 @@ class Receipt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What learner or generator says when it is asked about the newest policy.
+    """The answer of learner or generator to the probe, under the newest policy.
 
-    logprobs: [N-1] nats of the N probe tokens, temperature 1. held: the tensors that it computes with; the learner says
-    those that a generator must. seconds: what it took.
+    logprobs: [N-1] nats of the N probe tokens, temperature 1. held: digests of the tensors that it computes with; in
+    the learner's answer, of those that a generator must hold. seconds: that the answer took.
     """
 
     logprobs: npt.NDArray[np.float32]
@@ -121,7 +121,7 @@ class Push:
         expected: npt.NDArray[np.float32],
         evidence: Evidence,
     ) -> None:
-        """DeliveryError if over the versions the answers do not go where the learner's go."""
+        """DeliveryError if the generator's logprobs do not follow the learner's from version to version."""
         version = self.adapter.version
         stuck = evidence.add(version, self.probe_ids, found, expected)
         if stuck is not None:

@@ -1,4 +1,4 @@
-"""A function of somebody else's making under a deadline: in a copy of this process, which can be killed."""
+"""Runs a function that is not trusted to end, under a deadline, in a copy of this process that can be killed."""
 
 import multiprocessing
 import resource
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-MORE_BYTES = 2**30  # that it may take beyond what this process has
+MORE_BYTES = 2**30  # of memory that the copy may take beyond what this process has
 
 
 def fails_within(seconds: float, function: Callable[[], object]) -> str:
     """What is wrong if `function` does not come to an end in `seconds`, or its process dies; '' else.
 
-    What it returns or raises is nobody's business here. It must not use threads of this process: the copy has none.
+    What it returns or raises is ignored. It must not use threads of this process: the copy has none.
     """
     context = multiprocessing.get_context("fork")  # a new interpreter would take seconds to know what is known here
     ours, theirs = context.Pipe(duplex=False)

@@ -28,7 +28,7 @@ class ChatError(ValueError):
 
 
 class Chat:
-    """A model's way to write conversations down.
+    """How a model writes conversations: its chat template, tokenizer and end tokens.
 
     Where the tokenizer has a chat template, a prompt is its messages and is rendered with the opening of the
     assistant's turn. Where it has none (a base model), a prompt is plain text: the contents of the system and the user
@@ -119,7 +119,7 @@ class Chat:
 
     def try_template(self, seconds: float, roles: Sequence[str]) -> None:
         """Renders a short conversation of these roles in a process that can be killed. Raises ChatError if the template
-        does not come to an end in `seconds`; what it says to the roles, `render` tells."""
+        does not come to an end in `seconds`; an error that it raises itself is left to `render`."""
         messages = [{"role": role, "content": "1+1?"} for role in roles]
 
         def rendered() -> object:  # as text: the tokenizer's own threads are not there in a copy of this process

@@ -1,4 +1,4 @@
-"""Without a network the hub's client tries for half a minute at each file: one quick connection tells beforehand."""
+"""One quick connection tells whether the hub can be reached; its client would try for half a minute at each file."""
 
 import logging
 import os

@@ -1,12 +1,12 @@
-"""Many small pieces of work under one deadline: whether they will be done by it is told early."""
+"""Tells early whether many small pieces of work will be done by their deadline."""
 
 import time
 
-PROBE_S = 3.0  # of work, from which the rest is foreseen
+PROBE_S = 3.0  # of work, before the rest is estimated from it
 
 
 class Pace:
-    """Begins when it is made. `total` pieces must be done `seconds` later."""
+    """`total` pieces must be done within `seconds` from the construction of this object."""
 
     def __init__(self, total: int, seconds: float) -> None:
         self._total, self._seconds = total, seconds

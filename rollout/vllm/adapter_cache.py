@@ -38,8 +38,8 @@ class Resident:
 class AdapterWindow:
     """Keeps at most `capacity` versions and drops neither the newest nor one that is in use (but see replace).
 
-    A version has a lora_id of its own, never used twice. With capacity 1 all have the same: a newer adapter then takes
-    the place of the one in use, under the requests that run.
+    Each version has a lora_id of its own, never used twice. With capacity 1 all versions share one id: a newer adapter
+    then replaces the one in use, while requests run.
 
     stage() may run in any thread; everything else belongs to the engine's thread.
     """
@@ -110,7 +110,7 @@ class AdapterWindow:
         self._keys = staged.keys
 
     def replace(self, staged: Resident) -> None:
-        """The staged version is the only one from here on, whoever still uses another."""
+        """Makes the staged version the only one, even if requests still use another."""
         for resident in self.residents:
             self.drop(resident)
         self.add(staged)

@@ -1,4 +1,4 @@
-"""What callers ask of the engine's thread, each with the future that is answered."""
+"""What callers ask of the engine's thread; each command holds the future of its answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rollout.vllm.adapter_cache import Resident
 
 @dataclass(slots=True)
 class Request:
-    """generate or probe. read turns vLLM's output and the version that it began with into the answer."""
+    """generate or probe. read: vLLM's output and the version that the request began with -> the answer."""
 
     id: str
     prompt_ids: list[int]
     params: Any
     read: Callable[[Any, int], Any]
     answer: Future[Any] = field(default_factory=Future)
-    stopped: bool = False  # the answer is what there is by now
+    stopped: bool = False  # to be answered with what was sampled by now
     adapter: Resident | None = None
 
 

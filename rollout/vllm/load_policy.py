@@ -1,4 +1,4 @@
-"""A new policy into a running LLMEngine: one adapter more, the adapter replaced in place, or whole weights.
+"""Loads a new policy into a running LLMEngine: as one more adapter, in place of the adapter there, or as whole weights.
 
 Only the engine's own thread calls these, between two steps.
 """

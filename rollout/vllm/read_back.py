@@ -20,7 +20,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
-    """What the engine holds of the newest policy, an adapter or whole weights; what it lacks is missing in it.
+    """The newest policy as the engine holds it, an adapter or whole weights; tensors that it lacks are left out.
 
     It costs a copy and a digest of each tensor, and where vLLM repacked weights for a CPU a prompt of COLUMNS tokens.
     """
@@ -58,7 +58,7 @@ def _keys_by_module(model: Any, keys: frozenset[str]) -> dict[str, dict[bool, st
 
 
 def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int) -> Named:
-    """Each tensor of the adapter; and whatever else in its slot would count, under vLLM's name."""
+    """Each tensor of the adapter; and, under vLLM's name, whatever else in its slot would change the output."""
     for name, layer in manager.modules.items():
         if not _is_linear(layer):
             continue
