@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: BaseException) -> int:
-    """The whole story for whoever debugs, and its one sentence last, where the eye is."""
+    """Prints the whole traceback for debugging, and its one sentence last, where it is read first."""
     from cluster.actor import ClusterLost
     from learner.driver import failure
 

@@ -1,4 +1,4 @@
-"""Where the completions of a packed row lie, and which blocks of attention that makes."""
+"""Where completions lie in a packed row, and the blocks of attention that follow from it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Segments of one prefix are computed together while they hold no more tokens than it, or than this many: one call of
-# the kernel then replaces several, and the scores that it computes in vain are at most as many as those it needs.
+# Segments that share a prefix are computed by one call of the kernel, as long as together they have no more tokens than
+# the prefix, or than this many. The call replaces several, and at most half of the scores it computes are masked out.
 BLOCK = 128
 
 

@@ -138,7 +138,7 @@ def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layou
         index.append(ranges(starts - 1, lengths))
         index[-1][np.cumsum(lengths) - lengths] = end - 1  # the first token of each is predicted by the prompt's last
         stop = int(stops[-1])
-        # With nobody to share the prompt with, it is plain causal attention from the first token.
+        # A single completion shares its prompt with no other: plain causal attention from the first token.
         segments.append(Segment(begin, end if len(part.rows) > 1 else stop))
         if len(part.rows) > 1:
             own = zip(starts[inputs > 0].tolist(), stops[inputs > 0].tolist(), strict=True)

@@ -3,10 +3,11 @@
 Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, C completions
 and N their tokens in a micro-batch.
 
-A completion that was sampled in parts (rollout.partial) has tokens of several policies, each with its own logprob; the
-Buffer sees to it that none gets too old to train on. If first tokens did after all, as when the process that worked on
-them was lost, they are prompt to all of the learner: read, and not predicted. So T and M count only what is trained on,
-and so do the loss's denominators and every policy/ metric, while the reward is of the whole completion.
+A completion that was sampled in parts (rollout.partial) has tokens of several policies, each with its own logprob. The
+Buffer sees to it that none gets too old to train on. Where the first tokens are too old after all (the process that
+worked on them was lost, say), the learner treats them as part of the prompt: it reads them and does not predict them.
+So T, M, the loss's denominators and every policy/ metric count only tokens that are trained on, while the reward is
+that of the whole completion.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class Rows:
     """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
 
     rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a reward function failed
-    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables, but for those that a too old part lengthens
+    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables; copies where a too old part is added
     completions: npt.NDArray[np.int32]  # [M] token ids
     behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
     versions: npt.NDArray[np.int32]  # [M] policy version of each token
@@ -87,7 +88,7 @@ def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
 
 
 def _behind(rows: Rows, oldest_version: int) -> Rows:
-    """What comes behind the last token that is too old, with what comes before as prompt."""
+    """Each completion from behind its last token that is too old; the tokens up to that one join its prompt."""
     old = np.flatnonzero(rows.versions < oldest_version)
     if len(old) == 0:
         return rows

@@ -1,5 +1,5 @@
-"""What surrounds a call of learner.main.main that it cannot work in: other packages of our names, a running event loop,
-a script without a guard. Imports the standard library alone, since the packages may be somebody else's."""
+"""Where a call of learner.main.main cannot work: beside other packages of our names, inside a running event loop, in a
+script without a guard. Imports the standard library alone, since packages of our names may be other people's."""
 
 import ast
 import asyncio

@@ -7,8 +7,8 @@ from cluster.actor import ClusterLost, StartFailed
 
 
 def first_of(error: BaseException) -> BaseException:
-    """Of a group the exception that tells most: the loss of the cluster, which brings others with it, else the first
-    that came."""
+    """The exception of a group that tells most: the loss of the cluster, which causes others, else the first that
+    came."""
     found = list(_leaves(error))
     return next((leaf for leaf in found if isinstance(leaf, ClusterLost)), found[0])
 

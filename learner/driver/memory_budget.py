@@ -1,8 +1,8 @@
-"""memory: of a run's configuration -> the budgets that its processes are held to, and what they then really took.
+"""The `memory` settings of a run -> the budgets that its processes are held to, and beside them what was measured.
 
 Settled before any process starts; a run that cannot fit is refused with what to change. The plan's choices do not
 change what is learned (gradients depend neither on the token budget nor on recomputation), so a run may be resumed
-under another.
+under another plan.
 """
 
 import logging
@@ -32,7 +32,7 @@ class MemoryPlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What the run's processes get.
+    """The settled budgets of a run's processes.
 
     Attributes:
         learner: the configuration with everything settled that the plan settles.
@@ -234,7 +234,7 @@ def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
 
 
 def _learner_cap(config: RunConfig, found: Plan) -> int:
-    """What memory.learner says, else all that the generators leave: slack is of use only to the role that grows."""
+    """memory.learner, or else all that the generators leave, since only the learner's need grows with the batch."""
     if config.memory.learner != "auto":
         return config.memory.learner
     others = 0

@@ -64,7 +64,7 @@ def place_output(config: RunConfig) -> RunConfig:
             config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
         there = next(path for path in [config.run_dir, *config.run_dir.parents] if path.exists())
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except (OSError, RuntimeError) as error:  # a name that is too long; a home folder of nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
         raise PreflightError(f"output_dir: {config.output_dir} is no folder ({error}); give another") from error
     if not writable:
         raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
@@ -135,7 +135,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
 def report(prepared: Prepared, cards: Cards | None) -> str:
     """What --dry-run prints."""
     config = prepared.config
-    assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, which nobody has seen"]
+    assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, not looked for"]
     lines = [to_yaml(config), f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
     lines += [f"resume       {prepared.resume_from or 'from the start'}"]
     lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
@@ -146,7 +146,7 @@ def report(prepared: Prepared, cards: Cards | None) -> str:
 
 
 def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """With learner.lora as model.adapter has it where it is left open, and the line that says so."""
+    """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
     if config.model.reference is not None and config.learner.mode == "full":
         check_reference(config.model.reference, config.model.path)
     elif config.model.reference is not None:
@@ -257,7 +257,8 @@ def _check_rewards(config: RunConfig, problem: Problem) -> None:
 
 
 def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:
-    """With epochs, if no group is replaced; fewer where the checkpoint says that enough problems were consumed."""
+    """Steps of the run. With epochs: as many as it takes if no group is replaced; none more than the checkpoint has if
+    enough problems were consumed by then."""
     if config.num_steps is not None:
         return config.num_steps
     needed = config.num_problems(num_problems)

@@ -9,15 +9,14 @@ from learner.algo.advantage import has_signal
 from rollout.schema import ragged, rewards_of
 
 TOKENS = 64
-LIFE = 16  # versions that the same tokens are kept at least, for evidence is of the moves between them
+LIFE = 16  # versions that the same tokens are kept at least, since rollout.evidence compares answers to the same ones
 
 
 class Probe:
     """Tokens of a prompt at first; then of a batch that was trained on, where the policy moves most.
 
-    They stay for versions at a time, since what is compared is one answer with another to the same tokens
-    (rollout.evidence). Adam's momentum goes on moving the policy there: at beta_1 = 0.9 two thirds of what a batch does
-    come in the ten steps after its own.
+    The same tokens are kept for several versions. The policy goes on moving on them after the step of their own batch:
+    with Adam's beta_1 = 0.9, two thirds of what a batch changes come in the ten steps after it.
     """
 
     def __init__(self, prompt: Sequence[int], longest: int) -> None:
@@ -26,7 +25,7 @@ class Probe:
         self._age: int | None = None  # versions since they are tokens of a batch
 
     def trained_on(self, groups: Sequence[pa.Table], settled: bool) -> None:
-        """After each step. settled: on the present tokens a generator that was frozen would have been found out."""
+        """To be called after each step. settled: a frozen generator would have been found out by the present tokens."""
         signals = [group for group in groups if has_signal(rewards_of(group))]
         if self._age is not None:
             self._age += 1
@@ -41,5 +40,5 @@ class Probe:
         return self._filled([*ragged(group, "prompt_ids")[chosen].tolist(), *completion.tolist()][-self._length :])
 
     def _filled(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """As often as it takes: a mean over a few tokens says little."""
+        """The tokens, repeated up to the probe's length: a mean over a few tokens says little."""
         return tuple((list(tokens) * (self._length // len(tokens) + 1))[: self._length])

@@ -30,8 +30,8 @@ class RunFolderInUse(RuntimeError):
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Within it this process is the only writer of the run folder, which is made where it is missing, and goes again if
-    nothing was left in it. Raises RunFolderInUse."""
+    """Inside this block this process is the only writer of the run folder. A missing folder is made, and removed again
+    if it is empty at the end. Raises RunFolderInUse."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / NAME
     descriptor = _take(path)

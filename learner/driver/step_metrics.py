@@ -64,7 +64,8 @@ class StepMetrics:
         }
 
     def _receipts(self) -> list[Receipt]:
-        """Of the newest policy that each generator took, so at worst of the step before; a late one may have none."""
+        """The receipt of the newest policy that each generator took, at worst of the step before; a late one has
+        none."""
         return [producer.feed.receipt for producer in self._producers if producer.feed.receipt is not None]
 
     def _answers(self) -> list[Answer]:

@@ -82,7 +82,7 @@ def _recompute_mlps(layers: list[Any], path: str) -> None:
 
 @contextmanager
 def offloaded(enabled: bool) -> Iterator[None]:
-    """Within it what the forward pass keeps goes to pinned host memory and comes back in the backward pass.
+    """Inside this block what the forward pass keeps goes to pinned host memory and comes back in the backward pass.
 
     Meant around a backbone under `full`: then that is the layers' inputs. What a layer computes again in the backward
     pass is outside of this block and stays on the device.

@@ -1,8 +1,8 @@
 """What an adapter_config.json must say for the adapter to be trained on (model.adapter) or held close to
 (model.reference): a plain LoRA adapter. Only the file is read; neither torch nor peft is imported.
 
-PEFT loads more than is trained and served here: what it would load, and the run then export or serve as something else,
-is refused by the name that it has in the file.
+PEFT loads more kinds of adapters than are trained and served here. A setting that would then be exported or served as
+something else is refused, by its name in the file.
 """
 
 import json

@@ -21,7 +21,7 @@ from rollout.architecture import ArchitectureError, check_architecture
 def load_base(model: ModelConfig, device: torch.device, *, lora: bool) -> Any:
     """The frozen causal language model of model.path in model.dtype, without dropout.
 
-    Raises ArchitectureError if it is none that is trained here, with an adapter (`lora`) or as a whole.
+    Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole.
     """
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
@@ -61,7 +61,7 @@ def to_eval(wrapped: Any) -> None:
     which is less exact and cannot be differentiated afterwards. It knows that mode by its own flag alone.
     """
     wrapped.eval()
-    library = sys.modules.get("bitsandbytes")  # slow to import; and where nobody has, there is no such layer
+    library = sys.modules.get("bitsandbytes")  # slow to import; if it is not imported yet, there is no such layer
     if library is None:
         return
     for module in wrapped.modules():

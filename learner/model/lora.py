@@ -53,7 +53,7 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
 
 @contextmanager
 def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
-    """Within it the model computes with the adapter `name`, or with the bare base (None); nothing of it is trained.
+    """Inside this block the model computes with the adapter `name`, or with the base alone (None); nothing is trained.
 
     Which weights train is the same after as before: PEFT's switches set requires_grad, so it is put back.
     """

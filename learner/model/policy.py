@@ -120,7 +120,7 @@ class Policy:
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
-        """Within it the model is another role on the same base; there is one, `reference`.
+        """Inside this block the model acts as another role on the same base; there is one, `reference`.
 
         The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes); of
         a model that is trained as a whole, model.reference or the weights that training started from.

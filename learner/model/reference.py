@@ -23,7 +23,7 @@ LEVELS = 127
 
 
 class _Narrow(NamedTuple):
-    """A matrix in 8 bits, beside the weight that it stands in for."""
+    """A matrix of the reference in 8 bits, beside the trained weight that it replaces for a pass."""
 
     module: nn.Module
     weight: Tensor
@@ -35,7 +35,7 @@ class _Narrow(NamedTuple):
         self.weight.data = self.numbers.to(self.scales.dtype).mul_(self.scales)
 
     def drop(self, *_: Any) -> None:
-        """To be called after it. Whoever uses the weight now, outside of its module, meets an empty one and fails."""
+        """To be called after the module. Code that uses the weight outside of its module finds it empty, and fails."""
         self.weight.data = self.scales.new_empty(0)
 
 
@@ -71,7 +71,7 @@ class Reference:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Within it the model computes with the reference's weights; no gradient may be taken of it."""
+        """Inside this block the model computes with the reference's weights; no gradient may be taken."""
         own = [(weight, weight.data) for weight, *_ in self._whole]
         own += [(narrow.weight, narrow.weight.data) for narrow in self._narrow]
         hooks: list[RemovableHandle] = []

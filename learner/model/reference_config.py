@@ -1,4 +1,4 @@
-"""What a model must be to be held close to (model.reference) by one that is trained as a whole: the same architecture.
+"""Checks model.reference of a run that trains the whole model: it must be a whole model of the same architecture.
 
 Only configurations are read, no weights.
 """
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from learner.model.adapter_config import CONFIG_FILE
 
-# Settings of a transformers config that say nothing of how the learner computes; dropout and the ids of special tokens
-# are others.
+# Settings of a transformers config that do not change what the learner computes. Dropout and the ids of special tokens
+# do not either; they are recognised by their names below.
 FREE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "initializer_range"}
 
 

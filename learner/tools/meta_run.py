@@ -196,7 +196,7 @@ KERNEL_BYTES: dict[Any, Callable[..., int]] = {
 
 @contextmanager
 def _as_on(cuda: bool) -> Iterator[None]:
-    """Within it the learner takes the branches that it would take on that device."""
+    """Inside this block the learner takes the branches that it would take on that device."""
 
     def enable(lm: Any, *_: Any) -> bool:  # without the proof, which compares numbers
         lm.set_attn_implementation(VARLEN if cuda else SEGMENTS)

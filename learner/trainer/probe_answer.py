@@ -1,4 +1,4 @@
-"""What a generator must hold and say once it has the learner's policy: what its own answer is compared with."""
+"""The answer that a generator must give once it has the learner's policy; its own answer is compared with it."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from rollout.weight_sync import Answer
 
 @torch.no_grad()
 def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: bool) -> Answer:
-    """What a generator that holds this policy answers when it is asked about the tokens.
+    """What a generator that holds this policy answers to a probe of these tokens.
 
     Raises ValueError for fewer than two of them, or an id beyond the vocabulary.
     """
@@ -33,8 +33,8 @@ def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: boo
 
 @torch.no_grad()
 def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
-    """Of the policy as learner.model.export.update_of sends it. Made from the weights again, one tensor at a time, not
-    from the payload: so a fault in that is found as well."""
+    """Digests of the policy as learner.model.export.update_of sends it. They are made from the weights, one tensor at a
+    time, and not from the payload, so that a fault in the payload is found as well."""
     if merged or policy.peft_config is None:
         dtype = policy.head.dtype
         return Held(digests_of((name, read_of(weight, version, dtype)) for name, weight in _weights(policy, merged)))
