@@ -1,21 +1,38 @@
-"""What the README says of the repository itself, counted."""
+"""The README is short, and what it shows works as it stands there."""
 
 import re
 from pathlib import Path
+from typing import Any
 
-import pytest
+import yaml
+
+from learner.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
 
 
-def test_the_reading_order_is_as_long_as_it_says() -> None:
-    text = (ROOT / "README.md").read_text()
-    found = re.search(r"About ([\d,]+) lines hold the whole idea, in this order: (.*?)\.\n\n", text, re.DOTALL)
-    assert found is not None
-    files, folder = [], ""
-    for name in re.findall(r"`([\w/]+\.py)`", found[2]):
-        folder = name.rpartition("/")[0] or folder  # of a name without one: that of the file before it
-        files.append(ROOT / (name if "/" in name else f"{folder}/{name}"))
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    assert len(files) >= 9
-    assert lines == pytest.approx(int(found[1].replace(",", "")), rel=0.05), f"{lines} lines in {len(files)} files"
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def test_it_is_an_overview() -> None:
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_its_configuration_is_one_that_the_program_accepts() -> None:
+    (example,) = blocks("yaml")
+    assert RunConfig.model_validate(yaml.safe_load(example)).num_steps == 200
+
+
+def test_its_reward_function_scores() -> None:
+    (example,) = blocks("python")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    completions = [[{"role": "assistant", "content": text}] for text in ("2 + 2 = 4", "it is 5", "no idea")]
+    assert names["accuracy"](prompts=[""] * 3, completions=completions, answer=["4"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_its_one_figure_of_speed_is_that_of_the_benchmarks() -> None:
+    (figure,) = re.findall(r"gleaner makes ([\d.]+-[\d.]+ times)", TEXT)
+    assert figure in (ROOT / "docs" / "benchmarks.md").read_text()

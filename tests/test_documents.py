@@ -1,0 +1,72 @@
+"""What the documents say of the repository: files, commands and metrics that are there, and all of the latter."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = (
+    "benchmarks",
+    "cluster",
+    "configs",
+    "docs",
+    "examples",
+    "learner",
+    "requirements",
+    "rewards",
+    "rollout",
+    "tests",
+)
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+METRIC = r'"((?:buffer|eval|loss|memory|policy|reward|rollout|time)/[a-z_0-9]+)'
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
+def test_links_and_paths_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text)]
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    paths = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]*)`", text)
+    lost = [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+    assert set(lost) - set(metrics()) == set()  # names of metrics look like paths
+
+
+def test_every_benchmark_that_is_named_is_there() -> None:
+    text = BENCHMARKS.read_text()
+    named = set(re.findall(r"python -m benchmarks\.(\w+)\.(\w+)", text))
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        for folder in re.findall(r"command: `python -m benchmarks\.(\w+)\.…`", section):
+            named |= {(folder, row) for row in re.findall(r"\| `(\w+)[^`]*` \|$", section, re.MULTILINE)}
+    assert len(named) > 10
+    assert [f"{a}/{b}" for a, b in named if not (ROOT / "benchmarks" / a / f"{b}.py").is_file()] == []
+
+
+def metrics() -> Iterator[str]:
+    for package in ("learner", "rollout", "cluster"):
+        for file in (ROOT / package).rglob("*.py"):
+            yield from re.findall(METRIC, file.read_text())
+
+
+def test_every_metric_is_explained() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    explained = [name.partition("<")[0] for name in re.findall(r"`([a-z]+/[a-z_0-9]+(?:<\w+>)?)`", text)]
+    missing = [name for name in set(metrics()) if name not in explained]
+    assert missing == []
+
+
+def test_every_key_in_a_document_is_one_of_the_configuration() -> None:
+    from learner.driver.config_io import keys
+
+    known = {re.sub(r"\.<i>", "", key.name) for key in keys()}
+    groups = {name.rpartition(".")[0] for name in known} | {name.split(".")[0] for name in known}
+    for document in DOCUMENTS:
+        if document.name == "CHANGELOG.md":  # speaks of keys that were renamed
+            continue
+        named = re.findall(
+            r"`((?:checkpoint|data|guard|learner|memory|model|rollout)\.[a-z_.]+)[:=`]", document.read_text()
+        )
+        modules = {name for name in named if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()}
+        assert [name for name in named if name not in known | groups | modules] == [], document.name
