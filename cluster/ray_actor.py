@@ -35,8 +35,8 @@ MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it no garbage is collected by itself: imports make a million objects and no garbage, and to look for some
-    in between took a fifth of a role's start."""
+    """Inside this block the garbage collector does not run by itself. Imports make a million objects and no garbage,
+    and searching them took a fifth of a role's start."""
     gc.disable()
     try:
         yield
@@ -45,7 +45,7 @@ def uncollected() -> Iterator[None]:
 
 
 class Started(NamedTuple):
-    """What a process says of its start; exceptions travel as text, since not all can be pickled."""
+    """A process's report of its start. Exceptions travel as text, since not all can be pickled."""
 
     pid: int
     error: str | None = None  # of the constructor, on one line

@@ -32,7 +32,8 @@ class Losses:
         self.count, self._reason = 0, None
 
     def add(self, error: ActorDied | DeadlineExceeded) -> None:
-        """GivenUp if no fresh process is worth trying: after too many, or as soon as it is known to end alike."""
+        """Counts a loss. Raises GivenUp after too many, or when the same cause comes twice in a row: a fresh process
+        would end alike."""
         self.count += 1
         if isinstance(error, StartFailed) and error.wrong_input:
             raise error
@@ -47,7 +48,7 @@ class Losses:
 
 
 async def until_started(name: str, start: Callable[[], Awaitable[None]], again: Callable[[], Awaitable[None]]) -> None:
-    """Awaits start(), and again() for as long as the process is lost by it; GivenUp, StartFailed,
+    """Awaits start(); while the process is lost in it, awaits again(). Raises GivenUp, StartFailed,
     DeadlineExceeded."""
     losses = Losses(name)
     while True:
@@ -59,7 +60,7 @@ async def until_started(name: str, start: Callable[[], Awaitable[None]], again: 
 
 
 async def _nothing() -> None:
-    """A worker that nobody supplies with policies needs none."""
+    """For a worker that is not supplied with policies."""
 
 
 class SupervisedWorker:
@@ -88,7 +89,7 @@ class SupervisedWorker:
             return None
 
     async def certainly(self, method: Callable[[RolloutService], Awaitable[None]]) -> None:
-        """Calls a method without arguments or answer, on a fresh process if one is lost by it."""
+        """Calls a method that has no arguments and no answer; if the process is lost, once more on a fresh one."""
 
         async def ask() -> bool:
             await self.actor.call(method, self.deadlines.push)

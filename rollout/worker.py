@@ -66,7 +66,7 @@ class RolloutWorker(RolloutService):
         except NoAdapter:
             return None
         if completions is None:
-            return None  # it was stopped, and who did that has what there is
+            return None  # it was stopped; the answer of `stop` has what was sampled by then
         generate_ms = (time.perf_counter() - start) * 1e3
         if begun and self._stop:
             completions = [cut(completion, self._stop, self.chat.decode) for completion in completions]
@@ -92,7 +92,7 @@ class RolloutWorker(RolloutService):
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:
-        """Within it the death of the engine is that of the process, in the engine's own words."""
+        """Inside this block an engine that died makes this process unusable, and the error keeps the engine's words."""
         try:
             yield
         except EngineDied as error:
@@ -129,7 +129,7 @@ class RolloutWorker(RolloutService):
 
 def vllm_engine(settings: EngineSettings) -> Engine:
     """The real engine; vLLM is imported in the process that runs it and nowhere else."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton, which it warns of
     from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(settings)

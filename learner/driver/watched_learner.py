@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RemoteError, T
 from learner.trainer.service import TrainerService
 
-# Calls that are long and tell how they get on; the others are held by their deadline.
+# Long calls, whose progress the learner reports (TrainerService.pulse); the others have only their deadline.
 ADVANCES: tuple[Any, ...] = (TrainerService.step, TrainerService.rehearse)
 MOST_S = 15.0  # between two looks
 
 
 class LearnerError(RuntimeError):
-    """A call of the learner failed: what it holds is not to be trusted, so it is not saved."""
+    """A call of the learner failed: its state is not to be trusted, so it is not saved."""
 
 
 class LearnerLost(LearnerError):
@@ -22,8 +22,8 @@ class LearnerLost(LearnerError):
 
 
 class WatchedLearner:
-    """An Actor around the learner's. silence_s: after which a process that does not answer, or a step that does not
-    get on (Trainer.pulse), counts as hung (cluster.deadlines.heartbeat)."""
+    """An Actor around the learner's. silence_s: a process that does not answer for so long, or a step without progress
+    for so long, counts as hung (cluster.deadlines.heartbeat)."""
 
     def __init__(self, actor: Actor[TrainerService], silence_s: float) -> None:
         self.actor, self._silence_s = actor, silence_s
@@ -53,7 +53,7 @@ class WatchedLearner:
             await asyncio.gather(work, watch, return_exceptions=True)
 
     async def _watch(self, method: Callable[..., Any]) -> NoReturn:
-        """Returns only by LearnerLost. A call that ends before the first look costs nothing."""
+        """Ends only by raising LearnerLost. A call that ends before the first look costs nothing."""
         every = min(self._silence_s / 4, MOST_S)
         before: float | None = None
         moved = time.monotonic()

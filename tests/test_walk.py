@@ -1,0 +1,129 @@
+"""One prompt on its way from problem to loss: which files of ours have it in hand, against docs/architecture.md."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cluster.actor import Local
+from learner.config import RunConfig
+from learner.driver.fake_trainer import FakeTrainer
+from learner.driver.local_run import local_run
+from rewards.config import RewardConfig
+from rollout.data.chat import Chat
+from rollout.data.problems import load
+from rollout.engine import EngineSettings
+from rollout.fake_engine import FakeEngine
+from rollout.schema import Problem
+from rollout.types import Completion
+from rollout.worker import RolloutWorker, WorkerSpec
+from tests.test_architecture import ROOT, WALK
+from tests.tiny import VOCAB_SIZE, make_tiny_model
+
+PACKAGES = ("learner", "rollout", "rewards", "cluster")
+# Not in this process: vLLM, another process for each role, and what a reward process runs.
+ELSEWHERE = {
+    "rollout/vllm/engine.py",
+    "rollout/vllm/convert.py",
+    "rollout/vllm/thread.py",
+    "rewards/worker.py",
+    "rewards/call.py",
+}
+
+
+class Hands:
+    """The files whose functions held the prompt, or what was made of it, in the order of their first time."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, None] = {}
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(f"{ROOT}/"):
+            return
+        name = file.removeprefix(f"{ROOT}/")
+        if name.startswith(PACKAGES) and name not in self.files and any(map(carries, frame.f_locals.values())):
+            self.files[name] = None
+
+
+def carries(value: Any, depth: int = 0) -> bool:
+    """Whether a value holds the problem, its completions, or rows that were made of them."""
+    from learner.algo.targets import Targets
+    from learner.batch.micro_batch import MicroBatch
+    from learner.batch.rows import Rows
+    from rewards.call import Group
+
+    if isinstance(value, Problem | Completion | pa.Table | Rows | Targets | MicroBatch | Group):
+        return True
+    if isinstance(value, Mapping):
+        return "completion_ids" in value
+    if isinstance(value, list | tuple) and value and depth < 2:
+        return carries(value[0], depth + 1)
+    return False
+
+
+@contextmanager
+def watched() -> Iterator[Hands]:
+    hands = Hands()
+    threading.setprofile(hands)
+    sys.setprofile(hands)
+    try:
+        yield hands
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+class RealStep(FakeTrainer):
+    """Its policies are the fake engine's; its step is that of the real trainer."""
+
+    def __init__(self, model: str) -> None:
+        from tests.learner.trainers import make_trainer
+
+        super().__init__(VOCAB_SIZE)
+        self._real = make_trainer(model)
+
+    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+        self.version += 1
+        return await self._real.step(groups, oldest_version)
+
+
+async def test_a_prompt_passes_the_files_of_the_walk_and_no_others(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    data = tmp_path / "problems.jsonl"
+    data.write_text("".join(f'{{"question": "{i} + 2 =", "answer": "{i + 2}"}}\n' for i in range(8)))
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"path": str(data), "eval": {"every": 0}},
+            "rewards": [{"use": "length", "args": {"target": 4}}],
+            "rollout": {"num_generations": 4, "max_prompt_length": 64, "max_completion_length": 16},
+            "learner": {"groups_per_step": 2},
+            "trackers": [],
+        }
+    )
+    chat = Chat.load(str(model))
+    problems, _ = load(config.data, chat, 64, seed=0)
+    settings = EngineSettings(
+        model=str(model), dtype="float32", max_model_len=80, kv_cache_bytes=1 << 20, max_num_seqs=8, max_lora_rank=8,
+        adapter_window=2, seed=0,
+    )  # fmt: skip
+    rewards = tuple(RewardConfig.model_validate(reward.model_dump()) for reward in config.rewards)
+    spec = WorkerSpec(0, "run", settings, rewards, 1, 2**30, lambda _: FakeEngine(VOCAB_SIZE))
+    generator = Local("generator-0", RolloutWorker, [spec])
+    trainer = Local("learner", RealStep, [str(model)])
+    run = local_run(tmp_path, config, 1, problems=problems, generators=[generator], trainer=trainer)
+    with watched() as hands:
+        await run.finish()
+    assert np.isfinite(run.loop.step)
+
+    print("\n".join(f"{name} {'' if name in WALK else '(beside)'}" for name in hands.files))
+    assert set(WALK) - set(hands.files) == ELSEWHERE
