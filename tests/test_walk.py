@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from cluster.actor import Local
 from learner.config import RunConfig
@@ -19,67 +20,71 @@ from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.local_run import local_run
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
-from rollout.data.problems import load
+from rollout.data.problems import Item, load
 from rollout.engine import EngineSettings
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem
 from rollout.types import Completion
 from rollout.worker import RolloutWorker, WorkerSpec
-from tests.test_architecture import ROOT, WALK
+from tests.test_architecture import ROOT, TEXT, WALK
 from tests.tiny import VOCAB_SIZE, make_tiny_model
 
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
-# Not in this process: vLLM, another process for each role, and what a reward process runs.
-ELSEWHERE = {
-    "rollout/vllm/engine.py",
-    "rollout/vllm/convert.py",
-    "rollout/vllm/thread.py",
-    "rewards/worker.py",
-    "rewards/call.py",
+# Not in this process: vLLM, and what a reward process runs.
+ELSEWHERE = {f"rollout/vllm/{name}.py" for name in ("engine", "convert", "thread", "turns")} | {
+    f"rewards/{name}.py" for name in ("worker", "call")
 }
+STANDS_IN = {"rollout/fake_engine.py"}  # for vLLM
+BESIDE = set(re.findall(r"`([\w/]+\.py)`", TEXT.partition("hand nothing on:")[2].partition("\n\n")[0]))
 
 
 class Hands:
-    """The files whose functions held the prompt, or what was made of it, in the order of their first time."""
+    """The files whose functions held the prompt, or what was made of it, in the order of their first time.
 
-    def __init__(self) -> None:
+    end: the last three tokens of every prompt.
+    """
+
+    def __init__(self, end: tuple[int, ...]) -> None:
+        from learner.algo.targets import Targets
+        from learner.batch.micro_batch import MicroBatch
+        from learner.batch.rows import Rows
+        from rewards.call import Group
+
         self.files: dict[str, None] = {}
+        self._end = str(end)  # as text: arrays have no one truth value
+        self._kinds = (Item, Problem, Completion, pa.Table, Group, Rows, Targets, MicroBatch)
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         file = frame.f_code.co_filename
         if event != "call" or not file.startswith(f"{ROOT}/"):
             return
         name = file.removeprefix(f"{ROOT}/")
-        if name.startswith(PACKAGES) and name not in self.files and any(map(carries, frame.f_locals.values())):
+        if not name.startswith(PACKAGES) or name in self.files:
+            return
+        values = frame.f_locals.values()
+        pure = name.startswith(("learner/algo/", "learner/model/"))  # there nearly all is tensors, and made of it
+        if any(map(self.carries, values)) or (pure and any(isinstance(value, Tensor) for value in values)):
             self.files[name] = None
 
+    def carries(self, value: Any, depth: int = 0) -> bool:
+        """Whether a value is, or holds first, the problem, its tokens or completions, or what was made of them."""
+        if isinstance(value, Mapping):
+            return "completion_ids" in value
+        if isinstance(value, bytes):
+            return b"completion_ids" in value
+        if isinstance(value, list | tuple) and value and depth < 2:
+            return str(tuple(value[-3:])) == self._end or self.carries(value[0], depth + 1)
+        return isinstance(value, self._kinds)
 
-def carries(value: Any, depth: int = 0) -> bool:
-    """Whether a value holds the problem, its completions, or rows that were made of them."""
-    from learner.algo.targets import Targets
-    from learner.batch.micro_batch import MicroBatch
-    from learner.batch.rows import Rows
-    from rewards.call import Group
-
-    if isinstance(value, Problem | Completion | pa.Table | Rows | Targets | MicroBatch | Group):
-        return True
-    if isinstance(value, Mapping):
-        return "completion_ids" in value
-    if isinstance(value, list | tuple) and value and depth < 2:
-        return carries(value[0], depth + 1)
-    return False
-
-
-@contextmanager
-def watched() -> Iterator[Hands]:
-    hands = Hands()
-    threading.setprofile(hands)
-    sys.setprofile(hands)
-    try:
-        yield hands
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
 
 
 class RealStep(FakeTrainer):
@@ -104,7 +109,7 @@ async def test_a_prompt_passes_the_files_of_the_walk_and_no_others(tmp_path: Pat
         {
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"path": str(data), "eval": {"every": 0}},
-            "rewards": [{"use": "length", "args": {"target": 4}}],
+            "rewards": [{"use": "regex", "args": {"pattern": "[a-m]"}}],
             "rollout": {"num_generations": 4, "max_prompt_length": 64, "max_completion_length": 16},
             "learner": {"groups_per_step": 2},
             "trackers": [],
@@ -121,9 +126,10 @@ async def test_a_prompt_passes_the_files_of_the_walk_and_no_others(tmp_path: Pat
     generator = Local("generator-0", RolloutWorker, [spec])
     trainer = Local("learner", RealStep, [str(model)])
     run = local_run(tmp_path, config, 1, problems=problems, generators=[generator], trainer=trainer)
-    with watched() as hands:
+    hands = Hands(problems.at(0).prompt_ids[-3:])
+    with hands.watching():
         await run.finish()
-    assert np.isfinite(run.loop.step)
-
-    print("\n".join(f"{name} {'' if name in WALK else '(beside)'}" for name in hands.files))
-    assert set(WALK) - set(hands.files) == ELSEWHERE
+    assert run.loop.step == 1
+    seen = set(hands.files) - STANDS_IN
+    assert seen - set(WALK) == BESIDE
+    assert set(WALK) - seen == ELSEWHERE
