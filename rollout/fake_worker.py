@@ -38,8 +38,10 @@ class FakeWorker(RolloutService):
         return await self.sampler.stop(group_id)
 
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
-        whole = isinstance(policy, Weights)
-        digest = await (self.engine.load_weights(policy) if whole else self.engine.load_adapter(policy))
+        if isinstance(policy, Weights):
+            digest = await self.engine.load_weights(policy)
+        else:
+            digest = await self.engine.load_adapter(policy)
         return Receipt(digest, 2.0, 1.0)
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:

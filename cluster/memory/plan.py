@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.memory import learner as learner_memory
+from cluster.memory import units
 from cluster.memory.generator import asleep
 from cluster.memory.learner import ReferenceKind
 from cluster.memory.shape import LINEAR, Shape
@@ -92,11 +92,11 @@ class Plan:
 
     @property
     def learner_bytes(self) -> int:
-        return learner_memory.total(self.learner)
+        return units.total(self.learner)
 
     @property
     def generator_bytes(self) -> int:
-        return learner_memory.total(self.generator)
+        return units.total(self.generator)
 
     @property
     def generator_room(self) -> int:
@@ -113,7 +113,7 @@ class Plan:
         if self.layout == "slices":
             return learner + generator
         between = sum(self.learner[name] for name in BETWEEN)
-        return max(between + generator, learner + self.generators * learner_memory.total(asleep(self.generator)))
+        return max(between + generator, learner + self.generators * units.total(asleep(self.generator)))
 
 
 @dataclass(frozen=True, slots=True)

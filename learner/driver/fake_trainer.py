@@ -29,12 +29,14 @@ class FakeTrainer(TrainerService):
         return {"memory/learner_peak": 0.0}
 
     async def policy(self) -> tuple[Adapter | Weights, float]:
-        return Adapter.build(self.version, b"weights %d" % self.version, {}), 4.0
+        return self._adapter(), 4.0
+
+    def _adapter(self) -> Adapter:
+        return Adapter.build(self.version, b"weights %d" % self.version, {})
 
     async def probe(self, token_ids: list[int]) -> Answer:
-        policy, _ = await self.policy()
         engine = FakeEngine(self._vocab_size)
-        await engine.load_adapter(policy)
+        await engine.load_adapter(self._adapter())
         return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
 
     async def release_cache(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.memory import learner as learner_memory
+from cluster.memory import units
 from cluster.memory.generator import asleep
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.search import plan
@@ -241,5 +242,5 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
     if found.layout == "slices":
         others = found.generators * found.generator_bytes
     elif found.layout == "alternating":
-        others = found.generators * learner_memory.total(asleep(found.generator))
+        others = found.generators * units.total(asleep(found.generator))
     return round(USABLE * found.device_bytes) - others - found.learner["context"]

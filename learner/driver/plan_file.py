@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import writing
-from cluster.memory import learner as learner_memory
+from cluster.memory import units
 from cluster.memory.plan import gib
 from learner.driver.memory_budget import NO_LIMIT, Budgets
 
@@ -58,7 +58,7 @@ class PlanFile:
         roles = {
             role: {
                 "parts": self._planned.get(role),
-                "planned": learner_memory.total(self._planned[role]) if role in self._planned else None,
+                "planned": units.total(self._planned[role]) if role in self._planned else None,
                 "measured": self._peaks[role],
             }
             for role in METRICS

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from cluster.files import digest_of, fsync, writing
 from learner.driver import checkpoint
-from learner.model.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER, WEIGHTS_FILE
 
 TRAINER = "trainer"  # the learner's part of a checkpoint
-VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, f"{VLLM_FOLDER}/{CONFIG_FILE}", f"{VLLM_FOLDER}/{WEIGHTS_FILE}")
-MODEL = "model"  # folder, in the learner's part, of a whole model
 PARTIAL = ".partial-"
 
 

@@ -7,7 +7,7 @@ from rollout.data.cursor import Cursor
 class Schedule:
     """total_steps: after which the run is done at the latest. problems: that may be consumed, of all epochs."""
 
-    def __init__(self, config: RunConfig, total_steps: int, cursor: Cursor, problems: int) -> None:
+    def __init__(self, config: RunConfig, total_steps: int, cursor: Cursor, problems: float) -> None:
         self.total_steps = total_steps
         self._config, self._cursor, self._problems = config, cursor, problems
 

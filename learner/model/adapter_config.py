@@ -13,6 +13,8 @@ from typing import Any, get_args
 from learner.learner_config import LoraConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
+MODEL = "model"  # folder, in the learner's part of a checkpoint, of a whole model
 
 RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
 # Forms of the first weights that leave the base as it is; pissa, olora, corda, loftq and others change it.

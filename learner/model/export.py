@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from learner.driver.publishing import MODEL, VLLM_FOLDER
-from learner.model.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER, WEIGHTS_FILE
 from learner.model.policy import Policy
 from learner.model.served_names import differ, served_config, served_weights
 from rollout.safetensors_stream import Source, pack
