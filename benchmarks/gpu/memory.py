@@ -12,6 +12,7 @@ from benchmarks.gpu.model import group, make_trainer, steps, utilisation
 from benchmarks.gpu.rows import Found, Row
 from benchmarks.learner.memory_table import FIVE, LENGTHS, PUBLISHED
 from cluster.memory import learner as learner_memory
+from cluster.memory import units
 from cluster.memory.learner import Learning, Micro
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
@@ -78,7 +79,7 @@ def measure(shape: Shape, method: str, lengths: Workload, count: int, device: st
         "method": method,
         "generations": lengths.generations,
         "checkpointing": learning.checkpointing,
-        "predicted": learner_memory.total(parts) - parts["context"] - parts["fragmentation"],
+        "predicted": units.total(parts) - parts["context"] - parts["fragmentation"],
         "parts": parts,
         **found,
         **utilisation(shape, tokens, found["step_seconds"], full=learning.mode == "full", device=device),

@@ -8,12 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from cluster.actor import Local
+from cluster.actor import Actor, Local
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
 from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.local_run import VOCAB, LocalRun, MadeUpProblems, local_run
 from learner.driver.run_checkpoints import RunCheckpoints
+from learner.trainer.service import TrainerService
 from rollout import ledger
 from rollout.fake_engine import FakeEngine
 from rollout.fake_worker import FakeWorker
@@ -101,6 +102,9 @@ class Built(LocalRun):
     def total_steps(self) -> int:
         return self.loop.schedule.total_steps
 
+    async def run(self, resume_from: Path | None, *beside: Any) -> None:
+        await self.loop.run(resume_from, *beside)
+
     @property
     def checkpoints(self) -> RunCheckpoints:
         return self.loop.checkpoints
@@ -117,6 +121,7 @@ def build(
     trainer_s: float = 0.0,
     mismatch_k3: float = 0.0,
     alternating: bool = False,
+    trainer: Actor[TrainerService] | None = None,
 ) -> Built:
     """A run in one process."""
     made = local_run(
@@ -126,7 +131,7 @@ def build(
         problems=MadeUpProblems(PROBLEMS, lambda position: make_problem(position, (position % VOCAB, 1, 5, 2))),
         heldout=[make_problem(position) for position in (1000, 1001)],
         generators=workers or [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)],
-        trainer=Local("learner", Trainer, [trainer_s, mismatch_k3]),
+        trainer=trainer or Local("learner", Trainer, [trainer_s, mismatch_k3]),
         resumed_step=resume_step,
         alternating=alternating,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.memory import learner as learner_memory
+from cluster.memory import units
 from cluster.memory.learner import Learning, Micro
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
 from cluster.memory.search import least, plan
@@ -39,7 +40,7 @@ def test_the_learner_is_near_the_floor(name: str, limit: float) -> None:
     """The whole group of the published table in one micro-batch; GB, context and fragmentation included."""
     micro = Micro.of(256, 786, 4, PUBLISHED.group)
     assert micro.completion == 4 * 786
-    assert learner_memory.total(learner_memory.learner_bytes(SHAPES[name], Learning(), micro)) <= limit * 1e9
+    assert units.total(learner_memory.learner_bytes(SHAPES[name], Learning(), micro)) <= limit * 1e9
 
 
 def test_more_memory_buys_less_recomputation_and_more_sequences() -> None:

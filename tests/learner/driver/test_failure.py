@@ -88,10 +88,10 @@ class Failing(Trainer):
 async def test_what_a_failed_learner_holds_is_not_saved(
     tmp_path: Path, ends: BaseException, comes_out: type[BaseException]
 ) -> None:
-    loop = build(tmp_path, configure(checkpoint={"every": 100}), 9)
     failing = Local("learner", Failing, [0.0, 0.0])
+    assert failing._object is not None
     failing._object.ends = ends
-    loop.trainer = loop.checkpoints._trainer = WatchedLearner(failing, 60)
+    loop = build(tmp_path, configure(checkpoint={"every": 100}), 9, trainer=WatchedLearner(failing, 60))
     with pytest.raises(BaseExceptionGroup) as caught:
         await finish(loop)
     assert type(first(caught.value)) is comes_out

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.memory import learner as learner_memory
+from cluster.memory import units
 from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape
@@ -37,9 +37,9 @@ def test_two_slices_share_a_card_within_its_bytes() -> None:
     assert budgets.plan is not None
     assert budgets.plan.layout == "slices"
     assert budgets.learner_bytes is not None
-    together = budgets.learner_bytes + learner_memory.CONTEXT + budgets.plan.generator_bytes
+    together = budgets.learner_bytes + units.CONTEXT + budgets.plan.generator_bytes
     assert together == pytest.approx(USABLE * 16 * GIB)
-    assert budgets.plan.learner_bytes - learner_memory.CONTEXT <= budgets.learner_bytes
+    assert budgets.plan.learner_bytes - units.CONTEXT <= budgets.learner_bytes
     assert budgets.learner.checkpointing != "auto"
     assert isinstance(budgets.learner.token_budget, int)
     assert budgets.kv_cache == budgets.plan.kv_bytes
@@ -50,7 +50,7 @@ def test_a_card_for_each_role() -> None:
     budgets = settle(config, model)
     assert budgets.plan is not None
     assert budgets.plan.layout == "separate"
-    assert budgets.learner_bytes == round(USABLE * 16 * GIB) - learner_memory.CONTEXT
+    assert budgets.learner_bytes == round(USABLE * 16 * GIB) - units.CONTEXT
     assert budgets.kv_cache > GIB
 
 
@@ -65,8 +65,8 @@ def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     assert found is not None
     assert budgets.alternating
     # While it trains the learner may have all that a sleeping engine leaves, and between two steps the engine fits.
-    sleeping = learner_memory.total(asleep(found.generator))
-    assert budgets.learner_bytes == round(USABLE * 24 * GIB) - sleeping - learner_memory.CONTEXT
+    sleeping = units.total(asleep(found.generator))
+    assert budgets.learner_bytes == round(USABLE * 24 * GIB) - sleeping - units.CONTEXT
     assert found.learner_bytes + sleeping <= USABLE * 24 * GIB
     between = sum(found.learner[name] for name in BETWEEN)
     assert between + found.generator_bytes <= USABLE * 24 * GIB < found.learner_bytes + found.generator_bytes

@@ -130,12 +130,7 @@ async def test_a_learner_whose_folder_is_elsewhere_is_refused_and_nothing_is_sea
     """By the first look; and where the folder went away later, by the digests of the first checkpoint."""
     folder = tmp_path / "run"
     folder.mkdir()
-    loop = build(folder, configure(), 6)
-    learner = Local("learner", Elsewhere, [tmp_path / "other", sees])
-    loop.trainer = learner
-    loop.checkpoints = run_checkpoints.RunCheckpoints(
-        loop.config, Fingerprints({}, {}, {}), learner, loop.pipes, loop.sinks
-    )
+    loop = build(folder, configure(), 6, trainer=Local("learner", Elsewhere, [tmp_path / "other", sees]))
     with pytest.raises((BaseExceptionGroup, checkpoint.CheckpointError)) as caught:
         await finish(loop)
     sentence = str(first(caught.value))
