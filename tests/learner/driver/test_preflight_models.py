@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.learner.test_preflight import check, config, model
 
+from tests.learner.driver.test_preflight import check, config, model
 from tests.tiny import make_adapter
 
 __all__ = ["config", "model"]  # fixtures

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learner.test_policy import SMALL, save_model
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
@@ -16,6 +15,7 @@ from learner.config import ModelConfig
 from learner.learner_config import LoraConfig
 from learner.model.activation_checkpointing import resolve
 from learner.model.policy import Policy
+from tests.learner.model.test_policy import SMALL, save_model
 
 LAYERS = 3
 IDS = torch.randint(0, 40, (2, 24), generator=torch.Generator().manual_seed(0))

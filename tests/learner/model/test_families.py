@@ -10,8 +10,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load
-from tests.learner.test_packing import random_adapter
-from tests.learner.test_policy import make_policy
 from transformers import AutoModelForCausalLM
 
 from learner.model.export import export, update_of
@@ -20,6 +18,8 @@ from learner.model.policy import Policy
 from learner.model.served_names import served_config, served_weights
 from rollout.types import Adapter
 from tests.families import make_family
+from tests.learner.model.test_packing_check import random_adapter
+from tests.learner.model.test_policy import make_policy
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200, 3, 3, 100]])
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learner.test_policy import SMALL, make_policy, save_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -22,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from learner.model.logits import PLAIN, Logits, logits_of
 from learner.model.logprob import token_logprobs
+from tests.learner.model.test_policy import SMALL, make_policy, save_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 4, 3]])
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.learner.test_policy import make_policy, save_model
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
@@ -20,6 +19,7 @@ from learner.batch.rows import Rows
 from learner.model import capped_attention, packed_attention
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import kernels
+from tests.learner.model.test_policy import make_policy, save_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.learner.test_families import adapted
 
 from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
@@ -15,6 +14,7 @@ from learner.trainer.probe_answer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.families import make_family
+from tests.learner.model.test_families import adapted
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats; measured 2e-6
