@@ -10,7 +10,7 @@ from rollout.producer import Producer
 
 
 class CardTurns:
-    """alternating: false for every other layout, where nothing here does anything."""
+    """alternating: false for every other layout; then nothing here has an effect."""
 
     def __init__(
         self, alternating: bool, trainer: Actor[TrainerService], producers: Sequence[Producer], deadline_s: float
@@ -20,7 +20,7 @@ class CardTurns:
 
     @asynccontextmanager
     async def learner(self) -> AsyncIterator[None]:
-        """Within, the learner has the card to itself and the generators sleep."""
+        """Inside this block the learner has the card to itself, and the generators sleep."""
         if self._alternating:
             await asyncio.gather(*(producer.sleep() for producer in self._producers))
         yield

@@ -1,7 +1,7 @@
 """A whole run in one process: the real Loop, producers, Buffer and policy slot, between whatever objects are given.
 
-With rollout.fake_worker and learner.driver.fake_trainer it needs no model, no Ray and no second: for logic tests, for
-the benchmark of the controller, and for trying a change of the data flow.
+With rollout.fake_worker and learner.driver.fake_trainer it needs no model and no Ray, and takes less than a second: for
+logic tests, for the benchmark of the controller, and for trying a change of the data flow.
 """
 
 import io
@@ -45,7 +45,7 @@ class MadeUpProblems:
 
 
 def counting_problem(position: int) -> Problem:
-    """Its prompt tells the position, within the vocabulary of the fakes."""
+    """A problem whose prompt begins with its position, modulo the vocabulary of the fakes."""
     return Problem(
         f"train-{position}", f"question {position}", {"answer": "4"}, (position % VOCAB, 1, 5, 2), position, 0
     )
@@ -53,7 +53,7 @@ def counting_problem(position: int) -> Problem:
 
 @dataclass(slots=True)
 class LocalRun:
-    """The parts of a run that somebody may want to look at; `finish` is what runs it."""
+    """The parts of a run, to be looked at; `finish` runs it."""
 
     loop: Loop
     pipes: Pipes

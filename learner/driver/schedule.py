@@ -24,7 +24,7 @@ class Schedule:
         return _due(step, self._config.checkpoint.every) or self.done(step)
 
     def early_end(self, step: int) -> str | None:
-        """What is said of a run whose problems are used up before its steps."""
+        """A sentence for the user if the problems are used up before the steps are done, else None."""
         if not self.done(step) or step >= self.total_steps:
             return None
         return (

@@ -1,4 +1,4 @@
-"""One update a batch: rollouts at rest, the trainer's step, and the policy that comes of it."""
+"""One update for each batch: its rollouts go to disk, the trainer takes a step, and the new policy is fetched."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from rollout.weight_sync import Push
 class Updates:
     """Waits for: the learner.
 
-    step: updates so far, which is the version of the learner's policy. agrees: whether the learner has learned from
-    what is counted, and from nothing else.
+    step: updates so far, which is the version of the learner's policy. agrees: whether the learner's state goes with
+    the problems that are counted as consumed; false while an update is under way.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Updates:
         self._under_way: asyncio.Task[tuple[dict[str, float], Push]] | None = None
 
     def begin(self, step: int) -> None:
-        """The run goes on from that step; rollouts of later ones are of a past that was left."""
+        """The run goes on from that step; rollouts of later steps are deleted, since those will be taken again."""
         self.step = step
         ledger.forget_after(self._rollouts, step)
 
@@ -53,7 +53,8 @@ class Updates:
         return push
 
     async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
-        """The metrics of the update, and its policy. What the learner has begun it ends, whoever is cancelled."""
+        """The metrics of the update, and its policy. An update that has begun is finished even if the caller is
+        cancelled."""
         self._under_way = asyncio.create_task(self._learn(batch, tasks))
         return await asyncio.shield(self._under_way)
 
@@ -68,8 +69,8 @@ class Updates:
             self._under_way.cancel()
 
     async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
-        """The metrics are of all that was generated for it; so is what is written to the ledger meanwhile, and at rest
-        before this returns, hence before any checkpoint counts it."""
+        """Metrics and ledger cover all that was generated for the batch. The ledger is written meanwhile, and is on
+        disk before this returns, hence before any checkpoint counts these problems."""
         generated = [*batch.groups, *batch.useless]
         at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, self._rollouts, self.step + 1, generated))
         try:

@@ -29,8 +29,8 @@ class WeightSync:
         self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
-        """The learner's policy as it is now, and the seconds that it took, as metrics. What it says of the probe tokens
-        is worked out while that travels."""
+        """The learner's policy as it is now, and the seconds that it took, as metrics. The learner scores the probe
+        tokens while the policy is on its way."""
         update, exported_s = await self._trainer.call(TrainerService.policy, self._deadlines.push)
         spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
@@ -53,7 +53,7 @@ class WeightSync:
         self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self._producers))
 
     async def deliver(self, push: Push, release: int) -> None:
-        """Up to every generator; only then may the `release` groups it learned from make room for new ones."""
+        """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from."""
         version = push.adapter.version
         await self._pipes.policy_slot.publish(version, push)
         patience = self._deadlines.push + self._deadlines.start  # a generator may be restarting
