@@ -14,7 +14,7 @@ PACKAGES = ("learner", "rollout", "rewards", "cluster")
 SOURCES = sorted(
     file for folder in (*PACKAGES, "examples", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")
 )
-MAX_FILE, MAX_FUNCTION = 300, 50
+MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_ATTRIBUTES = 300, 50, 150, 10
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 ONLY_IN = {"ray": "cluster/ray_*.py", "vllm": "rollout/vllm/*.py"}
 
@@ -32,6 +32,18 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.module.partition(".")[0], node.lineno
 
 
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """What its methods assign to `self`."""
+    return {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.ctx, ast.Store)
+        and isinstance(one.value, ast.Name)
+        and one.value.id == "self"
+    }
+
+
 def breaches(name: str, text: str) -> list[str]:
     """What in this source file is against the rules."""
     tree = ast.parse(text)
@@ -42,6 +54,14 @@ def breaches(name: str, text: str) -> list[str]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION:
                 found.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION}")
+        elif isinstance(node, ast.ClassDef):
+            length, attributes = (node.end_lineno or node.lineno) - node.lineno + 1, attributes_of(node)
+            if length > MAX_CLASS:
+                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_CLASS}")
+            if len(attributes) > MAX_ATTRIBUTES:
+                found.append(
+                    f"{name}:{node.lineno}: {node.name} has {len(attributes)} attributes, at most {MAX_ATTRIBUTES}"
+                )
     for module, line in imports(tree):
         home = ONLY_IN.get(module)
         if home is not None and name.startswith(tuple(f"{p}/" for p in PACKAGES)) and not fnmatch(name, home):
@@ -59,6 +79,12 @@ def test_every_source_file_keeps_the_rules() -> None:
     [
         ("learner/a.py", "x = 1\n" * 301, "301 lines"),
         ("learner/a.py", "async def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
+        ("learner/a.py", "class A:\n" + "    x = 1\n" * 150, "A has 151 lines"),
+        (
+            "learner/a.py",
+            "class A:\n    def f(self):\n" + "".join(f"        self.a{i} = 1\n" for i in range(11)),
+            "11 attr",
+        ),
         ("learner/a.py", "def f():\n    from ray.util import queue\n", "ray is imported by cluster/ray_*.py only"),
         ("rollout/worker.py", "import vllm.lora\n", r"vllm is imported by rollout/vllm/*.py only"),
     ],
