@@ -84,7 +84,7 @@ class Hands:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
 
 class RealStep(FakeTrainer):

@@ -23,7 +23,7 @@ from learner.driver.wiring import Inputs, wire
 from learner.trainer.service import TrainerService
 from rollout.fake_engine import FakeEngine
 from rollout.fake_worker import FakeWorker
-from rollout.producer import Pipes
+from rollout.producer import Pipes, ProblemStream
 from rollout.schema import Problem
 from rollout.service import RolloutService
 
@@ -74,7 +74,7 @@ def local_run(
     config: RunConfig,
     total_steps: int,
     *,
-    problems: MadeUpProblems | None = None,
+    problems: ProblemStream | None = None,
     heldout: Sequence[Problem] = (),
     generators: Sequence[RevivableActor[RolloutService]] | None = None,
     trainer: Actor[TrainerService] | None = None,
