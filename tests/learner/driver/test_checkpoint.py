@@ -21,7 +21,7 @@ from tests.learner.checkpoints import commit
 
 SAVE_LOOP = """
 import asyncio, os, pathlib, sys
-from learner import checkpoint
+from learner.driver import checkpoint
 async def main(root, step):
     while True:
         step += 1

@@ -15,14 +15,14 @@ from learner.driver import run_lock
 
 HOLD = """
 import pathlib, sys, time
-from learner import run_lock
+from learner.driver import run_lock
 with run_lock.held(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
 RACE = """
 import pathlib, sys
-from learner import run_lock
+from learner.driver import run_lock
 folder, inside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 for _ in range(200):
     try:

@@ -31,7 +31,8 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
     sampling = Sampling(n=2, max_tokens=8, seed=3)
     with pytest.raises(EngineError, match="started with sleeps=True"):
         run(engine.sleep())
-    monkeypatch.setattr(thread, "_settings", dataclasses.replace(thread._settings, sleeps=True))
+    policies = thread._turns._policies
+    monkeypatch.setattr(policies, "_settings", dataclasses.replace(policies._settings, sleeps=True))
 
     async def story() -> None:
         for _ in range(2):
