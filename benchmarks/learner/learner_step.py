@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, installed, peak_mib, relative_error, save
 from benchmarks.learner.trl_step import TrlStep
 from learner.algo.advantage import group
+from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig, LossConfig, OptimizerConfig
+from learner.learner_config import LearnerConfig, OptimizerConfig
 from learner.learner_config import LoraConfig as LoraSettings
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_group

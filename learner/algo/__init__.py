@@ -1,1 +1,1 @@
-"""The algorithm: advantages, ratios and losses, as pure functions."""
+"""The algorithm: advantages, surrogate objectives and losses, as pure functions."""

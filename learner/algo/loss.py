@@ -1,63 +1,31 @@
 """GRPO's loss, one token at a time. Pure: everything here is a function of tensors.
 
 Notation: lp = logprob of a completion token under the policy being trained, mu = the same number as the sampler
-recorded it, rho = exp(lp - mu), A = advantage of the completion, c = coefficient of the token. The loss is, over the
-tokens of an optimizer batch,
-    sum of  c * ( -objective(rho, A) + beta * kl ).
+recorded it, rho = exp(lp - mu), A = advantage of the completion, c = coefficient of the token
+(learner.algo.coefficients). The loss is, over the tokens of an optimizer batch,
+    sum of  c * ( -objective + beta * kl ).
 
-Only gradients train, and d objective / d lp = w(rho, A) * A; so a variant of GRPO is a function w
-(learner.algo.ratios), and what is computed here is dL/dlp itself, without autograd: the backward pass starts from the
-logprobs. Engine mismatch and staleness need no second set of logprobs: rho is taken to the *sampler*, never to a
-recomputed old policy, on top of which a truncated importance weight would count the ratio twice.
+The objective is one of learner.algo.surrogates, which autograd differentiates by the N logprobs alone: what is computed
+here is dL/dlp, and the model's backward pass starts from the logprobs with it. Engine mismatch and staleness need no
+second set of logprobs: rho is taken to the *sampler*, never to a recomputed old policy, on top of which a truncated
+importance weight would count the ratio twice.
 
 Only a batch that is split into several updates has a second one: pi_prox, the policy that the batch began with. Then
-what is stale and what this batch has moved are bounded apart, by decoupled PPO (Hilton et al. 2110.00641, section 3;
-for language models AReaL 2505.24298, section 5.2):
-    w = min(pi_prox / mu, cap) * (PPO's clip of pi / pi_prox).
-
-The coefficients c (table LOSSES) are computed over the whole optimizer batch before it is split, so that the gradient
-does not depend on the split. Completions that are skipped since their gradient is exactly 0 still count in them. Tokens
-too old to train on are no tokens of the loss but prompt (see learner.batch.rows), and those of a truncated completion
-are none with loss.mask_truncated: T counts the others, so that dapo is the mean over them and grpo that of each
-completion's, while dr_grpo's constant stays what it is; in the number of completions one counts even if none of it is
-trained on.
+what is stale and what this batch has moved are bounded apart, by decoupled PPO (learner.algo.surrogates.clip):
+    objective = min(pi_prox / mu, cap) * (PPO's of pi / pi_prox).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.algo.ratios import log_ratio_of, weigh
+from learner.algo.loss_config import LossConfig
+from learner.algo.own_surrogate import objective_of
+from learner.algo.tokens import Tokens, log_ratio_of
 from learner.batch.micro_batch import MicroBatch
-from learner.learner_config import LossConfig
 
 KL_CAP = 2.0  # of the ratio in the KL's gradient: that of truncated importance sampling, Yao et al. 2025
-
-Lengths = npt.NDArray[np.int64]
-Coefficients = npt.NDArray[np.float64]
-
-
-def dapo(lengths: Lengths, max_completion_length: int) -> Coefficients:
-    """1 / (completion tokens of the batch): every token weighs the same. DAPO 2503.14476, equation 8."""
-    return np.full(len(lengths), 1.0 / max(int(lengths.sum()), 1))
-
-
-def dr_grpo(lengths: Lengths, max_completion_length: int) -> Coefficients:
-    """1 / (completions * max_completion_length): a constant, hence unbiased. Dr.GRPO 2503.20783, section 3."""
-    return np.full(len(lengths), 1.0 / max(len(lengths) * max_completion_length, 1))
-
-
-def grpo(lengths: Lengths, max_completion_length: int) -> Coefficients:
-    """1 / (T * completions): mean over the sequence, then over completions. DeepSeekMath 2402.03300, equation 3."""
-    return 1.0 / (np.maximum(lengths, 1) * max(len(lengths), 1))
-
-
-# [completions] T of every completion of the optimizer batch that has a reward -> [completions] coefficient of each of
-# its tokens
-LOSSES: dict[str, Callable[[Lengths, int], Coefficients]] = {"dapo": dapo, "dr_grpo": dr_grpo, "grpo": grpo}
 
 
 def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,15 +65,21 @@ def token_loss(
         [N] float32 to start the backward pass of `logprobs` with, and float64 scalars: sums, and maxima under names
         that end in _max. The mismatch is that of `version` and the sampler.
     """
-    weighted = weigh(logprobs, batch, config, proximal)
-    slope, value = -weighted.weight * batch.advantages, -weighted.objective
-    own = logprobs if proximal is None else proximal
-    mismatch, gap = log_ratio_of(own, batch.behavior), (own - batch.behavior).abs()
-    current = batch.versions == version
+    began_with = logprobs if proximal is None else proximal
+    mismatch = log_ratio_of(began_with, batch.behavior)
+    gap = (began_with - batch.behavior).abs()
+    log_ratio, stale = mismatch, None
+    if proximal is not None:
+        log_ratio, stale = log_ratio_of(logprobs, proximal), mismatch.exp()
+    with torch.enable_grad():
+        tokens = Tokens.of(logprobs, log_ratio, batch.advantages, batch.lengths, stale)
+        objective, clipped = objective_of(tokens, config)
+    (slope,) = torch.autograd.grad(objective, tokens.logprobs, -batch.coefficients)
+    value, current = -objective.detach(), batch.versions == version
     parts = {
-        "tokens": torch.ones_like(gap).sum(),
-        "clipped": weighted.clipped.sum(),
-        "masked": (weighted.weight == 0).sum(),
+        "tokens": gap.new_full((), len(gap)),
+        "clipped": clipped.sum(),
+        "masked": ((slope == 0) & (batch.advantages != 0)).sum(),
         "entropy": entropy.sum(),
         "k3": (mismatch.exp() - mismatch - 1).sum(),
         "gap_max": gap.max(),
@@ -114,10 +88,10 @@ def token_loss(
     }
     if reference is not None:
         kl, kl_slope = kl_to_reference(logprobs, reference, log_ratio_of(logprobs, batch.behavior).exp())
-        slope, value = slope + config.beta * kl_slope, value + config.beta * kl
+        slope, value = slope + batch.coefficients * config.beta * kl_slope, value + config.beta * kl
         parts["kl"] = kl.sum()
     parts["loss"] = (batch.coefficients * value).sum()
-    return batch.coefficients * slope, {name: part.double() for name, part in parts.items()}
+    return slope, {name: part.double() for name, part in parts.items()}
 
 
 def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str, float]:

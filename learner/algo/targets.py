@@ -4,14 +4,25 @@ Pure. Letters: R completions of the batch, U updates.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from learner.algo.advantage import ADVANTAGES
-from learner.algo.loss import LOSSES
+from learner.algo.coefficients import LOSSES
+from learner.algo.loss_config import LossConfig
 from learner.batch.rows import Rows
-from learner.learner_config import LearnerConfig
+
+
+class Settings(Protocol):
+    """What targets depend on of learner.learner_config.LearnerConfig, which is made from this package's tables."""
+
+    @property
+    def loss(self) -> LossConfig: ...
+
+    @property
+    def updates_per_batch(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,7 @@ class Targets:
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
 
 
-def targets_of(rows: Rows, config: LearnerConfig, max_completion_length: int) -> Targets:
+def targets_of(rows: Rows, config: Settings, max_completion_length: int) -> Targets:
     """Whole groups go to the updates in their order, as evenly as possible. An advantage is worked out over the batch,
     a coefficient over the completions of the update, which is an optimizer batch of its own.
 

@@ -122,7 +122,8 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
             yield from keys(inner, f"{prefix}{name}." if _is_model(field.annotation) else f"{prefix}{name}.<i>.")
             continue
         default = "required" if field.is_required() else _as_written(field.get_default(call_default_factory=True))
-        yield Key(f"{prefix}{name}", default, _choices(field.annotation), model, name)
+        choices = _choices(field.annotation) or " | ".join(field.examples or [])
+        yield Key(f"{prefix}{name}", default, choices, model, name)
 
 
 def describe() -> str:

@@ -1,4 +1,4 @@
-"""What a run was made from, by content and not by path: its data, its reward functions, its base model.
+"""What a run was made from, by content and not by path: its data, its reward functions, its loss, its base model.
 
 A checkpoint keeps these beside the weights. The same path may hold other rows tomorrow, and a run resumed on them would
 train twice on some, never on others, and on what it holds out; while a submitted job's copy of its folder has another
@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Fingerprints:
     data: Mapping[str, str]  # the rows that are trained on, in order
     rewards: Mapping[str, str]  # the file of each reward function
     base: Mapping[str, str]  # files of the base model; those of the adapter that the run stays close to
+    loss: Mapping[str, str] = field(default_factory=dict)  # the file of the user's own surrogate, if it is one
 
     def to_json(self) -> str:
         """For `from_json`."""
@@ -54,7 +55,13 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
     if config.learner.loss.beta > 0:
         kept = config.model.reference or config.model.adapter
         base |= {f"reference {name}": digest for name, digest in (_folder(kept) if kept else {}).items()}
-    return Fingerprints(data=_rows(rows), rewards=_rewards(config.rewards), base=base)
+    loss = config.learner.loss
+    return Fingerprints(
+        data=_rows(rows),
+        rewards=_rewards(config.rewards),
+        base=base,
+        loss=dict([_function(loss.ratio.rpartition(":")[2], loss.ratio)]) if loss.own else {},
+    )
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -75,12 +82,14 @@ def _plain(value: object) -> str:
 
 
 def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    found = {}
-    for name, reward in zip(resolved_names(rewards), rewards, strict=True):
-        file = source_of(reward.use)
-        content = "no source" if file is None else str(digest_of(file)["sha256"])
-        found[f"{name} of {file.name}" if file else name] = f"{content} {grader_version(reward.use)}".strip()
-    return found
+    return dict(_function(name, one.use) for name, one in zip(resolved_names(rewards), rewards, strict=True))
+
+
+def _function(name: str, use: str) -> tuple[str, str]:
+    """(name of a function and of its file, the content of that file)."""
+    file = source_of(use)
+    content = "no source" if file is None else str(digest_of(file)["sha256"])
+    return f"{name} of {file.name}" if file else name, f"{content} {grader_version(use)}".strip()
 
 
 def _folder(path: str) -> dict[str, str]:

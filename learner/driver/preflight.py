@@ -11,6 +11,7 @@ from cluster.placement import PlacementError, local_node, place
 from cluster.ray_cluster import in_job
 from learner.config import RunConfig, roles
 from learner.driver import checkpoint
+from learner.driver.absolute_paths import absolute
 from learner.driver.assumed_cards import Cards, planned_for
 from learner.driver.config_io import to_yaml
 from learner.driver.evaluate import accuracy_reward
@@ -19,7 +20,7 @@ from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.run_lock import RunFolderInUse
-from learner.driver.trials import ENGINE, LEARNER, Trial
+from learner.driver.trials import ENGINE, LEARNER, LOSS, Trial
 from learner.learner_config import LoraConfig
 from learner.model.adapter_config import AdapterError, follow, read_adapter
 from learner.model.reference_config import ReferenceConfigError, check_reference
@@ -78,7 +79,7 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     """
     found = Findings(PROBLEMS)
     placed = found.of(place_output, config)
-    trials = [Trial(module, _absolute(config)) for module in (LEARNER, ENGINE)]
+    trials = [Trial(module, absolute(config)) for module in (LEARNER, ENGINE)]
     try:
         prepared = found.of(prepare, config, cards) if placed is None else found.of(prepare, placed, cards)
         for trial in trials:
@@ -92,15 +93,15 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
 
 
 def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
-    """Checks placement, checkpoints, model, memory, data and rewards; what is wrong with one hides no other.
+    """Checks placement, checkpoints, model, memory, data, rewards and loss; what is wrong with one hides no other.
 
     Raises PreflightError with one line per mistake.
     """
     found = Findings(PROBLEMS)
     found.of(_check_placement, config, cards)
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
-    followed = found.of(_follow_adapter, _absolute(config))
-    config, notes = followed or (_absolute(config), ())
+    followed = found.of(_follow_adapter, absolute(config))
+    config, notes = followed or (absolute(config), ())
     chat = found.of(_chat, config)
     found.of(_check_weights, config, adapters=followed is not None)
     budgets = None
@@ -109,6 +110,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
     found.of(_check_accuracy, config)
+    found.of(_check_loss, config)
     if chat is not None and data is not None:
         found.of(_check_rewards, config, data[0].at(0))
     found.finish()
@@ -220,27 +222,6 @@ class Untokenised:
         return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
 
 
-def _absolute(config: RunConfig) -> RunConfig:
-    """Paths that exist here are made absolute, since the processes of the run have folders of their own."""
-
-    def whole(text: str | None) -> str | None:
-        try:
-            path = Path(text).expanduser() if text is not None else None
-            return str(path.absolute()) if path is not None and path.exists() else text
-        except (OSError, RuntimeError):  # of what is no path: the check of that setting says so
-            return text
-
-    model = config.model.model_copy(
-        update={name: whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
-    )
-    rewards = []
-    for reward in config.rewards:
-        file, colon, function = reward.use.rpartition(":")
-        use = f"{whole(file)}{colon}{function}" if file.endswith(".py") else reward.use
-        rewards.append(reward.model_copy(update={"use": use}))
-    return config.model_copy(update={"model": model, "rewards": rewards})
-
-
 def _check_context(config: RunConfig, context: int | None) -> None:
     need = config.rollout.max_prompt_length + config.rollout.max_completion_length
     if context is not None and need > context:
@@ -248,6 +229,16 @@ def _check_context(config: RunConfig, context: int | None) -> None:
             f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
             f"tokens, got {need}"
         )
+
+
+def _check_loss(config: RunConfig) -> None:
+    """A surrogate of the user's, on a few tokens, in a process that has torch."""
+    if config.learner.loss.own:
+        trial = Trial(LOSS, config, "learner.loss.ratio", "loss")
+        try:
+            trial.finish()
+        finally:
+            trial.close()
 
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:

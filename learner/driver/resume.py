@@ -1,4 +1,4 @@
-"""A run goes on only from a checkpoint of the same run: same settings, same data, reward functions and base model.
+"""A run goes on only from a checkpoint of the same run: same settings, data, reward functions, loss and base model.
 
 What decides which numbers a run produces must be equal; processes and bytes are free to change. Paths do not count
 where the content behind them is compared. What is to be different on purpose is named in resume_allow_changed.
@@ -23,7 +23,8 @@ FREE = (
 BY_CONTENT = ("model.path", "model.adapter", "model.reference", "data.path", "data.split", "data.args", "data.size")
 # The saved weights and optimizer states are made for these.
 FIXED = ("model.dtype", "model.base", "learner.mode", "learner.lora", "learner.optimizer.kind")
-CONTENTS = ("data", "rewards", "base")
+CONTENTS = ("data", "rewards", "loss", "base")
+FUNCTIONS = re.compile(r"rewards\.\d+\.use|learner\.loss\.ratio")  # settings that may name a file of the user's
 SHOWN = 40  # letters of a value in a sentence
 
 
@@ -44,8 +45,8 @@ def check_allowed(config: RunConfig) -> None:
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help for the settings"
             raise ResumeError(
-                "resume_allow_changed: must name data, rewards or base (their content), or a setting that decides a "
-                f"run's numbers, such as learner.learning_rate; got {key}; {hint}"
+                "resume_allow_changed: must name data, rewards, loss or base (their content), or a setting that "
+                f"decides a run's numbers, such as learner.learning_rate; got {key}; {hint}"
             )
 
 
@@ -103,7 +104,7 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
         if not _within(key, left_out) and not re.fullmatch(r"rewards\.\d+\.env", key)
     }
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
-        found |= {key: Path(str(value)).name for key, value in found.items() if re.fullmatch(r"rewards\.\d+\.use", key)}
+        found |= {key: Path(str(value)).name for key, value in found.items() if FUNCTIONS.fullmatch(key)}
     held_out = config.data.eval  # what is held out of the training data is not left to train on
     split = held_out.split if by_content else None  # in the versions before, it was no source of its own
     elsewhere = held_out.path is not None or split is not None

@@ -10,15 +10,16 @@ from pathlib import Path
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
 
-LEARNER, ENGINE = "learner.model.model_trial", "rollout.vllm.trial"
+LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
 ROOT = Path(__file__).parents[2]
 
 
 class Trial:
     """`python -m <module>`, which reads a configuration as JSON and prints a list of what is wrong as its last line."""
 
-    def __init__(self, module: str, config: RunConfig) -> None:
+    def __init__(self, module: str, config: RunConfig, key: str = "model.path", what: str = "model") -> None:
         self._module, self._deadline = module, config.cluster.deadlines.start
+        self._key, self._what = key, what  # setting that is tried, and what it names
         self._begin = time.monotonic()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -39,14 +40,14 @@ class Trial:
         except subprocess.TimeoutExpired:
             self.close()
             raise PreflightError(
-                f"model.path: {self._module} did not come to an end within {self._deadline:g} s "
-                "(cluster.deadlines.start); give another model, or a longer deadline"
+                f"{self._key}: {self._module} did not come to an end within {self._deadline:g} s "
+                f"(cluster.deadlines.start); give another {self._what}, or a longer deadline"
             ) from None
         try:
             wrong = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
             last = next(reversed(err.strip().splitlines()), f"exit code {self._process.returncode}")
-            raise PreflightError(f"model.path: {self._module} could not try the model: {last[:300]}") from None
+            raise PreflightError(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
         if wrong:
             raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
 

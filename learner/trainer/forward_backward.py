@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from learner.algo.loss import token_loss
+from learner.algo.own_surrogate import function_of
 from learner.batch.micro_batch import MicroBatch
 from learner.learner_config import LearnerConfig
 from learner.model.logprob import policy_logprobs, token_logprobs
@@ -32,6 +33,7 @@ class Passes:
         self._policy, self._loss, self._split = policy, config.loss, config.updates_per_batch > 1
         self._temperature, self._device, self._scale = temperature, device, scale
         self.passed = 0  # micro-batches so far
+        function_of(config.loss.ratio)  # a user's file that does not load ends the start, not the first step
 
     def learn(
         self, batches: Sequence[MicroBatch], *, version: int, proximal: Tensor | None = None

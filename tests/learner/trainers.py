@@ -10,8 +10,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
+from learner.learner_config import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.trainer.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algo.loss import LOSSES, kl_to_reference, metrics_of, token_loss
-from learner.learner_config import LossConfig
+from learner.algo.coefficients import LOSSES
+from learner.algo.loss import kl_to_reference, metrics_of, token_loss
+from learner.algo.loss_config import LossConfig
 from tests.learner import naive
 from tests.learner.tokens import batch_of
 

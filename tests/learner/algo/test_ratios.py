@@ -10,10 +10,12 @@ import torch
 from pydantic import ValidationError
 
 from learner.algo.loss import token_loss
-from learner.algo.ratios import RATIOS, clip, gspo, log_ratio_of
-from learner.learner_config import BOUNDS, LearnerConfig, LossConfig
+from learner.algo.loss_config import LossConfig
+from learner.algo.tokens import log_ratio_of
+from learner.learner_config import LearnerConfig
 from tests.learner import naive
 from tests.learner.tokens import batch_of
+from tests.learner.weighted import BOUNDS, RATIOS, clip, gspo
 
 NO_LENGTHS = torch.empty(0, dtype=torch.int64)  # for ratios that look at one token at a time
 PAPERS = BOUNDS["gspo"]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.algo.loss_config import LossConfig
 from learner.batch.rows import read
-from learner.learner_config import LossConfig
 from rollout.schema import SCHEMA, ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform

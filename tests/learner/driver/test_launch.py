@@ -9,13 +9,13 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
+from learner.algo.loss_config import LossConfig
 from learner.config import RunConfig
 from learner.driver import launch
 from learner.driver.memory_budget import Budgets
 from learner.driver.processes import make_trainer, worker_spec
 from learner.driver.watched_learner import LearnerLost
 from learner.driver.wiring import sampling_of
-from learner.learner_config import LossConfig
 from rollout.producer import group_seed
 from rollout.types import Sampling
 from tests.learner import naive

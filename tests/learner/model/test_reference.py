@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig, RunConfig
-from learner.learner_config import LossConfig, OptimizerConfig
+from learner.learner_config import OptimizerConfig
 from learner.model.policy import Policy
 from learner.trainer.trainer import Trainer
 from tests.learner import naive

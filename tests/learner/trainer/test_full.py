@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from learner.algo.loss_config import LossConfig
 from learner.config import RunConfig
-from learner.learner_config import LearnerConfig, LossConfig, OptimizerConfig
+from learner.learner_config import LearnerConfig, OptimizerConfig
 from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights
 from tests.learner import naive

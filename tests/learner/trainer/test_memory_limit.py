@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.learner_config import LossConfig
+from learner.algo.loss_config import LossConfig
 from learner.trainer import memory_limit
 from learner.trainer.memory_limit import MemoryLimit, OutOfMemory
 from learner.trainer.trainer import Trainer

@@ -11,9 +11,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from learner.algo.loss_config import LossConfig
 from learner.algo.targets import targets_of
 from learner.batch.rows import read
-from learner.learner_config import LearnerConfig, LossConfig
+from learner.learner_config import LearnerConfig
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform

@@ -1,9 +1,10 @@
-"""What bounds the importance ratio: of every variant the weight of a token in the gradient. Pure functions of tensors.
+"""The gradient of every surrogate, derived by hand: what autograd of learner.algo.surrogates is compared with.
 
-Notation as in learner.loss: lp, mu, rho = exp(lp - mu), A. A variant is a function w, and the gradient of a token is
-c * w * A * d lp. Its bounds (caps, bands, clip ranges) are loss.epsilon, .delta, .cap and .band; numbers in the text
-below are the papers' (learner.learner_config.BOUNDS).
+Notation as in learner.algo.loss: lp, mu, rho = exp(lp - mu), A. The gradient of a token is c * w * A * d lp, and a
+variant is its weight w(rho, A). These were the program's own formulas before it asked autograd.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.batch.micro_batch import MicroBatch
-from learner.learner_config import Bounds, LossConfig
+from learner.algo.surrogates import Bounds
 
-MAX_LOG_RATIO = 20.0  # a sampler's placeholder such as -9999 must not become an infinite ratio
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Weighted:
     """What a ratio function says of each token, all [N] and free of gradient."""
 
     weight: Tensor  # w: the gradient of the token is c * w * A * d lp
-    objective: Tensor  # its value, reported as loss/total
+    objective: Tensor
     clipped: Tensor  # bool: capped, clipped or masked
 
 
@@ -30,12 +30,7 @@ Ratio = Callable[[Tensor, Tensor, Tensor, Bounds], Weighted]  # log rho [N], A [
 
 
 def masked(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = min(rho, 2) where 0.5 <= rho <= 5, else 0: the cap of `truncated` within the band of `icepop`.
-
-    The default, for one update per batch: rho then differs from 1 by engine mismatch and staleness alone. A token far
-    outside says that sampler and learner disagree, which the band drops; what is left has its variance bounded by the
-    cap. Neither paper does both.
-    """
+    """w = min(rho, cap) within the band, else 0."""
     ratio = log_ratio.exp()
     inside = _inside(ratio, bounds["band"])
     weight = torch.where(inside, ratio.clamp(max=bounds["cap"]), 0.0)
@@ -43,54 +38,41 @@ def masked(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds
 
 
 def truncated(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = min(rho, 2): truncated importance sampling (Ionides 2008), to the sampler as by Yao et al. 2025 (TIS)."""
+    """w = min(rho, cap)."""
     return _capped(log_ratio.exp(), advantage, bounds["cap"])
 
 
 def icepop(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = rho where 0.5 <= rho <= 5, else 0. IcePop (2510.18855); as an equation: INTELLECT-3 2512.16144, 1."""
+    """w = rho within the band, else 0."""
     return _banded(log_ratio.exp(), advantage, bounds["band"])
 
 
 def cispo(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = min(rho, 5): no token loses its gradient, however far it is. MiniMax-M1 2506.13585, equations 4 and 5, which
-    like the paper's runs has no lower bound."""
+    """w = min(rho, cap)."""
     return _capped(log_ratio.exp(), advantage, bounds["cap"])
 
 
 def sequence_mask(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = s where 0 <= s <= 3, else 0; s = product of rho over the completion, one for all of its tokens.
-
-    TRL's default against its vLLM (vllm_importance_sampling_mode="sequence_mask", Liu et al. 2025, "When Speed Kills
-    Stability"). Unbiased but for what is masked; the more tokens, the further s strays from 1 with the same mismatch
-    per token, so long completions are the first to go.
-    """
+    """w = s within the band, else 0; s = product of rho over the completion, one for all of its tokens."""
     return _banded(_by_completion(log_ratio, lengths, "sum").exp(), advantage, bounds["band"])
 
 
 def sequence_truncate(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = min(s, 3), s as in `sequence_mask`: vllm_importance_sampling_mode="sequence_truncate" in TRL."""
+    """w = min(s, cap), s as in `sequence_mask`."""
     return _capped(_by_completion(log_ratio, lengths, "sum").exp(), advantage, bounds["cap"])
 
 
 def gspo(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """w = s where PPO's clip of s does not hold, else 0; s = exp(mean of log rho over the completion), one for all of
-    its tokens. GSPO 2507.18071, equations 5 and 7. Its mean over completions is that of loss.kind: grpo; with another
-    kind long completions weigh more.
-    """
+    """w = s where PPO's clip of s does not hold, else 0; s = exp(mean of log rho over the completion)."""
     return _clipped(_by_completion(log_ratio, lengths, "mean").exp(), advantage, bounds)
 
 
 def clip(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Bounds) -> Weighted:
-    """PPO's min(rho A, clip(rho, 1 - low, 1 + high) A), 1707.06347 equation 7, with DAPO's separate high (2503.14476).
-
-    w = rho where the unclipped branch is the minimum and 0 where the clip holds, which is what autograd gives.
-    """
+    """w = rho where the unclipped branch of PPO's minimum is chosen, and 0 where the clip holds."""
     return _clipped(log_ratio.exp(), advantage, bounds)
 
 
 def _by_completion(log_ratio: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    """[N] the sum or mean over its completion, for each token."""
     each = torch.segment_reduce(log_ratio, reduction, lengths=lengths)
     return torch.repeat_interleave(each, lengths, output_size=len(log_ratio))
 
@@ -111,11 +93,6 @@ def _capped(ratio: Tensor, advantage: Tensor, cap: float) -> Weighted:
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, bounds: Bounds) -> Weighted:
-    """With the second clip for A < 0, where PPO's minimum has no upper bound: there the ratio counts as at most delta.
-    Dual-clip PPO (Ye et al. 1912.09729, equation 5); INTELLECT-2 2505.07291, section 3.4; `delta` in TRL.
-
-    Without it one token of a gap of 5 nats between learner and sampler weighs 148 times another.
-    """
     low, high, delta = 1 - bounds["epsilon"][0], 1 + bounds["epsilon"][1], bounds["delta"]
     held = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & ((ratio < low) | (ratio > delta)))
     objective = torch.minimum(ratio.clamp(max=delta) * advantage, ratio.clamp(low, high) * advantage)
@@ -134,18 +111,19 @@ RATIOS: dict[str, Ratio] = {
 }
 
 
-def weigh(logprobs: Tensor, batch: MicroBatch, config: LossConfig, proximal: Tensor | None) -> Weighted:
-    """By config.ratio, of the ratio to the sampler; or decoupled, with [N] logprobs of the policy that the batch began
-    with: then the ratio is to that policy, and how far it is from the sampler only weighs the token, capped."""
-    near, bounds = batch.behavior if proximal is None else proximal, config.bounds
-    weighted = RATIOS[config.ratio](log_ratio_of(logprobs, near), batch.advantages, batch.lengths, bounds)
+def weigh(
+    ratio: str, logprobs: Tensor, behavior: Tensor, advantages: Tensor, lengths: Tensor, bounds: Bounds,
+    proximal: Tensor | None = None,
+) -> Weighted:  # fmt: skip
+    """By the ratio to the sampler; or decoupled, with [N] logprobs of the policy that the batch began with."""
+    near = behavior if proximal is None else proximal
+    weighted = RATIOS[ratio](_log_ratio(logprobs, near), advantages, lengths, bounds)
     if proximal is None:
         return weighted
-    stale, cap = log_ratio_of(proximal, batch.behavior).exp(), bounds["cap"]
+    stale, cap = _log_ratio(proximal, behavior).exp(), bounds["cap"]
     share = stale.clamp(max=cap)
     return Weighted(share * weighted.weight, share * weighted.objective, weighted.clipped | (stale > cap))
 
 
-def log_ratio_of(logprobs: Tensor, behavior: Tensor) -> Tensor:
-    """[N] log rho, kept finite."""
+def _log_ratio(logprobs: Tensor, behavior: Tensor) -> Tensor:
     return (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,0 +1,163 @@
+"""The surrogate objectives that learner.loss.ratio names: how the importance ratio of a token is bounded.
+
+A variant is a function below and a row of SURROGATES; nothing else names it. From that table come the values that
+learner.loss.ratio may have, its settings and their defaults (learner.algo.loss_config), --help and docs/losses.md.
+
+A function gets Tokens and its settings by name, and returns of each of the N tokens
+    [N] its objective, which autograd differentiates by the logprobs, and
+    [N] bool, whether its ratio is out of a bound (metric policy/clip_fraction).
+
+No import of torch here: the driver reads the table, and has no torch. Tensors have methods for all that is needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.algo.tokens import Tokens
+
+Interval = tuple[float, float]
+Objective = tuple["Tensor", "Tensor"]
+
+
+class Bounds(TypedDict, total=False):
+    """Settings that a surrogate may have. A new one is a field of learner.algo.loss_config.LossConfig too."""
+
+    epsilon: Interval  # below and above 1
+    delta: float
+    cap: float
+    band: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """A row of the table."""
+
+    function: Callable[..., Objective]
+    equation: str  # the objective of a token, for docs/losses.md
+    paper: str
+    settings: Bounds  # with the paper's values
+    several_updates: bool = False  # whether it looks at Tokens.stale: learner.updates_per_batch may be above 1
+
+
+def masked(tokens: "Tokens", cap: float, band: Interval) -> Objective:
+    """The default, for one update per batch: the ratio then differs from 1 by engine mismatch and staleness alone.
+
+    A token far outside says that sampler and learner disagree, which the band drops; what is left has its variance
+    bounded by the cap. Neither paper does both.
+    """
+    ratio, inside = tokens.ratio, _inside(tokens.ratio, band)
+    weight = ratio.clamp(max=cap).where(inside, 0.0)
+    return tokens.weighted(weight), ~inside | (ratio > cap)
+
+
+def truncated(tokens: "Tokens", cap: float) -> Objective:
+    """Truncated importance sampling. No token loses its gradient, however far its ratio is."""
+    return tokens.weighted(tokens.ratio.clamp(max=cap)), tokens.ratio > cap
+
+
+def icepop(tokens: "Tokens", band: Interval) -> Objective:
+    """A token whose ratio is out of the band is left out."""
+    inside = _inside(tokens.ratio, band)
+    return tokens.weighted(tokens.ratio.where(inside, 0.0)), ~inside
+
+
+def sequence_mask(tokens: "Tokens", band: Interval) -> Objective:
+    """Unbiased but for what is masked; the more tokens, the further s strays from 1 with the same mismatch per token,
+    so long completions are the first to go."""
+    return icepop(tokens.over_completions("sum"), band)
+
+
+def sequence_truncate(tokens: "Tokens", cap: float) -> Objective:
+    """`truncated`, with one ratio for all tokens of a completion."""
+    return truncated(tokens.over_completions("sum"), cap)
+
+
+def gspo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
+    """The paper's mean over completions is that of loss.kind: grpo; with another kind long completions weigh more."""
+    return _ppo(tokens.over_completions("mean"), epsilon, delta)
+
+
+def clip(tokens: "Tokens", epsilon: Interval, delta: float, cap: float) -> Objective:
+    """PPO's. With several updates per batch it is decoupled PPO: what the batch has moved is clipped, and how far its
+    first policy was from the sampler only weighs the token, capped."""
+    objective, held = _ppo(tokens, epsilon, delta)
+    if tokens.stale is None:
+        return objective, held
+    return tokens.stale.clamp(max=cap) * objective, held | (tokens.stale > cap)
+
+
+def _ppo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
+    """min(r A, clip(r, 1 - low, 1 + high) A): where A > 0, r counts at most 1 + high; where A < 0, at least 1 - low.
+
+    With A < 0 the minimum has no upper bound, and one token of a gap of 5 nats between learner and sampler weighs 148
+    times another; hence dual-clip PPO's second clip, at delta.
+    """
+    ratio, advantage = tokens.ratio, tokens.advantages
+    bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(1 - epsilon[0], delta))
+    return bounded * advantage, (bounded != ratio) & (advantage != 0)
+
+
+def _inside(ratio: "Tensor", band: Interval) -> "Tensor":
+    return (ratio >= band[0]) & (ratio <= band[1])
+
+
+# What MiniMax-M1 leaves open for cispo is of ScaleRL's size; as in the paper's runs it has no lower bound.
+SURROGATES: dict[str, Surrogate] = {
+    "masked": Surrogate(
+        masked,
+        "sg(min(r, cap)) A log π where r is in the band, else 0",
+        "ours: the cap of truncated within the band of icepop",
+        {"cap": 2.0, "band": (0.5, 5.0)},
+    ),
+    "truncated": Surrogate(
+        truncated,
+        "sg(min(r, cap)) A log π",
+        "truncated importance sampling, Ionides 2008; to the sampler: TIS, Yao et al. 2025",
+        {"cap": 2.0},
+    ),
+    "icepop": Surrogate(
+        icepop,
+        "sg(r) A log π where r is in the band, else 0",
+        "IcePop 2510.18855; as an equation: INTELLECT-3 2512.16144, 1",
+        {"band": (0.5, 5.0)},
+    ),
+    "cispo": Surrogate(
+        truncated,
+        "sg(min(r, cap)) A log π",
+        "MiniMax-M1 2506.13585, equations 4 and 5; the cap: ScaleRL 2510.13786",
+        {"cap": 5.0},
+    ),
+    "sequence_mask": Surrogate(
+        sequence_mask,
+        "sg(s) A log π where s is in the band, else 0",
+        "Liu et al. 2025, When Speed Kills Stability; TRL's default against its vLLM "
+        "(vllm_importance_sampling_mode), and its values",
+        {"band": (0.0, 3.0)},
+    ),
+    "sequence_truncate": Surrogate(
+        sequence_truncate,
+        "sg(min(s, cap)) A log π",
+        "vllm_importance_sampling_mode: sequence_truncate in TRL, and its value",
+        {"cap": 3.0},
+    ),
+    "gspo": Surrogate(
+        gspo,
+        "min(g A, clip(g, 1 - epsilon_low, 1 + epsilon_high) A); where A < 0, g counts at most delta",
+        "GSPO 2507.18071, equations 5 and 7; delta as for clip",
+        {"epsilon": (3e-4, 4e-4), "delta": 4.0},
+    ),
+    "clip": Surrogate(
+        clip,
+        "min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); where A < 0, r counts at most delta. With several "
+        "updates per batch: times sg(min(μ / sampler, cap))",
+        "PPO 1707.06347, equation 7; epsilon: DAPO 2503.14476; delta: dual-clip PPO, Ye et al. 1912.09729, equation 5, "
+        "with the value of INTELLECT-2 2505.07291, section 3.4; decoupled PPO: Hilton et al. 2110.00641, section 3, "
+        "and AReaL 2505.24298, section 5.2",
+        {"epsilon": (0.2, 0.28), "delta": 4.0, "cap": 2.0},
+        several_updates=True,
+    ),
+}

@@ -1,0 +1,59 @@
+"""The completion tokens of a micro-batch, as a surrogate objective sees them. Letters: N and C as in learner.batch."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # a sampler's placeholder such as -9999 must not become an infinite ratio
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """What the functions of learner.algo.surrogates, and users' own, are given.
+
+    pi is the policy being trained and mu the one that its ratio is to: the sampler, or, with several updates per batch,
+    the policy that the batch began with. sg is the stop-gradient, `.detach()`.
+    """
+
+    logprobs: Tensor  # [N] log pi, nats: what the objective is differentiated by
+    unit: Tensor  # [N] pi / sg(pi): the number 1, with the gradient of log pi
+    ratio: Tensor  # [N] pi / mu, between e^-20 and e^20, with its gradient
+    log_ratio: Tensor  # [N] the logarithm of `ratio`, without gradient
+    advantages: Tensor  # [N] A, that of the completion
+    lengths: Tensor  # [C] tokens of each completion; completions are whole and follow each other
+    stale: Tensor | None = None  # [N] mu / sampler, without gradient; None where they are one
+
+    @classmethod
+    def of(
+        cls, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lengths: Tensor, stale: Tensor | None = None
+    ) -> "Tokens":
+        """From [N] numbers of which none leads back to the model. Gradients must be enabled."""
+        leaf = logprobs.detach().requires_grad_()
+        unit = (leaf - logprobs.detach()).exp()
+        return cls(leaf, unit, log_ratio.exp() * unit, log_ratio, advantages, lengths, stale)
+
+    def weighted(self, weight: Tensor) -> Tensor:
+        """[N] sg(weight) * A * pi / sg(pi): of value weight * A, and of gradient weight * A * d log pi.
+
+        Papers that write sg(weight) * A * log pi mean the same gradient.
+        """
+        return weight.detach() * self.advantages * self.unit
+
+    def over_completions(self, reduction: Literal["sum", "mean"]) -> "Tokens":
+        """The same tokens with the ratio of their whole completion: the product of its tokens' ratios, or their
+        geometric mean. Each token passes on its own gradient alone, as in GSPO-token (2507.18071, section 4.3)."""
+        log_ratio = _by_completion(self.log_ratio, self.lengths, reduction)
+        return replace(self, log_ratio=log_ratio, ratio=log_ratio.exp() * self.unit)
+
+
+def _by_completion(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+    """[N] the sum or mean over its completion, for each token."""
+    each = torch.segment_reduce(values, reduction, lengths=lengths)
+    return torch.repeat_interleave(each, lengths, output_size=len(values))
+
+
+def log_ratio_of(logprobs: Tensor, behavior: Tensor) -> Tensor:
+    """[N] log rho, kept finite."""
+    return (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

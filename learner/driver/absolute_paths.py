@@ -1,0 +1,31 @@
+"""Paths of a configuration made absolute, since the processes of the run have working directories of their own."""
+
+from pathlib import Path
+
+from learner.config import RunConfig
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The configuration with whole paths to the model, its adapters, and the files of the user's functions, where these
+    exist here; what does not is left for the check of that setting to say."""
+    model = config.model.model_copy(
+        update={name: _whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+    )
+    rewards = [reward.model_copy(update={"use": _function(reward.use)}) for reward in config.rewards]
+    loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
+    learner = config.learner.model_copy(update={"loss": loss})
+    return config.model_copy(update={"model": model, "rewards": rewards, "learner": learner})
+
+
+def _function(use: str) -> str:
+    """`path/file.py:function` with the whole path; any other name as it is."""
+    file, colon, function = use.rpartition(":")
+    return f"{_whole(file)}{colon}{function}" if file.endswith(".py") else use
+
+
+def _whole(text: str | None) -> str | None:
+    try:
+        path = Path(text).expanduser() if text is not None else None
+        return str(path.absolute()) if path is not None and path.exists() else text
+    except (OSError, RuntimeError):  # of what is no path
+        return text

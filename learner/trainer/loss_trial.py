@@ -1,0 +1,25 @@
+"""A user's own surrogate objective, tried on a few tokens before anything expensive starts.
+
+A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
+stdout.
+"""
+
+import json
+import sys
+
+from learner.algo.loss_config import LossConfig
+from learner.algo.own_surrogate import SurrogateError, try_surrogate
+from learner.config import RunConfig
+
+
+def wrong_with(loss: LossConfig) -> list[str]:
+    """What is wrong with it, in one sentence; empty if nothing is."""
+    try:
+        try_surrogate(loss)
+    except SurrogateError as error:
+        return [str(error)]
+    return []
+
+
+if __name__ == "__main__":
+    print(json.dumps(wrong_with(RunConfig.model_validate_json(sys.stdin.read()).learner.loss)))

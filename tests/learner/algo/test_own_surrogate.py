@@ -1,0 +1,113 @@
+"""A user's own surrogate: it trains as its paper says, and one that cannot train is refused in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from torch import Tensor
+
+from learner.algo.loss_config import LossConfig
+from learner.algo.own_surrogate import SurrogateError, function_of, try_surrogate
+from learner.algo.surrogates import SURROGATES
+from learner.learner_config import LearnerConfig
+from tests.learner import naive
+from tests.learner.trainers import advantages_by_hand, distance, gradient, make_trainer, naive_gradient
+
+EXAMPLE = f"{Path(__file__).parents[3] / 'examples' / 'my_loss.py'}:topr"
+
+
+def topr(lp: Tensor, behavior: Tensor, advantage: Any, reference: Tensor | None, config: LossConfig) -> Tensor:
+    """[T] TOPR's loss of one completion (2503.14286), in the place of tests.learner.naive.loss."""
+    whole = (lp.detach() - behavior).sum().exp()
+    weight = 1.0 if advantage >= 0 else min(float(whole), config.cap or 1.0)
+    return -weight * advantage * lp
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+async def test_the_example_trains_a_step_as_its_paper_says(
+    tiny_path: str, adapter_path: str, groups: list[pa.Table], monkeypatch: pytest.MonkeyPatch, cap: float | None
+) -> None:
+    config = LossConfig(ratio=EXAMPLE, cap=cap)
+    try_surrogate(config)
+    trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config, token_budget=60)
+    found = await gradient(trainer, groups)
+    monkeypatch.setattr(naive, "loss", topr)
+    model = naive.load(tiny_path, adapter_path)
+    assert distance(found, naive_gradient(model, None, groups, config, advantages_by_hand("batch"))) < 2e-5
+
+
+@pytest.mark.parametrize("ratio", SURROGATES)
+def test_those_of_the_table_pass_the_trial(ratio: str) -> None:
+    try_surrogate(LossConfig(ratio=ratio))
+
+
+WRONG = """
+import torch
+def no_setting(tokens): return tokens.weighted(tokens.ratio), tokens.ratio > 2
+def objective_alone(tokens): return tokens.weighted(tokens.ratio)
+def three(tokens): return tokens.ratio, tokens.ratio, tokens.ratio
+def mean(tokens): return tokens.ratio.mean(), tokens.ratio > 2
+def by_completion(tokens): return tokens.ratio[: len(tokens.lengths)], tokens.ratio > 2
+def in_double(tokens): return tokens.ratio.double(), tokens.ratio > 2
+def how_much(tokens): return tokens.ratio, tokens.ratio
+def detached(tokens): return tokens.advantages, tokens.ratio > 2
+def other_leaf(tokens): return torch.ones(6, requires_grad=True) * 2, tokens.ratio > 2
+def infinite(tokens): return tokens.unit / (tokens.ratio > 0.9), tokens.ratio > 2
+def no_slope(tokens): return (tokens.unit - 1).sqrt(), tokens.ratio > 2
+def raises(tokens):
+    return tokens.rho, None
+def needs_more(tokens, tau): return tokens.ratio, tokens.ratio > 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("gone", "wrong.py has no function 'gone'; functions there: no_setting, objective_alone, three"),
+        ("objective_alone", "must return two tensors, the objective and which tokens were clipped, got a Tensor"),
+        ("three", "must return two tensors, .* got a tuple of 3"),
+        ("mean", r"must return one objective per token, \[6\] torch.float32 of 6 tokens, got \[\] torch.float32"),
+        ("by_completion", r"must return one objective per token, .* got \[3\] torch.float32"),
+        ("in_double", r"must return one objective per token, .* got \[6\] torch.float64"),
+        ("how_much", r"must say of each token whether it was clipped, \[6\] torch.bool .* got \[6\] torch.float32"),
+        ("detached", "returns an objective without gradient: it must be made of tokens.ratio"),
+        ("other_leaf", "returns an objective that does not depend on tokens.logprobs"),
+        ("infinite", r"must have a finite objective, got \[1, 1, inf, .* for ratios of \[1, 1.11, 0.135"),
+        ("no_slope", r"must have a finite gradient, got \[inf, inf"),
+        ("raises", r"raised AttributeError: 'Tokens' object has no attribute 'rho' \(wrong.py, line 15\)"),
+        ("needs_more", r"raised TypeError: needs_more\(\) missing 1 required positional argument: 'tau'"),
+    ],
+)
+def test_one_that_cannot_train_is_refused_in_one_line(tmp_path: Path, name: str, sentence: str) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(WRONG)
+    with pytest.raises(SurrogateError) as caught:
+        try_surrogate(LossConfig(ratio=f"{file}:{name}"))
+    assert re.fullmatch(f"learner.loss.ratio: .*{sentence}.*", str(caught.value))
+
+
+def test_a_setting_that_the_function_does_not_take_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    config = LossConfig(ratio=f"{tmp_path}/wrong.py:no_setting", cap=3)
+    with pytest.raises(SurrogateError, match=r"^learner.loss.cap: .*no_setting has no parameter cap; .* \(got 3.0\)$"):
+        try_surrogate(config)
+    try_surrogate(LossConfig(ratio=f"{tmp_path}/wrong.py:no_setting"))
+
+
+def test_a_file_that_is_not_there_or_does_not_import_ends_the_start(tmp_path: Path, tiny_path: str) -> None:
+    with pytest.raises(SurrogateError, match=r"^learner.loss.ratio: there is no file .*gone.py"):
+        make_trainer(tiny_path, loss=LossConfig(ratio=f"{tmp_path}/gone.py:f"))
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(SurrogateError, match=r"^learner.loss.ratio: .*broken.py does not import: ModuleNotFoundError"):
+        function_of(f"{tmp_path}/broken.py:f")
+
+
+def test_settings_of_an_own_function_are_those_that_are_given() -> None:
+    assert LossConfig(ratio=EXAMPLE).bounds == {}
+    assert LossConfig(ratio=EXAMPLE, cap=3, band=(0.5, 2)).bounds == {"cap": 3.0, "band": (0.5, 2.0)}
+    with pytest.raises(ValueError, match=r"which is worked out for loss.ratio=clip alone; .*got 2 with loss.ratio=/"):
+        LearnerConfig(loss=LossConfig(ratio=EXAMPLE), updates_per_batch=2)

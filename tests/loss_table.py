@@ -1,0 +1,109 @@
+"""Makes docs/losses.md from the tables of learner.algo and the example of a user's own loss.
+
+python -m tests.loss_table        # writes docs/losses.md; tests/test_loss_table.py compares
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import as_table
+from learner.algo.advantage import ADVANTAGES
+from learner.algo.coefficients import LOSSES
+from learner.algo.surrogates import SURROGATES, Surrogate
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT, EXAMPLE = ROOT / "docs" / "losses.md", ROOT / "examples" / "my_loss.py"
+
+
+def surrogate_row(name: str, row: Surrogate) -> list[str]:
+    """name, equation, settings with the paper's values, paper."""
+    settings = [f"{key} {_shown(value)}" for key, value in row.settings.items()]
+    return [name, row.equation, ", ".join(settings), row.paper]
+
+
+def table() -> str:
+    """The content of docs/losses.md."""
+    rows = [surrogate_row(name, row) for name, row in SURROGATES.items()]
+    return TEXT.format(
+        surrogates=as_table(["ratio", "objective of a token", "settings", "paper"], rows),
+        kinds=as_table(["kind", "c"], _described(LOSSES)),
+        advantages=as_table(["advantage", "A"], _described(ADVANTAGES)),
+        example=EXAMPLE.read_text().rstrip(),
+    )
+
+
+def _shown(value: object) -> str:
+    return f"[{', '.join(f'{part:g}' for part in value)}]" if isinstance(value, tuple) else f"{value:g}"
+
+
+def _described(functions: Mapping[str, Callable[..., Any]]) -> list[list[str]]:
+    """name and first paragraph of the docstring of each."""
+    texts = {name: inspect.getdoc(function) or "" for name, function in functions.items()}
+    return [[name, " ".join(text.partition("\n\n")[0].split())] for name, text in texts.items()]
+
+
+TEXT = """# Losses
+
+Made by `python -m tests.loss_table` from the tables in `learner/algo/`; `tests/test_loss_table.py` compares it with
+what the code says now.
+
+The loss of an optimizer batch is, over its trained tokens,
+
+    sum of  c * ( -objective + beta * KL )
+
+`learner.loss.ratio` chooses the objective, `.kind` the coefficient c, `.advantage` the advantage A in the objective,
+and `.beta` weighs the KL to the reference. π is the policy being trained and μ the sampler (with several updates per
+batch the policy that the batch began with), r = π / μ of the token, s the product of r over its completion, g their
+geometric mean, and sg the stop-gradient.
+
+## learner.loss.ratio
+
+{surrogates}
+
+Values are those of null; `learner.loss.cap`, `.band`, `.epsilon` and `.delta` replace them, and one that the objective
+does not have is refused. An objective with sg is reported, in `loss/total`, without its log π. `policy/clip_fraction`
+is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those that lost all of their
+gradient (tokens of advantage 0, which are trained with beta > 0 alone, have none to lose).
+
+## learner.loss.kind
+
+T is the number of trained tokens of a completion.
+
+{kinds}
+
+## learner.loss.advantage
+
+{advantages}
+
+## A loss of your own
+
+A function in a file of yours, named by `learner.loss.ratio=my_loss.py:topr` (or `package.module:function`):
+
+```python
+{example}
+```
+
+- It is given the N completion tokens of a micro-batch (`learner/algo/tokens.py` lists what is known of them) and
+  returns two tensors [N]: the objective, and whether a bound has changed it. Autograd differentiates the objective by
+  `tokens.logprobs` alone, and the model's backward pass starts from there: time and memory do not grow with it.
+- `tokens.weighted(w)` is w A, with the gradient w A d log π; `tokens.over_completions("sum" | "mean")` are the same
+  tokens with s or g in place of r.
+- Parameters after the first are settings: `cap`, `band`, `epsilon` and `delta`, with the function's own defaults.
+- It is tried on six tokens before anything starts: an exception, a wrong shape, no gradient, infinity and NaN are
+  refused in one line. Completions come whole, but with which others is not fixed: what is returned for one must not
+  depend on the others, or the gradient depends on how the batch was split into micro-batches.
+- It runs in the learner's process, with its rights and its environment. A checkpoint remembers the content of the file,
+  and a run goes on from it only with the same (`resume_allow_changed: [loss]` to change it on purpose).
+- `learner.updates_per_batch` stays 1: holding the policy near the one that a batch began with is worked out for `clip`.
+
+One that is to stay is a function and a row in `learner/algo/surrogates.py`, and nothing else: the configuration, --help
+and this page are made from that table.
+"""
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(table())
