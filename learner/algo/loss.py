@@ -22,7 +22,7 @@ from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
 from learner.algo.own_surrogate import objective_of
-from learner.algo.tokens import Tokens, log_ratio_of
+from learner.algo.tokens import MAX_LOG_RATIO, Tokens, log_ratio_of
 from learner.batch.micro_batch import MicroBatch
 
 KL_CAP = 2.0  # of the ratio in the KL's gradient: that of truncated importance sampling, Yao et al. 2025
@@ -62,36 +62,36 @@ def token_loss(
             are its own, and the ratio is to the sampler.
 
     Returns:
-        [N] float32 to start the backward pass of `logprobs` with, and float64 scalars: sums, and maxima under names
-        that end in _max. The mismatch is that of `version` and the sampler.
+        [N] float32 to start the backward pass of `logprobs` with, and scalars: sums, and maxima under names that end
+        in _max. The mismatch is that of `version` and the sampler.
     """
     began_with = logprobs if proximal is None else proximal
-    mismatch = log_ratio_of(began_with, batch.behavior)
-    gap = (began_with - batch.behavior).abs()
+    gap = began_with - batch.behavior
+    mismatch, gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), gap.abs()
     log_ratio, stale = mismatch, None
     if proximal is not None:
         log_ratio, stale = log_ratio_of(logprobs, proximal), mismatch.exp()
     with torch.enable_grad():
         tokens = Tokens.of(logprobs, log_ratio, batch.advantages, batch.lengths, stale)
         objective, clipped = objective_of(tokens, config)
-    (slope,) = torch.autograd.grad(objective, tokens.logprobs, -batch.coefficients)
-    value, current = -objective.detach(), batch.versions == version
+    weight, current = -batch.coefficients, batch.versions == version
+    (slope,) = torch.autograd.grad(objective, tokens.unit, weight)  # d unit = d log pi
     parts = {
         "tokens": gap.new_full((), len(gap)),
-        "clipped": clipped.sum(),
-        "masked": ((slope == 0) & (batch.advantages != 0)).sum(),
+        "clipped": clipped.count_nonzero(),
+        "masked": batch.advantages.count_nonzero() - slope.count_nonzero(),
         "entropy": entropy.sum(),
-        "k3": (mismatch.exp() - mismatch - 1).sum(),
+        "k3": ((tokens.sg_ratio if stale is None else stale) - mismatch - 1).sum(),
         "gap_max": gap.max(),
-        "current_tokens": current.sum(),
+        "current_tokens": current.count_nonzero(),
         "current_gap_max": torch.where(current, gap, 0.0).max(),
+        "loss": weight.dot(objective.detach()),
     }
     if reference is not None:
         kl, kl_slope = kl_to_reference(logprobs, reference, log_ratio_of(logprobs, batch.behavior).exp())
-        slope, value = slope + batch.coefficients * config.beta * kl_slope, value + config.beta * kl
-        parts["kl"] = kl.sum()
-    parts["loss"] = (batch.coefficients * value).sum()
-    return slope, {name: part.double() for name, part in parts.items()}
+        slope = slope - config.beta * weight * kl_slope
+        parts |= {"kl": kl.sum(), "loss": parts["loss"] - config.beta * weight.dot(kl)}
+    return slope, parts
 
 
 def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str, float]:
@@ -101,7 +101,7 @@ def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str
     if not all_parts:
         return {"loss/total": 0.0, "loss/trained_tokens": 0.0}
     # One copy, hence one wait for the device.
-    table = torch.stack([torch.stack(list(one.values())) for one in all_parts]).cpu()
+    table = torch.stack([torch.stack(list(one.values())) for one in all_parts]).cpu().double()
     sums = dict(zip(all_parts[0], table.sum(0).tolist(), strict=True))
     peaks = dict(zip(all_parts[0], table.amax(0).tolist(), strict=True))
     tokens = sums["tokens"]

@@ -82,25 +82,25 @@ def _example() -> Tokens:
 
 def _wrong_with(returned: Any, tokens: Tokens) -> str:
     """What is wrong with a function's answer, to follow its name; '' if nothing is."""
-    n = len(tokens.logprobs)
+    n, dtype = len(tokens.unit), tokens.unit.dtype
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(one, Tensor) for one in returned)):
         got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         return f"must return two tensors, the objective and which tokens were clipped, got {got}"
     objective, clipped = returned
-    if objective.shape != (n,) or objective.dtype != tokens.logprobs.dtype:
+    if objective.shape != (n,) or objective.dtype != dtype:
         got = f"{list(objective.shape)} {objective.dtype}"
-        return f"must return one objective per token, [{n}] {tokens.logprobs.dtype} of {n} tokens, got {got}"
+        return f"must return one objective per token, [{n}] {dtype} of {n} tokens, got {got}"
     if clipped.shape != (n,) or clipped.dtype != torch.bool:
         got = f"{list(clipped.shape)} {clipped.dtype}"
         return f"must say of each token whether it was clipped, [{n}] torch.bool of {n} tokens, got {got}"
     if not objective.requires_grad:
         return "returns an objective without gradient: it must be made of tokens.ratio, tokens.logprobs or weighted()"
-    (slopes,) = torch.autograd.grad(objective.sum(), tokens.logprobs, allow_unused=True)
+    (slopes,) = torch.autograd.grad(objective.sum(), tokens.unit, allow_unused=True)
     if slopes is None:
-        return "returns an objective that does not depend on tokens.logprobs"
+        return "returns an objective that does not depend on the logprobs"
     for what, values in (("objective", objective), ("gradient", slopes)):
         if not values.isfinite().all():
             shown = ", ".join(f"{value:.3g}" for value in values.tolist())
-            ratios = ", ".join(f"{value:.3g}" for value in tokens.ratio.tolist())
+            ratios = ", ".join(f"{value:.3g}" for value in tokens.sg_ratio.tolist())
             return f"must have a finite {what}, got [{shown}] for ratios of [{ratios}]"
     return ""

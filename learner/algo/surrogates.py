@@ -49,20 +49,19 @@ def masked(tokens: "Tokens", cap: float, band: Interval) -> Objective:
     A token far outside says that sampler and learner disagree, which the band drops; what is left has its variance
     bounded by the cap. Neither paper does both.
     """
-    ratio, inside = tokens.ratio, _inside(tokens.ratio, band)
-    weight = ratio.clamp(max=cap).where(inside, 0.0)
-    return tokens.weighted(weight), ~inside | (ratio > cap)
+    weight = tokens.sg_ratio.clamp(max=cap).where(_inside(tokens.sg_ratio, band), 0.0)
+    return tokens.weighted(weight), weight != tokens.sg_ratio
 
 
 def truncated(tokens: "Tokens", cap: float) -> Objective:
     """Truncated importance sampling. No token loses its gradient, however far its ratio is."""
-    return tokens.weighted(tokens.ratio.clamp(max=cap)), tokens.ratio > cap
+    return tokens.weighted(tokens.sg_ratio.clamp(max=cap)), tokens.sg_ratio > cap
 
 
 def icepop(tokens: "Tokens", band: Interval) -> Objective:
     """A token whose ratio is out of the band is left out."""
-    inside = _inside(tokens.ratio, band)
-    return tokens.weighted(tokens.ratio.where(inside, 0.0)), ~inside
+    inside = _inside(tokens.sg_ratio, band)
+    return tokens.weighted(tokens.sg_ratio.where(inside, 0.0)), ~inside
 
 
 def sequence_mask(tokens: "Tokens", band: Interval) -> Objective:
@@ -93,12 +92,14 @@ def clip(tokens: "Tokens", epsilon: Interval, delta: float, cap: float) -> Objec
 def _ppo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
     """min(r A, clip(r, 1 - low, 1 + high) A): where A > 0, r counts at most 1 + high; where A < 0, at least 1 - low.
 
-    With A < 0 the minimum has no upper bound, and one token of a gap of 5 nats between learner and sampler weighs 148
-    times another; hence dual-clip PPO's second clip, at delta.
+    Where a bound holds, the objective is constant; elsewhere it has the ratio's gradient. With A < 0 the minimum has no
+    upper bound, and one token of a gap of 5 nats between learner and sampler weighs 148 times another; hence dual-clip
+    PPO's second clip, at delta.
     """
-    ratio, advantage = tokens.ratio, tokens.advantages
+    ratio, advantage = tokens.sg_ratio, tokens.advantages
     bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(1 - epsilon[0], delta))
-    return bounded * advantage, (bounded != ratio) & (advantage != 0)
+    held = (bounded != ratio) & (advantage != 0)
+    return bounded.where(held, tokens.ratio) * advantage, held
 
 
 def _inside(ratio: "Tensor", band: Interval) -> "Tensor":

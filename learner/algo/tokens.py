@@ -14,25 +14,34 @@ class Tokens:
     """What the functions of learner.algo.surrogates, and users' own, are given.
 
     pi is the policy being trained and mu the one that its ratio is to: the sampler, or, with several updates per batch,
-    the policy that the batch began with. sg is the stop-gradient, `.detach()`.
+    the policy that the batch began with. sg is the stop-gradient: what is named so is a constant to autograd.
     """
 
-    logprobs: Tensor  # [N] log pi, nats: what the objective is differentiated by
-    unit: Tensor  # [N] pi / sg(pi): the number 1, with the gradient of log pi
-    ratio: Tensor  # [N] pi / mu, between e^-20 and e^20, with its gradient
-    log_ratio: Tensor  # [N] the logarithm of `ratio`, without gradient
+    sg_logprobs: Tensor  # [N] sg(log pi), nats
+    sg_ratio: Tensor  # [N] sg(pi / mu), between e^-20 and e^20
+    log_ratio: Tensor  # [N] the logarithm of `sg_ratio`
+    unit: Tensor  # [N] pi / sg(pi): ones, whose gradient is that of log pi; every other gradient comes from this one
     advantages: Tensor  # [N] A, that of the completion
     lengths: Tensor  # [C] tokens of each completion; completions are whole and follow each other
-    stale: Tensor | None = None  # [N] mu / sampler, without gradient; None where they are one
+    stale: Tensor | None = None  # [N] sg(mu / sampler); None where they are one
 
     @classmethod
     def of(
         cls, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lengths: Tensor, stale: Tensor | None = None
     ) -> "Tokens":
-        """From [N] numbers of which none leads back to the model. Gradients must be enabled."""
-        leaf = logprobs.detach().requires_grad_()
-        unit = (leaf - logprobs.detach()).exp()
-        return cls(leaf, unit, log_ratio.exp() * unit, log_ratio, advantages, lengths, stale)
+        """From [N] numbers; nothing leads back to the model that gave them."""
+        unit = torch.ones_like(log_ratio).requires_grad_()
+        return cls(logprobs.detach(), log_ratio.exp(), log_ratio, unit, advantages, lengths, stale)
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N] pi / mu, with its gradient."""
+        return self.sg_ratio * self.unit
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[N] log pi, with its gradient."""
+        return self.sg_logprobs + self.unit - 1
 
     def weighted(self, weight: Tensor) -> Tensor:
         """[N] sg(weight) * A * pi / sg(pi): of value weight * A, and of gradient weight * A * d log pi.
@@ -45,7 +54,7 @@ class Tokens:
         """The same tokens with the ratio of their whole completion: the product of its tokens' ratios, or their
         geometric mean. Each token passes on its own gradient alone, as in GSPO-token (2507.18071, section 4.3)."""
         log_ratio = _by_completion(self.log_ratio, self.lengths, reduction)
-        return replace(self, log_ratio=log_ratio, ratio=log_ratio.exp() * self.unit)
+        return replace(self, log_ratio=log_ratio, sg_ratio=log_ratio.exp())
 
 
 def _by_completion(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:

@@ -29,7 +29,7 @@ def _by_autograd(name: str) -> Ratio:
     def found(log_ratio: Tensor, advantage: Tensor, lengths: Tensor, bounds: Any) -> Weighted:
         tokens = Tokens.of(torch.zeros_like(log_ratio), log_ratio, advantage, lengths)
         objective, clipped = row.function(tokens, **{one: bounds[one] for one in row.settings})
-        (slope,) = torch.autograd.grad(objective.sum(), tokens.logprobs)
+        (slope,) = torch.autograd.grad(objective.sum(), tokens.unit)
         return Weighted(slope / advantage, objective.detach(), clipped)
 
     return found

@@ -75,7 +75,7 @@ def needs_more(tokens, tau): return tokens.ratio, tokens.ratio > 2
         ("in_double", r"must return one objective per token, .* got \[6\] torch.float64"),
         ("how_much", r"must say of each token whether it was clipped, \[6\] torch.bool .* got \[6\] torch.float32"),
         ("detached", "returns an objective without gradient: it must be made of tokens.ratio"),
-        ("other_leaf", "returns an objective that does not depend on tokens.logprobs"),
+        ("other_leaf", "returns an objective that does not depend on the logprobs"),
         ("infinite", r"must have a finite objective, got \[1, 1, inf, .* for ratios of \[1, 1.11, 0.135"),
         ("no_slope", r"must have a finite gradient, got \[inf, inf"),
         ("raises", r"raised AttributeError: 'Tokens' object has no attribute 'rho' \(wrong.py, line 15\)"),

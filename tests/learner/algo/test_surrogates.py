@@ -75,7 +75,7 @@ def ratios_of(case: dict[str, Any]) -> list[float]:
     log_ratio = log_ratio_of(case["logprobs"], case["behavior"])
     tokens = Tokens.of(case["logprobs"], log_ratio, case["advantages"], case["lengths"])
     found = [tokens, tokens.over_completions("sum"), tokens.over_completions("mean")]
-    return [r for one in found for r in one.ratio.tolist() if 1e-6 < r < 10]
+    return [r for one in found for r in one.sg_ratio.tolist() if 1e-6 < r < 10]
 
 
 def compared(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> None:
