@@ -88,8 +88,8 @@ class RunConfig(Frozen):
     """`auto`: go on from the newest whole checkpoint of the run folder; `none`: start afresh; or a checkpoint's
     path."""
     resume_allow_changed: tuple[str, ...] = ()
-    """What may differ from the checkpoint on purpose: `data`, `rewards`, `loss`, `base` (their content), or settings such
-    as `learner.learning_rate`; all else that decides a run's numbers must be the same."""
+    """What may differ from the checkpoint on purpose: `data`, `rewards`, `loss`, `base` (their content), or settings
+    such as `learner.learning_rate`; all else that decides a run's numbers must be the same."""
     max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
     """0: generate, then train, in turns. k: generation runs up to k policy versions ahead of training. Raise it to 1 or
     2 where each side has hardware of its own, or generation is long; a run says at its end what its idle times

@@ -62,7 +62,8 @@ HEADER = """| key | default | what it is, and why you would change it |
 TEXT = """# Configuration
 
 Made by `python -m tests.config_table` from the models in `learner/config.py`, `learner/learner_config.py`,
-`rollout/config.py`, `rewards/config.py` and `cluster/config.py`; `tests/test_config_table.py` compares it with them.
+`learner/algo/loss_config.py`, `rollout/config.py`, `rewards/config.py` and `cluster/config.py`;
+`tests/test_config_table.py` compares it with them.
 
 A configuration is a YAML file of these {count} keys, and any of them can be set on the command line:
 `learner.learning_rate=1e-4`, `rewards.0.weight=2`, `'data.eval={{size: 50}}'`. An unknown key is an error that names
