@@ -97,7 +97,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     gradients: 4 n, of the masters; b n without masters.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
-    reference: of full fine-tuning with beta > 0 (learner.reference).
+    reference: of full fine-tuning with beta > 0 (learner.model.reference).
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)

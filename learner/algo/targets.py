@@ -1,4 +1,5 @@
-"""What the learner makes of a batch's facts: advantages, weights in the loss, what is trained at all, in which update.
+"""What the learner derives from a batch: of each completion its advantage, its weight in the loss, whether it is
+trained on, and in which update.
 
 Pure. Letters: R completions of the batch, U updates.
 """

@@ -63,8 +63,11 @@ class Loop:
         return self.updates.step
 
     async def run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
-        """The whole run, from `resume_from` or from the start, to the last step or until stopped. An exception of what
-        runs `beside` it ends it. Whatever does, but for the learner's own failure: no step is lost by it."""
+        """The whole run, from `resume_from` or from the start, to the last step or until stopped.
+
+        beside: runs meanwhile; an exception of it ends the run. Whatever ends the run, its last step is saved first,
+        unless the learner itself failed.
+        """
         try:
             await self._run(resume_from, *beside)
         except Exception as error:

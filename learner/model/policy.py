@@ -1,5 +1,5 @@
 """The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to; or a model that is
-trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.reference).
+trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.model.reference).
 
 Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
 a second, cast copy of each LoRA layer's input (24 instead of 15 bytes per token, layer and hidden unit, bfloat16), and
