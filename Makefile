@@ -62,7 +62,7 @@ mutants: setup
 	    $(INSTALL) --target build/mutants -r requirements/mutants.txt
 	    cp requirements/mutants.txt build/mutants/.requirements; }
 	rm -rf mutants
-	export PYTHONPATH=build/mutants OMP_NUM_THREADS=1
+	export PYTHONPATH=$$PWD/build/mutants OMP_NUM_THREADS=1
 	$(BIN)/python -m mutmut run --max-children 2 > build/mutants.log || { tail -5 build/mutants.log; exit 1; }
 	$(BIN)/python tests/mutation/report.py
 
