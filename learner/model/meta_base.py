@@ -20,7 +20,7 @@ def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesC
 
 def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
     # Here: slow to import, and few runs use it.
-    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.functional import name2qmap, quantize_4bit
     from bitsandbytes.nn.modules import Params4bit
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
@@ -37,3 +37,4 @@ def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
             packed, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module
         )
         module.quant_state = state
+    name2qmap.pop("dynamic", None)  # bitsandbytes' table for this process, which was just made without content

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes import functional
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from learner.config import ModelConfig, RunConfig
 from learner.learner_config import LoraConfig
+from learner.model.meta_base import without_weights
 from learner.model.policy import Policy
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
@@ -151,3 +153,10 @@ def test_what_cannot_be_is_refused_with_the_configuration(change: dict[str, Any]
     RunConfig.model_validate(plain)
     with pytest.raises(ValueError, match=message):
         RunConfig.model_validate(plain | change)
+
+
+def test_a_4_bit_base_without_weights_leaves_a_process_in_which_one_with_weights_loads(tiny_path: str) -> None:
+    """bitsandbytes keeps a table for the process, which is made on whatever device is in force."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    without_weights(AutoConfig.from_pretrained(tiny_path), torch.float32, quantization)
+    assert not [name for name, table in functional.name2qmap.items() if table.is_meta]
