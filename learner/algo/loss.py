@@ -74,10 +74,11 @@ def token_loss(
     with torch.enable_grad():
         tokens = Tokens.of(logprobs, log_ratio, batch.advantages, batch.lengths, stale)
         objective, clipped = objective_of(tokens, config)
-    weight, current = -batch.coefficients, batch.versions == version
-    (slope,) = torch.autograd.grad(objective, tokens.unit, weight)  # d unit = d log pi
+        loss = -batch.coefficients.dot(objective)
+    (slope,) = torch.autograd.grad(loss, tokens.unit)  # d unit = d log pi
+    current = batch.versions == version
     parts = {
-        "tokens": gap.new_full((), len(gap)),
+        "tokens": batch.lengths.sum(),
         "clipped": clipped.count_nonzero(),
         "masked": batch.advantages.count_nonzero() - slope.count_nonzero(),
         "entropy": entropy.sum(),
@@ -85,12 +86,13 @@ def token_loss(
         "gap_max": gap.max(),
         "current_tokens": current.count_nonzero(),
         "current_gap_max": torch.where(current, gap, 0.0).max(),
-        "loss": weight.dot(objective.detach()),
+        "loss": loss.detach(),
     }
     if reference is not None:
         kl, kl_slope = kl_to_reference(logprobs, reference, log_ratio_of(logprobs, batch.behavior).exp())
-        slope = slope - config.beta * weight * kl_slope
-        parts |= {"kl": kl.sum(), "loss": parts["loss"] - config.beta * weight.dot(kl)}
+        weight = config.beta * batch.coefficients
+        slope = slope + weight * kl_slope
+        parts |= {"kl": kl.sum(), "loss": parts["loss"] + weight.dot(kl)}
     return slope, parts
 
 

@@ -1,6 +1,6 @@
 """The completion tokens of a micro-batch, as a surrogate objective sees them. Letters: N and C as in learner.batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,7 +30,7 @@ class Tokens:
         cls, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lengths: Tensor, stale: Tensor | None = None
     ) -> "Tokens":
         """From [N] numbers; nothing leads back to the model that gave them."""
-        unit = torch.ones_like(log_ratio).requires_grad_()
+        unit = torch.ones_like(log_ratio, requires_grad=True)
         return cls(logprobs.detach(), log_ratio.exp(), log_ratio, unit, advantages, lengths, stale)
 
     @property
@@ -54,7 +54,9 @@ class Tokens:
         """The same tokens with the ratio of their whole completion: the product of its tokens' ratios, or their
         geometric mean. Each token passes on its own gradient alone, as in GSPO-token (2507.18071, section 4.3)."""
         log_ratio = _by_completion(self.log_ratio, self.lengths, reduction)
-        return replace(self, log_ratio=log_ratio, sg_ratio=log_ratio.exp())
+        return Tokens(
+            self.sg_logprobs, log_ratio.exp(), log_ratio, self.unit, self.advantages, self.lengths, self.stale
+        )
 
 
 def _by_completion(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:

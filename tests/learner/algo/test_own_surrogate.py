@@ -24,7 +24,7 @@ def topr(lp: Tensor, behavior: Tensor, advantage: Any, reference: Tensor | None,
     """[T] TOPR's loss of one completion (2503.14286), in the place of tests.learner.naive.loss."""
     whole = (lp.detach() - behavior).sum().exp()
     weight = 1.0 if advantage >= 0 else min(float(whole), config.cap or 1.0)
-    return -weight * advantage * lp
+    return lp * -weight * float(advantage)
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])

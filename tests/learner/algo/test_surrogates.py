@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -108,6 +108,7 @@ def test_autograd_gives_the_slopes_that_were_derived_by_hand(ratio: str, data: s
 
 
 @pytest.mark.parametrize("ratio", SURROGATES)
+@settings(max_examples=30)
 @given(case=cases())
 def test_with_the_settings_of_the_papers_too(ratio: str, case: dict[str, Any]) -> None:
     compared(ratio, case, SURROGATES[ratio].settings)
