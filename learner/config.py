@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 from cluster.config import ClusterConfig, Frozen, Positive
 from cluster.placement import Role
 from cluster.trackers import known_tracker
-from learner.learner_config import LearnerConfig, LoraConfig
+from learner.learner_config import LearnerConfig
+from learner.setting_rules import broken_rules
 from rewards.config import RewardConfig, resolved_names
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
@@ -107,81 +108,17 @@ class RunConfig(Frozen):
     """Where metrics go beside metrics.jsonl: rows of TRACKERS in `cluster/trackers.py`; `[]`: nowhere."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> "RunConfig":
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError("steps and epochs are mutually exclusive: give one of them")
-        return self
-
-    @model_validator(mode="after")
     def _reward_names(self) -> "RunConfig":
         taken = {"mean", "std", "failed", "ms", "zero_variance_groups"} & set(resolved_names(self.rewards))
         if taken:
-            raise ValueError(f"rewards: {', '.join(taken)} is a metric's name already; give that reward another name:")
+            raise ValueError(f"rewards: a metric is named so already; set rewards.<i>.name (got {', '.join(taken)})")
         return self
 
     @model_validator(mode="after")
-    def _possible(self) -> "RunConfig":
-        """Settings that contradict each other; none may be taken and then ignored."""
-        learner, gpus = self.learner, self.cluster.gpus
-        if self.model.base == "nf4":
-            self._nf4()
-        if learner.optimizer.kind == "paged_adamw_8bit" and gpus.learner == 0:
-            raise ValueError(
-                "learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory; set adamw_8bit, or "
-                "cluster.gpus.learner=1 (got 0)"
-            )
-        if learner.offload_boundaries and (learner.checkpointing != "full" or gpus.learner == 0):
-            raise ValueError(
-                "learner.offload_boundaries: needs learner.checkpointing=full on a GPU, else there is nothing to move; "
-                f"got checkpointing={learner.checkpointing}, cluster.gpus.learner={gpus.learner:g}"
-            )
-        if self.rollout.in_flight == "continue" and self.max_staleness == 0:
-            raise ValueError(
-                "rollout.in_flight: continue needs completions that run when a policy arrives, and at max_staleness 0 "
-                "none do; set max_staleness=1, or in_flight=finish (got max_staleness=0)"
-            )
-        if learner.loss.ratio == "gspo" and learner.loss.epsilon is None and self.model.dtype != "float32":
-            raise ValueError(
-                f"learner.loss.epsilon: ratio gspo needs one with model.dtype={self.model.dtype}: its paper's 3e-4 and "
-                "4e-4 lie within the rounding noise between sampler and learner; give for example [0.01, 0.01]"
-            )
-        if learner.mode == "full":
-            self._full()
-        if self.model.reference_dtype != "auto" and (learner.mode != "full" or learner.loss.beta == 0):
-            raise ValueError(
-                "model.reference_dtype: int8 is for the reference of a model that is trained as a whole, which needs "
-                "learner.mode=full and learner.loss.beta > 0; leave it out (got "
-                f"mode={learner.mode}, beta={learner.loss.beta:g})"
-            )
-        if self.model.reference is not None and learner.loss.beta == 0:
-            raise ValueError("model.reference: without learner.loss.beta > 0 nothing is held close to it; got beta=0")
+    def _settings_go_together(self) -> "RunConfig":
+        if broken := broken_rules(self):
+            raise ValueError("\n".join(broken))
         return self
-
-    def _nf4(self) -> None:
-        """What a 4-bit base needs."""
-        if self.cluster.gpus.generator == 0:
-            raise ValueError(
-                "model.base: nf4 needs a generator that serves the same 4-bit base, and vLLM has bitsandbytes on CUDA "
-                "only; set cluster.gpus.generator=1, or base: none (got cluster.gpus.generator=0)"
-            )
-        if self.learner.push == "merged":
-            raise ValueError(
-                "learner.push: merged weights need a base in 16 or 32 bits; into one of 4 bits the adapter cannot be "
-                "merged without changing the policy; set push=adapter, or model.base=none (got base=nf4)"
-            )
-
-    def _full(self) -> None:
-        """What goes with learner.mode full: no adapter to set, no type that overflows."""
-        wrong = {
-            "learner.lora": self.learner.lora != LoraConfig(),
-            "learner.push=merged": self.learner.push == "merged",
-            "model.adapter": self.model.adapter is not None,
-            "model.base=nf4": self.model.base != "none",
-            "model.dtype=float16": self.model.dtype == "float16",
-        }
-        named = [name for name, is_set in wrong.items() if is_set]
-        if named:
-            raise ValueError(f"learner.mode: full does not go with {', '.join(named)} (got both); set mode=lora")
 
     @property
     def kv_dtype(self) -> str:

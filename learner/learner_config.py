@@ -2,11 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cluster.config import Frozen, Positive
 from learner.algo.loss_config import LossConfig
-from learner.algo.surrogates import SURROGATES
 
 AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
 
@@ -84,24 +83,3 @@ class LearnerConfig(Frozen):
     def pushes_adapters(self) -> bool:
         """Whether the generators hold adapters; else whole weights are replaced."""
         return self.mode == "lora" and self.push == "adapter"
-
-    @model_validator(mode="after")
-    def _updates(self) -> "LearnerConfig":
-        if self.updates_per_batch > self.groups_per_step:
-            raise ValueError(
-                "updates_per_batch: each update takes at least one group, so it must be at most groups_per_step; got "
-                f"{self.updates_per_batch} of {self.groups_per_step}"
-            )
-        if self.updates_per_batch > 1 and not self.loss.several_updates:
-            known = ", ".join(name for name, row in SURROGATES.items() if row.several_updates)
-            raise ValueError(
-                "updates_per_batch: after the first update of a batch the policy is held near the one that the batch "
-                f"began with by PPO's clip, which is worked out for loss.ratio={known} alone; set that, or 1 (got "
-                f"{self.updates_per_batch} with loss.ratio={self.loss.ratio})"
-            )
-        if self.updates_per_batch == 1 and self.loss.several_updates and self.loss.cap is not None:
-            raise ValueError(
-                f"loss.cap: with ratio: {self.loss.ratio} it bounds how far the batch's first policy may be from the "
-                f"sampler, which only updates_per_batch above 1 looks at; leave it out (got cap={self.loss.cap:g})"
-            )
-        return self

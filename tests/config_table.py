@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from learner.driver.config_io import Key, keys
+from learner.setting_rules import RULES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -40,7 +41,8 @@ def document() -> str:
         head, dot, _ = key.name.partition(".")
         sections.setdefault(f"## `{head}`\n\n" if dot else "", []).append(_row(key))
     tables = [f"{heading}{HEADER}\n" + "\n".join(rows) for heading, rows in sections.items()]
-    return TEXT.format(sections="\n\n".join(tables), count=sum(map(len, sections.values())))
+    rules = "\n".join(f"| `{rule.setting.removesuffix(':')}` | {rule.rule} | {rule.mend} |" for rule in RULES)
+    return TEXT.format(sections="\n\n".join(tables), count=sum(map(len, sections.values())), rules=rules)
 
 
 def _row(key: Key) -> str:
@@ -73,6 +75,14 @@ examples; the README has one in ten lines. The keys that most runs touch: `model
 `max_staleness` and `cluster.gpus`.
 
 {sections}
+
+## Which settings go together
+
+Made from `learner/setting_rules.py`, which also makes the errors.
+
+| setting | rule | else |
+|---|---|---|
+{rules}
 """
 
 

@@ -65,7 +65,14 @@ def _index(items: list[Any], key: str, whole: str) -> int:
 
 def sentences(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
     """One line for each mistake: field, rule, value, next step."""
-    return [_sentence(e, root) for e in error.errors()]
+    return [line for mistake in error.errors() for line in _sentences(mistake, root)]
+
+
+def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
+    """Of one pydantic error; rules between settings (learner.setting_rules) come as whole sentences, a line each."""
+    if not mistake["loc"] and mistake["type"] == "value_error":
+        return str(mistake["msg"]).removeprefix("Value error, ").splitlines()
+    return [_sentence(mistake, root)]
 
 
 def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:

@@ -139,51 +139,15 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
 
 
 def _layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's placement allows, the preferred first."""
+    """The layouts that the run's placement allows, the preferred first; learner.setting_rules has refused others."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
-    if config.memory.device is not None and (gpus.generator > 0) != (gpus.learner > 0):
-        raise MemoryPlanError(
-            f"memory.device: one role on a GPU and one on a CPU share no memory (cluster.gpus {gpus.generator:g} and "
-            f"{gpus.learner:g}); set memory.device=null, and rollout.kv_cache and memory.learner instead"
-        )
-    own_cards = gpus.generator + gpus.learner > 1
-    one_card = min(gpus.generator, gpus.learner) > 0 and not own_cards
     if wanted == "alternating":
-        _check_alternating(config, one_card=one_card)
         return ("alternating",)
-    if wanted == "separate" and not own_cards:
-        raise MemoryPlanError(
-            f"memory.layout: separate needs a card for each role; set cluster.gpus.generator=1 and .learner=1 (got "
-            f"{gpus.generator:g} and {gpus.learner:g})"
-        )
-    if wanted == "slices" and own_cards:
-        raise MemoryPlanError(
-            f"memory.layout: slices needs both roles on one card; set cluster.gpus.generator + .learner to at most 1 "
-            f"(got {gpus.generator:g} + {gpus.learner:g})"
-        )
-    if own_cards:
+    if gpus.generator + gpus.learner > 1:
         return ("separate",)
+    one_card = min(gpus.generator, gpus.learner) > 0
     in_turns = one_card and config.max_staleness == 0 and config.rollout.oversample == 0
     return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
-
-
-def _check_alternating(config: RunConfig, *, one_card: bool) -> None:
-    gpus = config.cluster.gpus
-    if not one_card:
-        raise MemoryPlanError(
-            "memory.layout: alternating needs both roles on one CUDA card; set cluster.gpus.generator=0.5 and "
-            f".learner=0.5 (got {gpus.generator:g} and {gpus.learner:g})"
-        )
-    if config.max_staleness > 0:
-        raise MemoryPlanError(
-            "max_staleness: must be 0 with memory.layout=alternating, since a generator cannot generate while it "
-            f"sleeps; set max_staleness=0, or memory.layout=slices (got {config.max_staleness})"
-        )
-    if config.rollout.oversample > 0:
-        raise MemoryPlanError(
-            "rollout.oversample: must be 0 with memory.layout=alternating, since an engine with running groups cannot "
-            f"go to sleep; set oversample=0, or memory.layout=slices (got {config.rollout.oversample})"
-        )
 
 
 def _workload(config: RunConfig) -> Workload:

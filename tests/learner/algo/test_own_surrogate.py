@@ -13,7 +13,6 @@ from torch import Tensor
 from learner.algo.loss_config import LossConfig
 from learner.algo.own_surrogate import SurrogateError, function_of, try_surrogate
 from learner.algo.surrogates import SURROGATES
-from learner.learner_config import LearnerConfig
 from tests.learner import naive
 from tests.learner.trainers import advantages_by_hand, distance, gradient, make_trainer, naive_gradient
 
@@ -109,5 +108,3 @@ def test_a_file_that_is_not_there_or_does_not_import_ends_the_start(tmp_path: Pa
 def test_settings_of_an_own_function_are_those_that_are_given() -> None:
     assert LossConfig(ratio=EXAMPLE).bounds == {}
     assert LossConfig(ratio=EXAMPLE, cap=3, band=(0.5, 2)).bounds == {"cap": 3.0, "band": (0.5, 2.0)}
-    with pytest.raises(ValueError, match=r"which is worked out for loss.ratio=clip alone; .*got 2 with loss.ratio=/"):
-        LearnerConfig(loss=LossConfig(ratio=EXAMPLE), updates_per_batch=2)

@@ -68,7 +68,7 @@ WRONG = {
     "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .* 1 GPU"),
     "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
     "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
-    "reward named as a metric": (["rewards.0.name=mean"], "mean is a metric's name"),
+    "reward named as a metric": (["rewards.0.name=mean"], "a metric is named so already.*got mean"),
     "reference that is no model": (
         ["learner.mode=full", "learner.loss.beta=0.1", "model.reference=."],
         "model.reference: must be a model's folder or hub name, got .*; give another, or null",

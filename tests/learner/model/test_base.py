@@ -12,7 +12,7 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from learner.config import ModelConfig, RunConfig
+from learner.config import ModelConfig
 from learner.learner_config import LoraConfig
 from learner.model.meta_base import without_weights
 from learner.model.policy import Policy
@@ -137,22 +137,6 @@ def test_a_reference_that_is_no_lora_adapter(tiny_path: str, tmp_path: Path) -> 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "IA3"}))
     with pytest.raises(ValueError, match="adapter 'reference': peft_type of .* must be 'LORA', got 'IA3'"):
         make_policy(tiny_path, reference=str(folder))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": {"path": "m", "base": "nf4"}}, "model.base: nf4 needs a generator"),
-        ({"model": {"path": "m", "reference": "x"}}, "model.reference: without learner.loss.beta"),
-        ({"learner": {"optimizer": {"kind": "paged_adamw_8bit"}}}, "paged_adamw_8bit needs CUDA"),
-        ({"learner": {"offload_boundaries": True, "checkpointing": "full"}}, "learner.offload_boundaries: needs"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_configuration(change: dict[str, Any], message: str) -> None:
-    plain: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"use": "format"}]}
-    RunConfig.model_validate(plain)
-    with pytest.raises(ValueError, match=message):
-        RunConfig.model_validate(plain | change)
 
 
 def test_a_4_bit_base_without_weights_leaves_a_process_in_which_one_with_weights_loads(tiny_path: str) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.algo.loss_config import LossConfig
-from learner.config import RunConfig
 from learner.learner_config import LearnerConfig, OptimizerConfig
 from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights
@@ -148,19 +147,3 @@ def test_a_reference_is_kept_for_a_kl_alone_and_boundaries_go_where_they_are_tol
     with other._policy.acting_as("reference"):
         pass
     assert (plain._policy._offload, other._policy._offload) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("model", "learner", "named"),
-    [
-        ({}, {"lora": {"rank": 8}}, "learner.lora"),
-        ({}, {"push": "merged"}, "learner.push=merged"),
-        ({"adapter": "x"}, {}, "model.adapter"),
-        ({"dtype": "float16"}, {}, "model.dtype=float16"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(model: dict[str, Any], learner: dict[str, Any], named: str) -> None:
-    plain: dict[str, Any] = {"data": {"path": "d"}, "rewards": [{"use": "format"}]}
-    RunConfig.model_validate(plain | {"model": {"path": "m"}, "learner": {"mode": "full"}})
-    with pytest.raises(ValueError, match=f"learner.mode: full does not go with {named}"):
-        RunConfig.model_validate(plain | {"model": {"path": "m"} | model, "learner": {"mode": "full"} | learner})

@@ -1,0 +1,188 @@
+"""Which settings go together: one table, from which the errors and the table in docs/configuration.md are made.
+
+What one setting alone may be stands at its field; what needs a model, data or machine is asked later (learner.driver).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from learner.algo.surrogates import SURROGATES
+from learner.learner_config import LoraConfig
+
+if TYPE_CHECKING:
+    from learner.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A setting that needs others, or does not go with them."""
+
+    setting: str  # as one writes it
+    rule: str  # and why
+    mend: str  # the next step
+    got: tuple[str, ...]  # the keys whose values decide
+    broken: Callable[[RunConfig], bool]
+
+    def sentence(self, config: RunConfig) -> str:
+        """Field, rule, next step, values."""
+        values = ", ".join(f"{key}={_written(config, key)}" for key in self.got)
+        return f"{self.setting} {self.rule}; {self.mend} (got {values})"
+
+
+def broken_rules(config: RunConfig) -> list[str]:
+    """A sentence for each rule that the configuration breaks."""
+    return [rule.sentence(config) for rule in RULES if rule.broken(config)]
+
+
+def _written(config: RunConfig, key: str) -> str:
+    """The value of a dotted key, as it is written in a file."""
+    value: Any = reduce(getattr, key.split("."), config)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _own_cards(config: RunConfig) -> bool:
+    return config.cluster.gpus.generator + config.cluster.gpus.learner > 1
+
+
+def _one_card(config: RunConfig) -> bool:
+    return min(config.cluster.gpus.generator, config.cluster.gpus.learner) > 0 and not _own_cards(config)
+
+
+def _takes_turns(config: RunConfig) -> bool:
+    return config.memory.layout == "alternating"
+
+
+GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
+CLIPPED = ", ".join(name for name, row in SURROGATES.items() if row.several_updates)
+
+LENGTH = (
+    Rule(
+        "steps:", "does not go with epochs: both say when the run ends", "leave one of them out", ("steps", "epochs"),
+        lambda c: c.steps is not None and c.epochs is not None,
+    ),
+    Rule(
+        "rollout.in_flight: continue",
+        "needs completions that are under way when a policy arrives, and at max_staleness 0 there are none",
+        "set max_staleness=1, or in_flight=finish", ("max_staleness",),
+        lambda c: c.rollout.in_flight == "continue" and c.max_staleness == 0,
+    ),
+)  # fmt: skip
+MODEL = (
+    Rule(
+        "model.base: nf4", "needs a generator that serves the same 4-bit base, and vLLM has bitsandbytes on CUDA only",
+        "set cluster.gpus.generator=1, or base=none", ("cluster.gpus.generator",),
+        lambda c: c.model.base == "nf4" and c.cluster.gpus.generator == 0,
+    ),
+    Rule(
+        "learner.push: merged",
+        "needs a base in 16 or 32 bits: merging into one of 4 bits would change the policy",
+        "set push=adapter, or model.base=none", ("model.base",),
+        lambda c: c.learner.push == "merged" and c.model.base == "nf4",
+    ),
+    Rule(
+        "model.reference:", "without learner.loss.beta above 0 nothing is held close to it",
+        "set learner.loss.beta, or leave it out", ("learner.loss.beta",),
+        lambda c: c.model.reference is not None and c.learner.loss.beta == 0,
+    ),
+    Rule(
+        "model.reference_dtype: int8",
+        "is for the reference of a model that is trained as a whole, with learner.mode=full and learner.loss.beta "
+        "above 0", "leave it out", ("learner.mode", "learner.loss.beta"),
+        lambda c: c.model.reference_dtype != "auto" and (c.learner.mode != "full" or c.learner.loss.beta == 0),
+    ),
+)  # fmt: skip
+
+
+def _not_with_full(other: str, why: str, is_set: Callable[[RunConfig], bool]) -> Rule:
+    key = other.partition("=")[0]
+    return Rule(
+        "learner.mode: full", f"does not go with {other}: {why}", "leave one of them out", ("learner.mode", key),
+        lambda c: c.learner.mode == "full" and is_set(c),
+    )  # fmt: skip
+
+
+FULL = (
+    _not_with_full("learner.lora", "there is no adapter", lambda c: c.learner.lora != LoraConfig()),
+    _not_with_full("learner.push=merged", "there is no adapter to merge", lambda c: c.learner.push == "merged"),
+    _not_with_full("model.adapter", "there is no adapter to start from", lambda c: c.model.adapter is not None),
+    _not_with_full("model.base=nf4", "4 bits cannot be trained", lambda c: c.model.base == "nf4"),
+    _not_with_full("model.dtype=float16", "its gradients underflow", lambda c: c.model.dtype == "float16"),
+)
+LEARNER = (
+    Rule(
+        "learner.optimizer.kind: paged_adamw_8bit", "needs CUDA's unified memory",
+        "set adamw_8bit, or cluster.gpus.learner=1", ("cluster.gpus.learner",),
+        lambda c: c.learner.optimizer.kind == "paged_adamw_8bit" and c.cluster.gpus.learner == 0,
+    ),
+    Rule(
+        "learner.offload_boundaries: true",
+        "needs learner.checkpointing=full on a GPU, else there is nothing to move", "set both, or leave it out",
+        ("learner.checkpointing", "cluster.gpus.learner"),
+        lambda c: c.learner.offload_boundaries
+        and (c.learner.checkpointing != "full" or c.cluster.gpus.learner == 0),
+    ),
+    Rule(
+        "learner.updates_per_batch:", "must be at most learner.groups_per_step: each update takes at least one group",
+        "lower it, or raise the other", ("learner.updates_per_batch", "learner.groups_per_step"),
+        lambda c: c.learner.updates_per_batch > c.learner.groups_per_step,
+    ),
+    Rule(
+        "learner.updates_per_batch:",
+        f"above 1 needs learner.loss.ratio={CLIPPED}, which holds the policy near the one that its batch began with",
+        "set that, or 1", ("learner.updates_per_batch", "learner.loss.ratio"),
+        lambda c: c.learner.updates_per_batch > 1 and not c.learner.loss.several_updates,
+    ),
+    Rule(
+        "learner.loss.cap:",
+        f"with ratio={CLIPPED} bounds how far the batch's first policy may be from the sampler, which only "
+        "learner.updates_per_batch above 1 looks at", "leave it out",
+        ("learner.loss.cap", "learner.updates_per_batch"),
+        lambda c: c.learner.loss.cap is not None and c.learner.loss.several_updates
+        and c.learner.updates_per_batch == 1,
+    ),
+    Rule(
+        "learner.loss.epsilon:",
+        "must be given with ratio=gspo unless model.dtype=float32: its paper's 3e-4 and 4e-4 lie within the rounding "
+        "noise between sampler and learner", "give for example [0.01, 0.01]", ("model.dtype",),
+        lambda c: c.learner.loss.ratio == "gspo" and c.learner.loss.epsilon is None and c.model.dtype != "float32",
+    ),
+)  # fmt: skip
+MEMORY = (
+    Rule(
+        "memory.device:", "does not go with one role on a GPU and one on a CPU, which share no memory",
+        "set memory.device=null, and rollout.kv_cache and memory.learner instead", GPUS,
+        lambda c: c.memory.device is not None and (c.cluster.gpus.generator > 0) != (c.cluster.gpus.learner > 0),
+    ),
+    Rule(
+        "memory.layout: separate", "needs a card for each role",
+        "set cluster.gpus.generator=1 and cluster.gpus.learner=1", GPUS,
+        lambda c: c.memory.layout == "separate" and not _own_cards(c),
+    ),
+    Rule(
+        "memory.layout: slices", "needs both roles on one card",
+        "set cluster.gpus.generator + cluster.gpus.learner to at most 1", GPUS,
+        lambda c: c.memory.layout == "slices" and _own_cards(c),
+    ),
+    Rule(
+        "memory.layout: alternating", "needs both roles on one CUDA card",
+        "set cluster.gpus.generator=0.5 and cluster.gpus.learner=0.5", GPUS,
+        lambda c: _takes_turns(c) and not _one_card(c),
+    ),
+    Rule(
+        "memory.layout: alternating", "needs max_staleness=0: a generator cannot generate while it sleeps",
+        "set that, or memory.layout=slices", ("max_staleness",),
+        lambda c: _takes_turns(c) and c.max_staleness > 0,
+    ),
+    Rule(
+        "memory.layout: alternating", "needs rollout.oversample=0: an engine with running groups cannot go to sleep",
+        "set that, or memory.layout=slices", ("rollout.oversample",),
+        lambda c: _takes_turns(c) and c.rollout.oversample > 0,
+    ),
+)  # fmt: skip
+
+RULES = (*LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY)

@@ -1,0 +1,93 @@
+"""Each rule of learner.setting_rules: what breaks it, what is said, and what next to it is allowed."""
+
+import re
+
+import pytest
+
+from learner.driver.config_io import ConfigError, load
+from learner.setting_rules import RULES
+
+NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: format}]"]
+FULL, CLIP = "learner.mode=full", "learner.loss.ratio=clip"
+GENERATOR_CARD, LEARNER_CARD = "cluster.gpus.generator=1", "cluster.gpus.learner=1"
+SHARED = ("cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5")
+TURNS = ("memory.layout=alternating", *SHARED)
+PAGED = "learner.optimizer.kind=paged_adamw_8bit"
+OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
+
+BROKEN = [  # what breaks one rule, and the sentence's parts that name it
+    (["steps=3", "epochs=1"], "steps: does not go with epochs.*got steps=3, epochs=1.0"),
+    (["rollout.in_flight=continue"], "rollout.in_flight: continue needs.*got max_staleness=0"),
+    (["model.base=nf4"], "model.base: nf4 needs a generator.*got cluster.gpus.generator=0.0"),
+    (["learner.push=merged", "model.base=nf4", GENERATOR_CARD], "learner.push: merged needs.*got model.base=nf4"),
+    (["model.reference=x"], "model.reference: without learner.loss.beta"),
+    (["model.reference_dtype=int8", FULL], "model.reference_dtype: int8.*got learner.mode=full, learner.loss.beta=0"),
+    (["model.reference_dtype=int8", "learner.loss.beta=0.1"], "model.reference_dtype: int8.*learner.mode=lora"),
+    ([FULL, "learner.lora.rank=8"], "learner.mode: full does not go with learner.lora:"),
+    ([FULL, "learner.push=merged"], "learner.mode: full does not go with learner.push=merged"),
+    ([FULL, "model.adapter=x"], "learner.mode: full does not go with model.adapter"),
+    ([FULL, "model.base=nf4", GENERATOR_CARD], "learner.mode: full does not go with model.base=nf4"),
+    ([FULL, "model.dtype=float16"], "learner.mode: full does not go with model.dtype=float16"),
+    ([PAGED], "learner.optimizer.kind: paged_adamw_8bit needs CUDA.*got cluster.gpus.learner=0"),
+    ([*OFFLOAD], "learner.offload_boundaries: true needs.*checkpointing=full, cluster.gpus.learner=0"),
+    ([OFFLOAD[0], LEARNER_CARD], "learner.offload_boundaries: true needs.*checkpointing=auto, cluster.gpus.learner=1"),
+    (["learner.updates_per_batch=9", CLIP], "learner.updates_per_batch: must be at most.*batch=9.*step=8"),
+    (["learner.updates_per_batch=2", "learner.loss.ratio=a.py:f"], "above 1 needs.*learner.loss.ratio=a.py:f"),
+    (["learner.updates_per_batch=2"], "learner.updates_per_batch: above 1 needs.*got.*2, learner.loss.ratio=masked"),
+    ([CLIP, "learner.loss.cap=2"], "learner.loss.cap: with ratio=clip.*got learner.loss.cap=2.0"),
+    (["learner.loss.ratio=gspo"], "learner.loss.epsilon: must be given.*model.dtype=bfloat16"),
+    (["memory.device=16GiB", GENERATOR_CARD], "memory.device: .*share no memory.*generator=1.0, .*learner=0.0"),
+    (["memory.layout=separate", *SHARED], "memory.layout: separate needs a card for each.*generator=0.5"),
+    (["memory.layout=slices", GENERATOR_CARD, LEARNER_CARD], "memory.layout: slices needs both.*learner=1.0"),
+    (["memory.layout=alternating"], "memory.layout: alternating needs both roles on one CUDA card"),
+    (["memory.layout=alternating", GENERATOR_CARD, LEARNER_CARD], "alternating needs both roles on one CUDA card"),
+    ([*TURNS, "max_staleness=1"], "alternating needs max_staleness=0.*got max_staleness=1"),
+    ([*TURNS, "rollout.oversample=2"], "alternating needs rollout.oversample=0.*got rollout.oversample=2"),
+]
+ALLOWED = [
+    [],
+    ["epochs=2"],
+    ["rollout.in_flight=continue", "max_staleness=1"],
+    ["model.base=nf4", GENERATOR_CARD],
+    ["learner.push=merged", "rollout.oversample=2", "max_staleness=2"],
+    ["model.reference=x", "learner.loss.beta=0.1"],
+    [FULL, "model.reference_dtype=int8", "learner.loss.beta=0.1", "learner.optimizer.kind=adamw_8bit"],
+    [PAGED, LEARNER_CARD],
+    [*OFFLOAD, LEARNER_CARD],
+    ["learner.updates_per_batch=8", CLIP, "learner.loss.cap=2"],
+    ["learner.loss.ratio=gspo", "learner.loss.epsilon=[0.1, 0.1]"],
+    ["learner.loss.ratio=gspo", "model.dtype=float32"],
+    ["memory.device=16GiB", "memory.layout=slices", *SHARED],
+    ["memory.device=16GiB", "memory.layout=slices"],
+    ["memory.layout=separate", GENERATOR_CARD, LEARNER_CARD],
+    [*TURNS],
+]
+
+
+def told(*overrides: str) -> list[str]:
+    """The lines that refuse a configuration; none if it is taken."""
+    try:
+        load(None, [*NEEDED, *overrides])
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(("overrides", "pattern"), BROKEN)
+def test_what_does_not_go_together_is_one_line(overrides: list[str], pattern: str) -> None:
+    (line,) = told(*overrides)
+    assert re.search(pattern, line), line
+
+
+@pytest.mark.parametrize("overrides", ALLOWED)
+def test_what_goes_together_is_taken(overrides: list[str]) -> None:
+    assert told(*overrides) == []
+
+
+def test_each_rule_is_broken_by_a_case_above() -> None:
+    lines = [line for overrides, _ in BROKEN for line in told(*overrides)]
+    assert [rule for rule in RULES if not any(line.startswith(f"{rule.setting} {rule.rule}") for line in lines)] == []
+
+
+def test_all_are_told_at_once() -> None:
+    assert len(told("steps=3", "epochs=1", "rollout.in_flight=continue", "model.reference=x")) == 3
