@@ -1,20 +1,20 @@
 """The memory model of the learner: what it holds, in bytes, by part. Pure functions of a shape and settings. What a
 generator holds is in cluster.memory.generator.
 
-Letters: h hidden, f feed-forward, q all query heads, k all key heads (or value heads) in elements; L layers; n adapter
-weights; b bytes per element of the base's type; N tokens of the largest micro-batch, C of them completion tokens,
-S keys that its completions attend to (a shared prompt once per completion); V vocabulary; r rank.
+Letters: L layers; n adapter weights; b bytes per element of the base's type; N tokens of the largest micro-batch, h
+hidden, V vocabulary.
 
-Sources. What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what
-each layer keeps and a maximum over the places where it can be highest; the coefficients are those of
-learner.tools.meta_run (the real step on tensors without content), and a test holds them to it within 2 % of the peak.
+What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what each layer
+keeps and a maximum over the places where it can be highest; cluster.memory.terms lists what they are made of.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cluster.memory import terms
 from cluster.memory.shape import LINEAR, Shape
+from cluster.memory.terms import Term
 from cluster.memory.units import CONTEXT, DTYPE_BYTES, Checkpointing, Parts, base_bytes
 from cluster.memory.weight_push import LEARNER_COPIES, merging_bytes, pushed_bytes
 
@@ -22,7 +22,6 @@ FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator 
 # On a CPU a role is a process, its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
 # the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
-HEAD_TILE = 43 * 10**6  # learner.model.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
 
 ReferenceKind = Literal["none", "auto", "int8"]
 
@@ -173,71 +172,55 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
 
 
 def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """(attention and norms, feed-forward) that a layer of 16 bits keeps for its backward pass:
-
-    N (12 h + 4 q + 4 heads + 2 r per target) + 4 S k, and 8 N f. The norms keep float32 copies (2 x 4 h), the
-    residual stream and the adapters' inputs 2 h each; attention its queries, output, gathered keys and values, and
-    logsumexp; the feed-forward block gate, its activation, up, and their product. Norms of queries and keys add
-    N (4 q + 4 k), further norms of the layer (Gemma) 4 h each. Norms that train also keep what their weight multiplies,
-    in 16 bits (Gemma: float32). In float32 twice as much, which is an upper bound.
-    """
-    w, n = shape.widths, micro.tokens
-    wide, narrow = shape.norms
-    attention = n * ((12 + 4 * (wide - 2)) * w["hidden"] + 4 * w["q"] + 4 * shape.heads) + 4 * micro.keys * w["kv"]
-    if learning.mode == "lora":
-        attention += 2 * n * learning.rank * len(learning.targets)
-    if narrow:
-        attention += 4 * n * (w["q"] + w["kv"] + shape.heads + shape.kv_heads)
-    if learning.mode == "full":
-        normed = wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0)
-        attention += (4 if wide > 2 else 2) * n * normed
-    factor = DTYPE_BYTES[learning.dtype] // 2
-    return factor * attention, factor * 8 * n * w["ffn"]
+    """(attention and norms, feed-forward) that a layer keeps for its backward pass."""
+    attention, mlp = _sums(shape, learning, micro, terms.KEPT_ATTENTION, terms.KEPT_MLP)
+    return attention, mlp
 
 
 def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
     """The most that is held while one layer is computed a second time for its backward pass; and the same where only
     its MLP is (checkpointing=mlp).
 
-    Backward of the feed-forward block: the layer again, and N (4 f + 2.1 h) for the gradients of gate, up and product.
-    If a norm follows the block (Gemma): at least 22 N h, the float32 temporaries of that norm.
-    Backward of attention: its part of the layer, and N (8 q - 4 h) + 4 S k for gradients, of which one is
-    FlashAttention's float32 gradient of the queries. With fewer key than query heads 4 S q more, since it expands keys
-    and values to one per query head (mha_varlen_bwd).
     A 4-bit base: its largest matrix is multiplied out for one product of the feed-forward block's backward pass. At
-    that moment 2 N f of the gradients above do not exist yet, so only what the matrix takes beyond them is added.
+    that moment 2 N f of the block's gradients do not exist yet, so only what the matrix takes beyond them is added.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
-    w, n = shape.widths, micro.tokens
-    factor = DTYPE_BYTES[learning.dtype] // 2
-    gemma = shape.norms[0] > 2
-    mlp = n * (4 * w["ffn"] + int(2.1 * w["hidden"]) + 250)
-    if gemma:
-        mlp = max(mlp - 3 * n * w["hidden"], n * (22 * w["hidden"] + 1100))
-    alone = n * (4 * w["ffn"] - int((5.3 if gemma else 1.85) * w["hidden"]))
-    attention = n * (8 * w["q"] - (12 if gemma else 4) * w["hidden"]) + 4 * micro.keys * w["kv"]
-    if w["kv"] != w["q"]:
-        attention += 4 * micro.keys * w["q"]
-    extra = max(0, _dequantised(shape, learning) - factor * 2 * n * w["ffn"])
-    layer = kept_attention + max(kept_mlp + factor * mlp + extra, factor * attention)
-    return layer, max(kept_mlp + factor * alone + extra, factor * attention)
+    mlp, norm, alone, attention = _sums(
+        shape, learning, micro, terms.AGAIN_MLP, terms.AGAIN_LAST_NORM, terms.AGAIN_MLP_ALONE, terms.AGAIN_ATTENTION
+    )
+    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn
+    extra = max(0, _dequantised(shape, learning) - not_yet)
+    layer = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
+    return layer, max(kept_mlp + alone + extra, attention)
 
 
 def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """The most that is held beside what all layers keep: the head's tile, the backward pass of the last norm (20 N h),
-    or that of the last layer, which takes little more than it frees."""
+    """The most that is held beside what all layers keep: the head's tile, the backward pass of the last norm, or that
+    of the last layer, which takes little more than it frees."""
     _, alone = live_again(shape, learning, micro)
     _, kept_mlp = kept_per_layer(shape, learning, micro)
-    norm = 20 * micro.tokens * shape.hidden * DTYPE_BYTES[learning.dtype] // 2
+    (norm,) = _sums(shape, learning, micro, terms.LAST_NORM)
     return max(head_bytes(shape, learning, micro), norm, alone - kept_mlp)
 
 
 def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """learner.model.logprob: one tile of logits, independent of V; the rows of the head that a tile of tokens needs;
-    and per completion token its state and its Jacobian. A trained head also has one tile of its gradient in float32."""
-    factor = DTYPE_BYTES[learning.dtype] // 2
-    trained = 8192 * shape.hidden * 4 if learning.mode == "full" else 0
-    return HEAD_TILE + factor * shape.hidden * (37_300 + micro.tokens // 2 + 4 * micro.completion) + trained
+    """learner.model.logprob: one tile of logits, independent of V, and what grows with the tokens."""
+    (head,) = _sums(shape, learning, micro, terms.HEAD)
+    trained = terms.HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
+    return terms.HEAD_TILE + head + trained
+
+
+def _sums(shape: Shape, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
+    """The bytes of each table of cluster.memory.terms in the base's type."""
+    values = terms.letters(
+        shape,
+        tokens=micro.tokens,
+        completion=micro.completion,
+        keys=micro.keys,
+        lora_rank=learning.rank * len(learning.targets),
+        full=learning.mode == "full",
+    )
+    return [DTYPE_BYTES[learning.dtype] // 2 * terms.bytes_of(table, values) for table in tables]
 
 
 def _dequantised(shape: Shape, learning: Learning) -> int:
