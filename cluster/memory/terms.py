@@ -1,0 +1,102 @@
+"""What a step of the learner holds, term by term: how many bytes, of what, and which tensors they are.
+
+A unit is a product of letters. N tokens of the largest micro-batch, C of them completion tokens, S keys that its
+completions attend to (a shared prompt once per completion); h hidden, f feed-forward, q all query heads, k all key
+heads (or value heads), in elements; rank: of the adapter, times its targets. Letters that stand for a kind of model or
+of training are 0 or 1, unless a comment says otherwise.
+
+Bytes are those of a base in 16 bits; in float32 all but HEAD_TILE count twice, which is an upper bound. Sources: what
+autograd saves, read from the operations; `measured` from learner.tools.meta_run, the real step on tensors without
+content, to which tests/cluster/memory/test_learner.py holds the sums within 2 % of the peak.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from cluster.memory.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Bytes of a unit, and what they are."""
+
+    bytes: float
+    unit: str
+    source: str
+
+
+# What one layer keeps for its backward pass.
+KEPT_ATTENTION = (
+    Term(8, "N h", "float32 copies of the inputs of its two norms"),
+    Term(4, "N h", "residual stream, and what the adapters of q, k, v read"),
+    Term(4, "N h further_norms", "float32 copies of the inputs of Gemma's further norms"),
+    Term(4, "N q", "queries and attention's output"),
+    Term(4, "N heads", "logsumexp of attention, float32"),
+    Term(4, "S k", "keys and values, gathered with the prompt's"),
+    Term(2, "N rank lora", "what each adapter's first matrix gives"),
+    Term(4, "N q head_norms", "float32 copies of the inputs of the norms of queries"),
+    Term(4, "N k head_norms", "the same of keys"),
+    Term(4, "N heads head_norms", "one factor per head of a norm of queries, float32"),
+    Term(4, "N kv_heads head_norms", "the same of keys"),
+    Term(2, "N normed full", "what the weight of a norm that trains multiplies"),
+    Term(2, "N normed full gemma", "Gemma multiplies it in float32"),
+)
+KEPT_MLP = (Term(8, "N f", "gate, its activation, up, and their product"),)
+
+# What the backward pass of a block takes beside what its layer keeps, where the whole layer was computed twice.
+AGAIN_MLP = (
+    Term(4, "N f", "gradients of gate, up and product, less what is freed; measured"),
+    Term(2.1, "N h", "measured"),
+    Term(250, "N", "measured"),
+    Term(-3, "N h gemma", "what is freed before; measured"),
+)
+AGAIN_LAST_NORM = (  # at least, where a norm follows the block
+    Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
+    Term(1100, "N gemma", "measured"),
+)
+AGAIN_ATTENTION = (
+    Term(8, "N q", "gradients of queries and output, and FlashAttention's float32 gradient of the queries"),
+    Term(-4, "N h", "what is freed before; measured"),
+    Term(-8, "N h gemma", "what is freed before of its further norms; measured"),
+    Term(4, "S k", "gradients of the gathered keys and values"),
+    Term(4, "S q grouped", "FlashAttention expands keys and values to one per query head (mha_varlen_bwd)"),
+)
+# The same where only the MLP is computed twice.
+AGAIN_MLP_ALONE = (
+    Term(4, "N f", "as above"),
+    Term(-1.85, "N h", "what is freed before; measured"),
+    Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
+)
+
+# The top of the model.
+LAST_NORM = (Term(20, "N h", "float32 temporaries of the backward pass of the last norm; measured"),)
+HEAD_TILE = 43 * 10**6  # learner.model.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
+HEAD = (
+    Term(37_300, "h", "rows of the head that a tile of tokens needs; measured"),
+    Term(0.5, "N h", "measured"),
+    Term(4, "C h", "a completion token's state, and its Jacobian"),
+)
+HEAD_TRAINED = 4 * 8192  # times h: one tile of the head's gradient in float32, whatever the base's type
+
+
+def letters(
+    shape: Shape, *, tokens: int, completion: int, keys: int, lora_rank: int, full: bool
+) -> Mapping[str, float]:
+    """The value of each letter of a unit; `lora_rank` times the number of its targets."""
+    wide, narrow = shape.norms
+    w = shape.widths
+    return {
+        "N": tokens, "C": completion, "S": keys,
+        "h": w["hidden"], "f": w["ffn"], "q": w["q"], "k": w["kv"],
+        "heads": shape.heads, "kv_heads": shape.kv_heads,
+        "rank": lora_rank,
+        "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that norms of a layer multiply
+        "further_norms": wide - 2,  # their number
+        "lora": not full, "full": full, "gemma": wide > 2, "head_norms": narrow > 0, "grouped": w["kv"] != w["q"],
+    }  # fmt: skip
+
+
+def bytes_of(terms: Sequence[Term], values: Mapping[str, float]) -> int:
+    """Their sum."""
+    return round(sum(term.bytes * prod(values[letter] for letter in term.unit.split()) for term in terms))
