@@ -13,18 +13,15 @@ import gc
 import json
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import adam
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -32,7 +29,6 @@ from torch.utils._pytree import tree_iter
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
 from learner.learner_config import LearnerConfig
-from learner.model import packing_check
 from learner.model.packed_attention import SEGMENTS, VARLEN
 from learner.trainer.trainer import Trainer
 from rollout.schema import build_group
@@ -85,7 +81,7 @@ def footprint(
         ValueError: the learner refuses the model or the settings.
     """
     settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
-    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
+    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _As(cuda=cuda):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
         with torch.device("meta"):  # for the adapters that peft makes, too
             trainer = Trainer(
@@ -96,6 +92,7 @@ def footprint(
                 total_steps=2,
                 seed=0,
                 device="meta",
+                attention=VARLEN if cuda else SEGMENTS,
             )
         built = ledger.now
         _warm(trainer)
@@ -106,11 +103,17 @@ def footprint(
 
 
 def _warm(trainer: Trainer) -> None:
-    """Gives the optimizer its states, which it makes in its first step: those are part of every later peak."""
-    for master in trainer._policy.masters.values():
-        master.grad = torch.zeros_like(master)
-    trainer._updater.step(0.0, loss_is_finite=True)
-    trainer._policy.clear_gradients()
+    """Gives AdamW its states, which it makes in its first step: those are part of every later peak. And the fused
+    kernel, which it is not given when it is made, since it refuses tensors without content."""
+    for optimizer in trainer._updater.optimizers:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+            for weight in group["params"]:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), device="meta"),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
 
 
 def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
@@ -194,30 +197,18 @@ KERNEL_BYTES: dict[Any, Callable[..., int]] = {
 }
 
 
-@contextmanager
-def _as_on(cuda: bool) -> Iterator[None]:
-    """Inside this block the learner takes the branches that it would take on that device."""
+class _As(TorchFunctionMode):
+    """Inside of it meta tensors take the branches that they would take on a card, or on a CPU."""
 
-    def enable(lm: Any, *_: Any) -> bool:  # without the proof, which compares numbers
-        lm.set_attn_implementation(VARLEN if cuda else SEGMENTS)
-        return True
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(packing_check, "enable", enable))
-        stack.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused"))  # meta is none of its devices
-        if cuda:
-            stack.enter_context(_Cuda())
-        else:
-            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _cpu_attention))
-        yield
-
-
-class _Cuda(TorchFunctionMode):
-    """Meta tensors say that they are on a card."""
+    def __init__(self, *, cuda: bool) -> None:
+        super().__init__()
+        self._cuda = cuda
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if self._cuda and function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
+        if not self._cuda and function is F.scaled_dot_product_attention:
+            return _cpu_attention(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 

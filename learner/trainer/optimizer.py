@@ -102,8 +102,9 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
         if own
     ]
     if config.kind == "adamw":
-        # Fused: the same numbers to float32's rounding, without foreach's temporaries of 4 bytes per weight.
-        return torch.optim.AdamW(groups, fused=True, **settings)
+        # Fused: the same numbers to float32's rounding, without foreach's temporaries of 4 bytes per weight. It refuses
+        # the meta device (learner.tools.meta_run).
+        return torch.optim.AdamW(groups, fused=device.type != "meta", **settings)
     if config.kind == "paged_adamw_8bit" and device.type != "cuda":
         raise ValueError(
             f"learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory, got device {device}; set adamw_8bit"

@@ -49,6 +49,7 @@ class Trainer(TrainerService):
         seed: of the adapter's initial weights.
         device: cpu, cuda or cuda:<n>.
         memory_bytes: most that the learner may hold (see learner.trainer.memory_limit.MemoryLimit); None: no limit.
+        attention: see learner.model.policy.Policy.
 
     Raises:
         ValueError: the model or adapter cannot be trained here (see learner.model.policy.Policy).
@@ -65,6 +66,7 @@ class Trainer(TrainerService):
         seed: int,
         device: str,
         memory_bytes: int | None = None,
+        attention: str | None = None,
     ) -> None:
         self._path, self._merged = model.path, learner.push == "merged"
         where = torch.device(device)
@@ -79,6 +81,7 @@ class Trainer(TrainerService):
             offload=learner.offload_boundaries,
             keep_masters=wants_masters(learner),
             keep_reference=learner.loss.beta > 0,
+            attention=attention,
         )
         weights = list(self._policy.masters.values())
         self._updater = updater_for(weights, learner, dtype=model.dtype, device=where)
