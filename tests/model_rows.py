@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.families import FAMILIES, TINY
+from examples.random_families import FAMILIES, TINY
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GPT: dict[str, Any] = {

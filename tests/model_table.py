@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, as_table
-from tests.families import FAMILIES, TINY
+from examples.random_families import FAMILIES, TINY
 from tests.model_rows import BY_CONFIG, ROWS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"

@@ -66,6 +66,8 @@ def breaches(name: str, text: str) -> list[str]:
         home = ONLY_IN.get(module)
         if home is not None and name.startswith(tuple(f"{p}/" for p in PACKAGES)) and not fnmatch(name, home):
             found.append(f"{name}:{line}: {module} is imported by {home} only")
+        if module == "tests" and not name.startswith("tests/"):
+            found.append(f"{name}:{line}: tests is imported by tests only")
     return found
 
 
@@ -86,6 +88,7 @@ def test_every_source_file_keeps_the_rules() -> None:
             "11 attr",
         ),
         ("learner/a.py", "def f():\n    from ray.util import queue\n", "ray is imported by cluster/ray_*.py only"),
+        ("benchmarks/a.py", "from tests.flow.run import Run\n", "tests is imported by tests only"),
         ("rollout/worker.py", "import vllm.lora\n", r"vllm is imported by rollout/vllm/*.py only"),
     ],
 )

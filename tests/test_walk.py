@@ -15,6 +15,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from cluster.actor import Local
+from examples.random_model import VOCAB_SIZE, make_tiny_model
 from learner.config import RunConfig
 from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.local_run import local_run
@@ -27,7 +28,6 @@ from rollout.schema import Problem
 from rollout.types import Completion
 from rollout.worker import RolloutWorker, WorkerSpec
 from tests.test_architecture import ROOT, TEXT, WALK
-from tests.tiny import VOCAB_SIZE, make_tiny_model
 
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
 # Not in this process: vLLM, and what a reward process runs.

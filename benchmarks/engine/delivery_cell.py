@@ -24,12 +24,12 @@ class Cell:
     """An engine, a trainer and its recorded completions, for one type and learning rate."""
 
     def __init__(self, folder: Path, kind: str, rate: float) -> None:
+        from examples.random_model import make_tiny_model
         from learner.config import ModelConfig
         from learner.learner_config import LearnerConfig, LoraConfig, ScheduleConfig
         from learner.trainer.trainer import Trainer
         from rollout.engine import EngineSettings
         from rollout.vllm.engine import VllmEngine
-        from tests.tiny import make_tiny_model
 
         dtype, cache = TYPES[kind]
         path = str(make_tiny_model(folder))
@@ -79,7 +79,7 @@ class Cell:
         return [self._group(batch, position, won) for position, won in enumerate(wins)]
 
     def _group(self, batch: int, position: int, won: tuple[int, ...]) -> pa.Table:
-        from tests.groups import make_group
+        from rollout.fake_groups import make_group
 
         key = (batch, position, won)
         if key not in self._made:

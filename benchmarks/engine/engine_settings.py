@@ -76,7 +76,7 @@ def make_model(folder: Path, name: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    from tests.tiny import make_adapter
+    from examples.random_model import make_adapter
 
     base = folder / name
     if name == "demo":

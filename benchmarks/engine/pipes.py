@@ -24,8 +24,8 @@ from cluster.actor import Actor, Shared
 from cluster.buffer import Buffer
 from cluster.placement import Role
 from cluster.ray_cluster import connect
+from rollout.fake_groups import make_group
 from rollout.types import Adapter, Completion
-from tests.groups import make_group
 
 GENERATIONS, AT_ONCE, DEADLINE_S = 8, 8, 120.0
 LENGTHS = {"short": 200, "long": 4096}  # tokens of a completion

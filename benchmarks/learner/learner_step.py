@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -25,14 +26,15 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, installed, peak_mib, relative_error, save
 from benchmarks.learner.trl_step import TrlStep
+from examples.random_model import make_tokenizer
 from learner.algo.advantage import group
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
 from learner.learner_config import LearnerConfig, OptimizerConfig
 from learner.learner_config import LoraConfig as LoraSettings
 from learner.trainer.trainer import Trainer
-from tests.learner.rollouts import make_group
-from tests.tiny import make_tokenizer
+from rollout.fake_groups import make_group
+from rollout.types import Completion
 
 PROMPT, COMPLETION, MICRO_BATCH = 64, 128, 4
 BUDGET = PROMPT + MICRO_BATCH * (COMPLETION - 1)  # tokens; the last of a completion predicts nothing
@@ -137,12 +139,14 @@ class Gleaner:
             device="cpu",
         )
         assert self.trainer._policy.packed
-        ids = [rows.prompt.tolist(), *rows.completions.tolist()]
+        prompt = rows.prompt.tolist()
+        completions = [self.as_sampled(prompt, ids) for ids in rows.completions.tolist()]
+        self.group = make_group(completions=completions, rewards=rows.rewards, prompt_ids=[prompt] * len(completions))
 
-        def behavior(prompt: list[int], completion: list[int]) -> list[float]:
-            return self.trainer._probe(prompt + completion)[len(prompt) - 1 :].tolist()
-
-        self.group = make_group(ids[0], ids[1:], rows.rewards, behavior)
+    def as_sampled(self, prompt: list[int], completion: list[int]) -> Completion:
+        """With the policy's own logprobs."""
+        ids, zeros = np.array(completion, np.int32), np.zeros(len(completion), np.int32)
+        return Completion(ids, self.trainer._probe(prompt + completion)[len(prompt) - 1 :], "stop", zeros)
 
     def step(self) -> None:
         """What Trainer.step does in its own thread, in this one, where the allocations are seen."""

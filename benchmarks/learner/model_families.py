@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, as_table, conditions, save, under
-from benchmarks.system.system_run import BOTH
-from tests.families import FAMILIES, make_family
-from tests.flow.run import Run
+from benchmarks.system.system_run import BOTH, command
+from benchmarks.system.workloads import Tree
+from examples.random_families import FAMILIES, make_family
 
 LIMIT = 1e-4  # nats
 REWARD = """
@@ -34,16 +33,26 @@ COLUMNS = ("policy/mismatch_max", "policy/mismatch_k3", "policy/entropy", "loss/
 
 def run(name: str, folder: Path, steps: int) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of a whole run, its adapter moved by each step."""
-    model, reward = make_family(folder / "model", name), folder / "distinct.py"
+    reward, data = folder / "distinct.py", folder / "data.jsonl"
     reward.write_text(REWARD)
-    one = Run(folder, model, steps=steps, rewards=[{"use": f"{reward}:distinct"}])
-    process = subprocess.run(
-        [sys.executable, "-m", "learner.main", "--config", str(one.config)],
-        capture_output=True, text=True, env=one.environment(), timeout=600, check=False,
-    )  # fmt: skip
-    if process.returncode != 0:
-        raise SystemExit(f"{name}: exit code {process.returncode}\n{process.stdout[-4000:]}{process.stderr[-4000:]}")
-    return [line for line in one.metrics() if "policy/mismatch_max" in line]
+    rows = [{"question": f"Say something about {word}", "answer": word} for word in "abcdefghijklmnopqrst"]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree: Tree = {
+        "name": "run",
+        "output_dir": str(folder / "runs"),
+        "steps": steps,
+        "model": {"path": str(make_family(folder / "model", name)), "dtype": "float32"},
+        "data": {"path": str(data), "eval": {"every": 0}},
+        "rewards": [{"use": f"{reward}:distinct"}],
+        "rollout": {
+            "num_generations": 4, "max_prompt_length": 96, "max_completion_length": 24, "kv_cache": "32MiB",
+        },
+        "learner": {"groups_per_step": 3, "learning_rate": 1e-3},
+        "trackers": [],
+    }  # fmt: skip
+    command(tree, ["-m", "learner.main", "--config"], [], limit_s=600)
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "policy/mismatch_max" in line]
 
 
 def report(found: dict[str, Any]) -> tuple[str, bool]:

@@ -21,13 +21,13 @@ from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.local_run import MadeUpProblems, local_run
 from learner.driver.wiring import sampling_of
 from rollout.fake_engine import FakeEngine
+from rollout.fake_groups import make_group, make_problem
 from rollout.partial import Begun
 from rollout.producer import Producer, group_seed
 from rollout.schema import Problem
 from rollout.service import RolloutService
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
-from tests.groups import make_group, make_problem
 
 VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200
 STAMPED = ("position", "attempt", "policy_version_min", "policy_version_max", "worker")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.random_model import make_tiny_model
 from rollout import ledger
 from tests.flow.run import Run, wait_until
-from tests.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

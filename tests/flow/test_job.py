@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.random_model import make_tiny_model
 from learner.driver import checkpoint
 from tests.flow.run import Run, wait_until
-from tests.tiny import make_tiny_model
 
 BIN = Path(sys.executable).parent
 

@@ -16,6 +16,7 @@ from cluster.placement import Role
 from cluster.policy_slot import PolicySlot
 from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
+from examples.random_model import make_tiny_model
 from learner.config import RunConfig
 from learner.driver.memory_budget import settle
 from learner.driver.processes import make_trainer, worker_spec
@@ -32,7 +33,6 @@ from rollout.vllm.environment import required_env
 from rollout.weight_sync import DeliveryError, Push
 from rollout.worker import RolloutWorker, vllm_engine
 from tests.pushes import expect
-from tests.tiny import make_tiny_model
 
 REWARD = "def spread(prompts, completions, **columns):\n    return [float(i) for i in range(len(completions))]\n"
 

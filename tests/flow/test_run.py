@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.random_model import make_tiny_model
 from learner.driver import checkpoint
 from rollout import ledger
 from rollout.schema import ragged
 from tests.flow.run import Run, ctrl_c, wait_until
-from tests.tiny import make_tiny_model
 
 SAME_WHEN_RESUMED = ("loss/total", "loss/grad_norm", "reward/mean", "eval/accuracy", "rollout/tokens")
 

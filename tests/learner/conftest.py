@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.tiny import make_adapter, make_tiny_model
+from examples.random_model import make_adapter, make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,9 @@ from learner.driver.run_checkpoints import RunCheckpoints
 from learner.trainer.service import TrainerService
 from rollout import ledger
 from rollout.fake_engine import FakeEngine
+from rollout.fake_groups import make_problem
 from rollout.fake_worker import FakeWorker
 from rollout.types import Completion, Sampling
-from tests.groups import make_problem
 
 PER_STEP = 3
 PROBLEMS = 31  # of an epoch

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from examples.random_model import make_tiny_model
 from rollout.engine import NoAdapter
 from rollout.types import Sampling
-from tests.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout import ledger
+from rollout.fake_groups import make_group
 from rollout.schema import parts_of
-from tests.groups import make_group
 
 PARTS = [[("format", 0.5), ("answer", None)], [], [("format", 1.0)]]
 

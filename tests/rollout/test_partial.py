@@ -15,12 +15,12 @@ from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.fake_engine import FakeEngine
+from rollout.fake_groups import make_group, make_problem
 from rollout.partial import Begun, Sampler
 from rollout.producer import Pipes, Producer, group_seed
 from rollout.schema import Problem, group_position, ragged
 from rollout.types import Adapter, Completion, Sampling
 from rollout.weight_sync import Answer, Push, Receipt
-from tests.groups import make_group, make_problem
 from tests.pushes import expect
 
 VOCAB, PROMPT = 12, (3, 1, 4)

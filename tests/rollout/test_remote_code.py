@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from examples.random_model import make_tokenizer
 from rollout.data.chat import Chat, ChatError
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
-from tests.tiny import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout", "rewards", "cluster")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import ledger
+from rollout.fake_groups import make_columns, make_group
 from rollout.schema import SCHEMA, build_group, check, group_position, parts_of, ragged, rewards_of
 from rollout.types import Completion
-from tests.groups import make_columns, make_group
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -14,12 +14,12 @@ from cluster.config import DeadlineConfig
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
+from rollout.fake_groups import make_group, make_problem
 from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Sampling
 from rollout.weight_sync import Answer, Push, Receipt
-from tests.groups import make_group, make_problem
 from tests.pushes import expect, said
 
 PROBE = said([-1.0])

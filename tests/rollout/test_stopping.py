@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat, ChatError
 from rollout.stopping import cut
 from rollout.types import Completion
-from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from cluster.actor import Unusable
+from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
@@ -22,7 +23,6 @@ from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.worker import RolloutWorker, WorkerSpec
-from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tiny_model
 
 ADAPTER = Adapter.build(3, b"three", {})
 SAMPLING = Sampling(n=4, max_tokens=12, seed=90)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from learner.driver.batch_metrics import RewardsFailing, batch_metrics
+from rollout.fake_groups import make_group
 from rollout.types import Completion
-from tests.groups import make_group
 
 
 def completion(tokens: int, finish: str, version: int) -> Completion:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
 from learner.driver.assumed_cards import Cards, parse
 from learner.driver.findings import PreflightError
@@ -19,7 +20,6 @@ from learner.main import main
 from learner.model.model_trial import wrong_with
 from learner.model.weight_files import WeightsError, adapter_weights, model_weights
 from rollout.data import hub
-from tests.tiny import make_adapter, make_tiny_model
 
 
 @pytest.fixture(scope="module")

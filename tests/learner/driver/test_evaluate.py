@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 
 from learner.driver.evaluate import evaluate
+from rollout.fake_groups import make_group, make_problem
 from rollout.schema import Problem
 from rollout.types import Sampling
-from tests.groups import make_group, make_problem
 from tests.learner.loops import configure
 
 CONFIG = configure(rewards=[{"use": "vowels"}, {"use": "other", "weight": 0.1}])

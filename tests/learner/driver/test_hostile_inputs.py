@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.random_model import make_tiny_model
 from learner.main import main
 from rollout.data import pace
-from tests.tiny import make_tiny_model
 
 Spoil = Callable[[Path], None]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from examples.random_model import make_tiny_model
 from learner.config import RunConfig
 from learner.driver import preflight
 from learner.driver.absolute_paths import absolute
 from learner.driver.findings import PreflightError
 from learner.driver.fingerprints import FILE, Fingerprints, fingerprints_of
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
-from tests.tiny import make_tiny_model
 
 LOSS = "def mine(tokens, cap=2.0):\n    return tokens.weighted(tokens.ratio.clamp(max=cap)), tokens.ratio > cap\n"
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.random_model import make_tiny_model
 from learner.main import main
 from tests.learner.checkpoints import commit
-from tests.tiny import make_tiny_model
 
 REWARD = "def ok(prompts, completions, **columns):\n    return [0.5] * len(completions)\n"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from examples.random_model import make_adapter
 from tests.learner.driver.test_preflight import check, config, model
-from tests.tiny import make_adapter
 
 __all__ = ["config", "model"]  # fixtures
 

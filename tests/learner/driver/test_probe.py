@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from learner.driver.probe import LIFE, TOKENS, Probe
+from rollout.fake_groups import make_group
 from rollout.types import Completion
-from tests.groups import make_group
 
 
 def completion(*tokens: int) -> Completion:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.random_model import make_tiny_model
 from learner.config import RunConfig
 from learner.driver import config_io, launch, preflight, run_lock
 from learner.driver.fingerprints import FILE, Fingerprints
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.main import main
 from tests.learner.checkpoints import commit
-from tests.tiny import make_tiny_model
 
 REWARD = "def ok(prompts, completions, **columns):\n    return [0.5] * len(completions)\n"
 SAME = Fingerprints({"number of rows": "30", "rows": "a" * 64}, {"ok of rewards.py": "b" * 64}, {"w.bin": "c" * 64})

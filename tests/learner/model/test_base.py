@@ -12,13 +12,13 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from examples.random_model import make_adapter, make_tiny_model
 from learner.config import ModelConfig
 from learner.learner_config import LoraConfig
 from learner.model.meta_base import without_weights
 from learner.model.policy import Policy
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
-from tests.tiny import make_adapter, make_tiny_model
 
 LORA = LoraConfig(rank=8, alpha=16)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200, 3, 3, 100]])

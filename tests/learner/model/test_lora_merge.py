@@ -13,6 +13,7 @@ from safetensors.torch import load
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.learner_config import LoraConfig
 from learner.model.export import update_of
@@ -20,7 +21,6 @@ from learner.model.lora_merge import merged
 from learner.model.policy import Policy
 from rollout.types import Weights
 from tests.peak import peak_bytes
-from tests.tiny import make_tiny_model
 
 ATTENTION = {f"{name}_proj.weight" for name in "qkvo"} | {f"{name}_proj.bias" for name in "qkv"}  # of a Qwen2
 

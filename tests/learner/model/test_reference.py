@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig, RunConfig
 from learner.learner_config import OptimizerConfig
@@ -21,7 +22,6 @@ from learner.trainer.trainer import Trainer
 from tests.learner import naive
 from tests.learner.trainers import advantages_by_hand, distance, gradient, groups_near, make_trainer, naive_gradient
 from tests.peak import peak_bytes
-from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
 IDS = list(range(3, 40))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.learner_config import LearnerConfig, OptimizerConfig
 from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
@@ -27,7 +28,6 @@ from tests.learner.trainers import (
     naive_gradient,
     probe_of,
 )
-from tests.tiny import make_tiny_model
 
 FULL: dict[str, Any] = {"mode": "full", "learning_rate": 1e-3}
 

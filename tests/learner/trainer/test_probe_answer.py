@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from examples.random_families import make_family
 from learner.learner_config import LoraConfig
 from learner.model.export import update_of
 from learner.trainer.probe_answer import held_of
 from rollout.tensor_digests import COLUMNS, columns_of, digest_of_tensor, digests_of, read_of
-from tests.families import make_family
 from tests.learner.model.test_policy import make_policy
 from tests.learner.trainers import make_trainer
 

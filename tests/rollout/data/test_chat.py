@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from examples.random_model import CHAT_TEMPLATE, EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat, ChatError
-from tests.tiny import CHAT_TEMPLATE, EOS_IDS, VOCAB_SIZE, make_tokenizer
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2=?"}]
 

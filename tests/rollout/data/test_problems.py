@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.config import DataConfig
 from rollout.data.chat import Chat
 from rollout.data.problems import Problems, ProblemsError, load
-from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tokenizer
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
 NO_EVAL = {"every": 0}

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from examples.random_model import EOS_IDS, VOCAB_SIZE
 from rollout.types import Completion, Sampling
 from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
-from tests.tiny import EOS_IDS, VOCAB_SIZE
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.random_model import VOCAB_SIZE, make_adapter
 from rollout.engine import AdapterRefused, EngineClosed, EngineDied, EngineEnvError
 from rollout.types import Adapter, AdapterCorrupt, Completion, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_case import PROMPT, EngineCase, run, settings
-from tests.tiny import VOCAB_SIZE, make_adapter
 
 
 def versions(case: EngineCase) -> list[int]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from examples.random_model import make_adapter, make_tiny_model
 from rollout.tensor_digests import COLUMNS, digest_of_tensor, digests_of, read_of
 from rollout.types import Adapter, Held, Weights
 from tests.rollout.engine_case import EngineCase, run
-from tests.tiny import make_adapter, make_tiny_model
 
 
 def of_adapter(adapter: Adapter, dtype: torch.dtype) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.random_model import make_adapter, make_tiny_model
 from rollout.engine import AdapterRefused
 from rollout.types import Adapter, Completion, Sampling
 from rollout.vllm.engine import VllmEngine
@@ -24,7 +25,6 @@ from tests.rollout.engine_case import (
     settings,
     stopped_before_its_turn,
 )
-from tests.tiny import make_adapter, make_tiny_model
 
 LONG = [i % 250 for i in range(300)]  # several full KV blocks, so the prefix cache has something to leak
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.random_model import make_tiny_model
 from rollout.types import Sampling
 from rollout.weight_sync import TOLERANCE
 from tests.rollout import engine_case
 from tests.rollout.engine_case import PROMPT, EngineCase, run
-from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM's fp8 cache on a CPU needs AVX-512"

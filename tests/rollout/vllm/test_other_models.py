@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.random_families import make_family
 from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
 from learner.trainer.probe_answer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
-from tests.families import make_family
 from tests.learner.model.test_families import adapted
 from tests.rollout.engine_case import PROMPT, run, settings
 

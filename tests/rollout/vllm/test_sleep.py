@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.random_model import make_tiny_model
 from rollout.engine import EngineAsleep, EngineDied
 from rollout.types import EngineError, Sampling
 from tests.rollout.engine_case import PROMPT, EngineCase, run, settings
-from tests.tiny import make_tiny_model
 
 
 def test_an_engine_that_cannot_sleep_says_so_at_start() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import make_tiny_model
+from examples.random_model import make_tiny_model
 
 
 def test_a_known_model_is_not_inspected_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

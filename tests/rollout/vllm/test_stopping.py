@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.random_model import make_tiny_model
 from rollout.data.chat import Chat
 from rollout.partial import go_on
 from rollout.types import Completion, Sampling
 from tests.rollout.engine_case import PROMPT, EngineCase, never, run
-from tests.tiny import make_tiny_model
 
 SAMPLING = Sampling(n=16, max_tokens=400, seed=0)
 ELSEWHERE = 7  # the end token of config.json, as a base model's before it was trained on ChatML

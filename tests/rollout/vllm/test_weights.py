@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.random_model import make_adapter, make_tiny_model
 from rollout.engine import AdapterRefused, NoAdapter
 from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
 from rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_case import TOLERANCE, EngineCase, run, settings
-from tests.tiny import make_adapter, make_tiny_model
 
 LONG = [i % 250 for i in range(300)]  # several of the cache's blocks
 IDS = list(range(40, 80))

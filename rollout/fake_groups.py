@@ -1,4 +1,4 @@
-"""Rollout groups written by hand: what a worker would have handed over, without a worker."""
+"""Rollout groups without a worker: by default small numbers that tell rows apart. For tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import EOS_IDS, VOCAB_SIZE, make_tokenizer
+from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -1,4 +1,4 @@
-"""Tiny random models with a byte-level tokenizer, made on the spot: tests need no hub and no download."""
+"""Tiny random models with a byte-level tokenizer, made on the spot: no hub and no download. For trials and tests."""
 
 from __future__ import annotations
 
