@@ -76,16 +76,9 @@ def token_loss(
         objective, clipped = objective_of(tokens, config)
         loss = -batch.coefficients.dot(objective)
     (slope,) = torch.autograd.grad(loss, tokens.unit)  # d unit = d log pi
-    current = batch.versions == version
-    parts = {
-        "tokens": batch.lengths.sum(),
-        "clipped": clipped.count_nonzero(),
-        "masked": batch.advantages.count_nonzero() - slope.count_nonzero(),
+    parts = _parts(batch, slope, clipped, gap, version) | {
         "entropy": entropy.sum(),
         "k3": ((tokens.sg_ratio if stale is None else stale) - mismatch - 1).sum(),
-        "gap_max": gap.max(),
-        "current_tokens": current.count_nonzero(),
-        "current_gap_max": torch.where(current, gap, 0.0).max(),
         "loss": loss.detach(),
     }
     if reference is not None:
@@ -94,6 +87,19 @@ def token_loss(
         slope = slope + weight * kl_slope
         parts |= {"kl": kl.sum(), "loss": parts["loss"] + weight.dot(kl)}
     return slope, parts
+
+
+def _parts(batch: MicroBatch, slope: Tensor, clipped: Tensor, gap: Tensor, version: int) -> dict[str, Tensor]:
+    """What is counted; `clipped`: [N] bool; `gap`: [N] absolute differences to the sampler's logprobs."""
+    current = batch.versions == version
+    return {
+        "tokens": batch.lengths.sum(),
+        "clipped": clipped.count_nonzero(),
+        "masked": batch.advantages.count_nonzero() - slope.count_nonzero(),
+        "gap_max": gap.max(),
+        "current_tokens": current.count_nonzero(),
+        "current_gap_max": torch.where(current, gap, 0.0).max(),
+    }
 
 
 def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str, float]:

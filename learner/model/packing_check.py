@@ -28,7 +28,9 @@ TRIAL_IDS = 1000
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def enable(lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBatch], Tensor]) -> bool:
+def enable(
+    lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBatch], Tensor], attention: str | None = None
+) -> bool:
     """Sets the fastest attention that gives the same logprobs and gradients packed as row by row; True if one does.
 
     Otherwise the model keeps its own attention and a warning says why; micro-batches must then be padded.
@@ -37,7 +39,11 @@ def enable(lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBat
         lm: a causal language model of transformers, its layers as they will be trained.
         head: [V, H] its output embedding; logits: what it does to head @ hidden.
         predicting: a micro-batch -> [N, H] final hidden states of `lm` that predict its completion tokens.
+        attention: taken without the trial, for a model without content (learner.tools.meta_run).
     """
+    if attention is not None:
+        lm.set_attn_implementation(attention)
+        return True
     own, config = lm.config._attn_implementation, lm.config.get_text_config()
     batches = [micro_batches(*_trial(len(head)), token_budget=budget, packed=budget > 1) for budget in (1, 10_000)]
     wanted = _measure(lm, head, logits, predicting, batches[0])

@@ -44,8 +44,7 @@ class Policy:
     """Base model plus adapter; without `lora`, the whole model.
 
     Args:
-        attention: name of the attention over packed rows (learner.model.packed_attention) that the model gets without
-            the trial of learner.model.packing_check; None: the fastest that passes it.
+        attention: see learner.model.packing_check.enable.
 
     Attributes:
         head: [V, H] output embedding; frozen with an adapter.
@@ -98,9 +97,7 @@ class Policy:
         to_eval(self._peft)
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
-        if attention is not None:
-            self._lm.set_attn_implementation(attention)
-        self.packed = attention is not None or packing_check.enable(self._lm, self.head, self.logits, self.predicting)
+        self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting, attention)
         if lora is None and keep_reference:
             trial = torch.zeros(1, 2, dtype=torch.int64, device=device)
             self._roles["reference"] = Reference(self._lm, model, partial(self.hidden, trial)).acting

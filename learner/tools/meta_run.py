@@ -13,14 +13,14 @@ import gc
 import json
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,7 +81,7 @@ def footprint(
         ValueError: the learner refuses the model or the settings.
     """
     settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
-    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _As(cuda=cuda):
+    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
         with torch.device("meta"):  # for the adapters that peft makes, too
             trainer = Trainer(
@@ -197,18 +197,24 @@ KERNEL_BYTES: dict[Any, Callable[..., int]] = {
 }
 
 
-class _As(TorchFunctionMode):
+@contextmanager
+def _as_on(cuda: bool) -> Iterator[None]:
     """Inside of it meta tensors take the branches that they would take on a card, or on a CPU."""
+    if cuda:
+        with _Cuda():
+            yield
+    else:
+        with torch.library._scoped_library("aten", "IMPL") as library:  # what is computed twice passes it, too
+            library.impl("scaled_dot_product_attention", _cpu_attention, "AutogradMeta")
+            yield
 
-    def __init__(self, *, cuda: bool) -> None:
-        super().__init__()
-        self._cuda = cuda
+
+class _Cuda(TorchFunctionMode):
+    """Meta tensors say that they are on a card."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._cuda and function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
-        if not self._cuda and function is F.scaled_dot_product_attention:
-            return _cpu_attention(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
