@@ -138,6 +138,16 @@ def build(
     return Built(made.loop, made.pipes, made.sinks, made.trainer)
 
 
+async def started(run: Built, steps: int) -> asyncio.Task[None]:
+    """A run that goes on after so many steps; fails if it ended before."""
+    running = asyncio.create_task(finish(run))
+    while run.step < steps and not running.done():
+        await asyncio.sleep(1e-3)
+    if running.done():
+        await running
+    return running
+
+
 async def finish(run: Built, resume_from: Path | None = None) -> None:
     await run.finish(resume_from)
 

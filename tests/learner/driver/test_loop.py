@@ -14,7 +14,7 @@ from rollout import ledger
 from rollout.schema import ragged
 from rollout.service import RolloutService
 from rollout.weight_sync import DeliveryError
-from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines
+from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines, started
 
 
 async def test_synchronous_training_takes_each_position_in_order_from_the_newest_policy(tmp_path: Path) -> None:
@@ -45,9 +45,7 @@ async def test_asynchronous_training_overlaps_and_keeps_its_bound(tmp_path: Path
 
 async def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     loop = build(tmp_path, configure(), 100, pace_s=1e-3)
-    running = asyncio.create_task(finish(loop))
-    while loop.step < 3:
-        await asyncio.sleep(1e-3)
+    running = await started(loop, 3)
     loop.stop.set()
     await running
     newest, skipped = checkpoint.newest(tmp_path / "checkpoints")

@@ -1,6 +1,5 @@
 """What a run saves is what it goes on from and what it publishes, wherever it was cut off, wherever its parts are."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from learner.driver import checkpoint, run_checkpoints
 from learner.driver.evaluate import Evaluation
 from learner.driver.fingerprints import Fingerprints
 from learner.driver.publishing import publish
-from tests.learner.loops import Trainer, build, configure, finish, first
+from tests.learner.loops import Trainer, build, configure, finish, first, started
 
 
 async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_needs(tmp_path: Path) -> None:
@@ -146,9 +145,7 @@ async def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path) -
     folder = tmp_path / "run"
     folder.mkdir()
     loop = build(folder, configure(checkpoint={"every": 100}), 100, pace_s=1e-3)
-    running = asyncio.create_task(finish(loop))
-    while loop.step < 3:
-        await asyncio.sleep(1e-3)
+    running = await started(loop, 3)
     shutil.rmtree(folder, ignore_errors=True)  # the run may write into it meanwhile
     if folder.exists():
         folder.rename(tmp_path / "away")
