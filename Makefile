@@ -49,7 +49,7 @@ check:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy learner rollout rewards cluster
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 test: setup
 	@$(MAKE) --no-print-directory check

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 from rollout.vllm.environment import required_env
 
@@ -20,3 +21,11 @@ hypothesis.settings.register_profile(
     database=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes (`-n 2 --dist loadgroup`): whole runs in one, which mostly wait for processes to start, and all else
+    in the other. Each has the order of one process, in which what a test leaves behind is known to do no harm."""
+    for item in items:
+        whole_runs = "flow" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("flow" if whole_runs else "rest"))

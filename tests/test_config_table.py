@@ -10,7 +10,7 @@ def test_the_document_is_what_the_models_say() -> None:
     assert DOCUMENT.read_text() == document(), "keys have changed: python -m tests.config_table, then look at the diff"
 
 
-@pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+@pytest.mark.parametrize("key", list(keys()), ids=lambda key: key.name)
 def test_every_key_says_what_it_is(key: Key) -> None:
     said = reason(key)
     assert len(said) >= 20

@@ -37,7 +37,7 @@ def break_above(trainer: Trainer, tokens: int, where: str) -> list[int]:
         if batch.ids.numel() > tokens and where == "backward" and hidden.requires_grad:
             # In the middle: the second layer has its gradients by then, the first has not.
             layer = trainer._policy._lm.model.layers[0]
-            handle = layer.register_full_backward_hook(lambda *_: (handle.remove(), fail(None)))
+            handle = layer.register_full_backward_pre_hook(lambda *_: (handle.remove(), fail(None)))
             hidden = plain(batch)
         return hidden
 
