@@ -24,8 +24,8 @@ hypothesis.settings.register_profile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes (`-n 2 --dist loadgroup`): whole runs in one, which mostly wait for processes to start, and all else
-    in the other. Each has the order of one process, in which what a test leaves behind is known to do no harm."""
+    """Two processes (`-n 2 --dist loadgroup`): whole runs in one, which mostly wait for processes to start, the rest
+    in the other. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
     for item in items:
         whole_runs = "flow" in item.path.parts
         item.add_marker(pytest.mark.xdist_group("flow" if whole_runs else "rest"))
