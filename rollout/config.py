@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from cluster.config import Frozen
 from rewards.memory import DEFAULT as DEFAULT_REWARD_MEMORY
@@ -118,8 +118,6 @@ class RolloutConfig(Frozen):
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Of sampling; the learner scores the same distribution. Raise it where the completions of a group are too alike to
     learn from."""
-    top_p: float = 1.0
-    """Must be 1: the learner scores the full distribution."""
     kv_cache: BytesOrAuto = DEFAULT_KV
     """Bytes of each generator's KV cache; `auto`: by the memory plan, 256MiB without one. More: more sequences at
     once."""
@@ -144,13 +142,3 @@ class RolloutConfig(Frozen):
     where they were (partial rollouts). All of their tokens are trained on, each with the ratio to the policy that
     sampled it, also at `max_staleness` 0; a batch waits for a group whose tokens would get more than 4 versions older
     than `max_staleness`. For completions of very different lengths."""
-
-    @field_validator("top_p")
-    @classmethod
-    def _full_distribution(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError(
-                f"must be 1.0 (got {value}): the learner scores the full distribution, and a truncated sampler would "
-                "make every importance ratio wrong; lower rollout.temperature instead"
-            )
-        return value

@@ -91,7 +91,7 @@ class FakeEngine:
         self._newest()
         if len(token_ids) < 2:
             raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
-        return np.array([self._logprobs(a, self._policy, 1.0, 1.0)[b] for a, b in pairwise(token_ids)], np.float32)
+        return np.array([self._logprobs(a, self._policy, 1.0)[b] for a, b in pairwise(token_ids)], np.float32)
 
     async def held(self) -> Held:
         self._newest()
@@ -130,7 +130,7 @@ class FakeEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         while len(tokens) < sampling.max_tokens and not (tokens and tokens[-1] in self._stop_ids):
-            row = self._logprobs((tokens or prompt)[-1], policy, sampling.temperature, sampling.top_p)
+            row = self._logprobs((tokens or prompt)[-1], policy, sampling.temperature)
             greedy = sampling.temperature == 0
             tokens.append(int(row.argmax() if greedy else rng.choice(self.vocab_size, p=np.exp(row))))
             logprobs.append(float(row[tokens[-1]]))
@@ -138,16 +138,11 @@ class FakeEngine:
         versions = np.full(len(tokens), version, np.int32)
         return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), finish, versions)
 
-    def _logprobs(self, token: int, policy: int, temperature: float, top_p: float) -> NDArray[np.float64]:
+    def _logprobs(self, token: int, policy: int, temperature: float) -> NDArray[np.float64]:
         """[vocab_size] float64 nats; temperature 0 gives those at temperature 1, as the real engine does."""
         logits = fake_logits(token, policy + 1, self.vocab_size) / (temperature or 1.0)
-        probs = np.exp(logits - logits.max())
-        probs /= probs.sum()
-        order = np.argsort(-probs)
-        # A token stays while the mass before it is below top_p, so the most likely one always does.
-        probs[order[np.cumsum(probs[order]) - probs[order] >= top_p]] = 0.0
-        with np.errstate(divide="ignore"):
-            logprobs: NDArray[np.float64] = np.log(probs / probs.sum())
+        shifted = logits - logits.max()
+        logprobs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
         return logprobs
 
 

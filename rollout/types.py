@@ -50,13 +50,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample the completions of one prompt.
+    """How to sample the completions of one prompt: from the whole distribution, which is what the learner scores.
 
     Attributes:
         n: completions per prompt (G).
         max_tokens: tokens per completion, the end token included.
         temperature: 0 is greedy (then n must be 1), otherwise at least 0.01.
-        top_p: nucleus mass in (0, 1].
         seed: completion j is sampled with seed + j, so seeds of different prompts must differ by at least n,
             or two prompts share random streams. None: drawn from the engine's own seed.
 
@@ -67,7 +66,6 @@ class Sampling:
     n: int
     max_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,8 +75,6 @@ class Sampling:
             raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
         if self.temperature == 0 and self.n > 1:
             raise ValueError(f"greedy sampling gives {self.n} equal completions; set n=1 or temperature > 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.seed is not None and self.seed < 0:
             raise ValueError(f"seed must be None or at least 0, got {self.seed}")
 

@@ -71,12 +71,15 @@ def report(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_ragged_options(parser)
-    parser.add_argument("--modes", type=Mode.parse, nargs="+", help="STALENESS:GENERATOR/LEARNER cores[:continue]")
+    parser.add_argument(
+        "--modes", type=Mode.parse, nargs="+", help="STALENESS:GENERATOR/LEARNER cores[:continue][+OVERSAMPLE]"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="ragged: runs of each mode")
     parser.add_argument("--seeds", type=int, default=3, help="demo: runs of each mode; 0 leaves the demo out")
     parser.add_argument("--demo-steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="demo: steps between evaluations")
     parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed")
+    parser.add_argument("--name", help="of the result; else async_vs_sync_COMPLETION")
     options = parser.parse_args()
     options.modes = options.modes or [Mode(0, 2, 2), Mode(1, 1, 1), Mode(2, 1, 1)]
     if options.every <= 1 + max(mode.staleness for mode in options.modes):
@@ -94,7 +97,7 @@ def main() -> None:
             speed += take_turns(own, range(options.repeats), options)
     learning = take_turns(demo(options.demo_steps, options.every), range(options.seeds), options)
     runs = {"ragged": [asdict(record) for record in speed], "demo": [asdict(record) for record in learning]}
-    name = f"async_vs_sync_{options.completion}"
+    name = options.name or f"async_vs_sync_{options.completion}"
     save(name, {"conditions": told, "runs": runs}, report(speed, learning, told, options))
     system_plots.both(speed, learning, options, RESULTS / f"{name}.png")
 

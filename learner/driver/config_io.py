@@ -17,6 +17,13 @@ from rewards.secret_values import masked
 
 __all__ = ["ConfigError", "Key", "describe", "keys", "load", "parse_value", "sentences", "to_yaml"]
 
+TRUNCATED = (
+    "the learner scores the full distribution, and a truncated sampler would make every importance ratio wrong; lower "
+    "rollout.temperature instead"
+)
+# Keys that other programs have, and why there is none here.
+NOT_HERE = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATED)
+
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
@@ -79,6 +86,8 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """One pydantic error as: field: rule (got value); next step."""
     where = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
+        if (why := NOT_HERE.get(str(error["loc"][-1]))) is not None:
+            return f"{where}: there is no such key: {why} (got {_shown(error['input'])})"
         known = _keys_at(root, error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"

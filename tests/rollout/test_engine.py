@@ -33,8 +33,6 @@ def adapter(version: int, *names: str) -> Adapter:
         ({"temperature": 0.001}, "at least 0.01"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 0.0}, "set n=1"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
         ({"seed": -1}, "seed"),
     ],
 )
@@ -99,8 +97,10 @@ def test_staging_writes_what_peft_reads_and_digests_what_was_written() -> None:
 
 def test_a_full_disk_is_told_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_cache, "_WEIGHTS", "/dev/full")
+    window = AdapterWindow(2)
     with pytest.raises(OSError, match="No space left on device: '.*gleaner-adapters-.*v0-"):
-        AdapterWindow(2).stage(adapter(0))
+        window.stage(adapter(0))
+    window.clear()
 
 
 def test_the_window_spares_the_newest_and_those_in_use() -> None:

@@ -97,9 +97,10 @@ def test_one_mistake_one_sentence(override: str, sentence: str) -> None:
     assert said.startswith(sentence)
 
 
-def test_one_setting_that_must_have_its_default() -> None:
+def test_a_key_of_other_programs_says_why_there_is_none() -> None:
     (said,) = refusal("rollout.top_p=0.9")
-    assert said.startswith("rollout.top_p: must be 1.0 (got 0.9): the learner scores the full distribution")
+    assert said.startswith("rollout.top_p: there is no such key: the learner scores the full distribution")
+    assert said.endswith("lower rollout.temperature instead (got 0.9)")
     assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
 
 
