@@ -5,11 +5,17 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from jaxtyping import install_import_hook
 
 from rollout.vllm.environment import required_env
 
 os.environ.update(required_env(cuda=Path("/dev/nvidiactl").exists()))
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The shapes that annotations name are checked in every call; not in mutants, whose wrappers have no annotations.
+if "MUTANT_UNDER_TEST" not in os.environ:
+    checked = ["learner.algo.loss", "learner.algo.tokens", "learner.batch.micro_batch", "learner.model.logprob"]
+    install_import_hook(checked, "beartype.beartype")
 
 hypothesis.settings.register_profile("gleaner", deadline=None)  # a busy machine must not fail a property
 hypothesis.settings.load_profile("gleaner")

@@ -18,6 +18,7 @@ what is stale and what this batch has moved are bounded apart, by decoupled PPO 
 from collections.abc import Iterable
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
@@ -28,8 +29,10 @@ from learner.batch.micro_batch import MicroBatch
 KL_CAP = 2.0  # of the ratio in the KL's gradient: that of truncated importance sampling, Yao et al. 2025
 
 
-def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """([N] k3 estimate of KL(policy || reference), [N] derivative of that same KL to the logprobs).
+def kl_to_reference(
+    logprobs: Float[Tensor, " N"], reference: Float[Tensor, " N"], ratio: Float[Tensor, " N"]
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """(k3 estimate of KL(policy || reference), derivative of that same KL to the logprobs).
 
     The value is exp(d) - d - 1 with d = ref - lp (Schulman 2020; DeepSeekMath 2402.03300, equation 4). Its own
     gradient, 1 - exp(d), is in expectation that of KL(reference || policy), and unbounded for a token that the
@@ -43,26 +46,26 @@ def kl_to_reference(logprobs: Tensor, reference: Tensor, ratio: Tensor) -> tuple
 
 @torch.no_grad()
 def token_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
+    logprobs: Float[Tensor, " N"],
+    entropy: Float[Tensor, " N"],
     batch: MicroBatch,
     config: LossConfig,
     *,
-    reference: Tensor | None,
+    reference: Float[Tensor, " N"] | None,
     version: int,
-    proximal: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    proximal: Float[Tensor, " N"] | None = None,
+) -> tuple[Float[Tensor, " N"], dict[str, Tensor]]:
     """dL/dlp of a micro-batch (L is a share of the optimizer batch's loss) and what its metrics are made of.
 
     Args:
-        logprobs, entropy: [N] float32.
-        reference: [N] float32 logprobs of the reference, needed if config.beta > 0.
+        logprobs, entropy: float32, nats.
+        reference: logprobs of the reference, needed if config.beta > 0.
         version: the policy version that the batch began with.
-        proximal: [N] float32 logprobs of that version, if the batch is split into several updates; None: `logprobs`
+        proximal: logprobs of that version, if the batch is split into several updates; None: `logprobs`
             are its own, and the ratio is to the sampler.
 
     Returns:
-        [N] float32 to start the backward pass of `logprobs` with, and scalars: sums, and maxima under names that end
+        What to start the backward pass of `logprobs` with, and scalars: sums, and maxima under names that end
         in _max. The mismatch is that of `version` and the sampler.
     """
     began_with = logprobs if proximal is None else proximal
@@ -89,8 +92,10 @@ def token_loss(
     return slope, parts
 
 
-def _parts(batch: MicroBatch, slope: Tensor, clipped: Tensor, gap: Tensor, version: int) -> dict[str, Tensor]:
-    """What is counted; `clipped`: [N] bool; `gap`: [N] absolute differences to the sampler's logprobs."""
+def _parts(
+    batch: MicroBatch, slope: Float[Tensor, " N"], clipped: Bool[Tensor, " N"], gap: Float[Tensor, " N"], version: int
+) -> dict[str, Tensor]:
+    """What is counted; `gap`: absolute differences to the sampler's logprobs."""
     current = batch.versions == version
     return {
         "tokens": batch.lengths.sum(),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # a sampler's placeholder such as -9999 must not become an infinite ratio
@@ -17,34 +18,39 @@ class Tokens:
     the policy that the batch began with. sg is the stop-gradient: what is named so is a constant to autograd.
     """
 
-    sg_logprobs: Tensor  # [N] sg(log pi), nats
-    sg_ratio: Tensor  # [N] sg(pi / mu), between e^-20 and e^20
-    log_ratio: Tensor  # [N] the logarithm of `sg_ratio`
-    unit: Tensor  # [N] pi / sg(pi): ones, whose gradient is that of log pi; every other gradient comes from this one
-    advantages: Tensor  # [N] A, that of the completion
-    lengths: Tensor  # [C] tokens of each completion; completions are whole and follow each other
-    stale: Tensor | None = None  # [N] sg(mu / sampler); None where they are one
+    sg_logprobs: Float[Tensor, " N"]  # sg(log pi), nats
+    sg_ratio: Float[Tensor, " N"]  # sg(pi / mu), between e^-20 and e^20
+    log_ratio: Float[Tensor, " N"]  # the logarithm of `sg_ratio`
+    unit: Float[Tensor, " N"]  # pi / sg(pi): ones, whose gradient is that of log pi; every other gradient comes from it
+    advantages: Float[Tensor, " N"]  # A, that of the completion
+    lengths: Int[Tensor, " C"]  # tokens of each completion; completions are whole and follow each other
+    stale: Float[Tensor, " N"] | None = None  # sg(mu / sampler); None where they are one
 
     @classmethod
     def of(
-        cls, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lengths: Tensor, stale: Tensor | None = None
+        cls,
+        logprobs: Float[Tensor, " N"],
+        log_ratio: Float[Tensor, " N"],
+        advantages: Float[Tensor, " N"],
+        lengths: Int[Tensor, " C"],
+        stale: Float[Tensor, " N"] | None = None,
     ) -> "Tokens":
-        """From [N] numbers; nothing leads back to the model that gave them."""
+        """Nothing leads back to the model that gave them."""
         unit = torch.ones_like(log_ratio, requires_grad=True)
         return cls(logprobs.detach(), log_ratio.exp(), log_ratio, unit, advantages, lengths, stale)
 
     @property
-    def ratio(self) -> Tensor:
-        """[N] pi / mu, with its gradient."""
+    def ratio(self) -> Float[Tensor, " N"]:
+        """pi / mu, with its gradient."""
         return self.sg_ratio * self.unit
 
     @property
-    def logprobs(self) -> Tensor:
-        """[N] log pi, with its gradient."""
+    def logprobs(self) -> Float[Tensor, " N"]:
+        """log pi, with its gradient."""
         return self.sg_logprobs + self.unit - 1
 
-    def weighted(self, weight: Tensor) -> Tensor:
-        """[N] sg(weight) * A * pi / sg(pi): of value weight * A, and of gradient weight * A * d log pi.
+    def weighted(self, weight: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """sg(weight) * A * pi / sg(pi): of value weight * A, and of gradient weight * A * d log pi.
 
         Papers that write sg(weight) * A * log pi mean the same gradient.
         """
@@ -59,12 +65,12 @@ class Tokens:
         )
 
 
-def _by_completion(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    """[N] the sum or mean over its completion, for each token."""
+def _by_completion(values: Float[Tensor, " N"], lengths: Int[Tensor, " C"], reduction: str) -> Float[Tensor, " N"]:
+    """The sum or mean over its completion, for each token."""
     each = torch.segment_reduce(values, reduction, lengths=lengths)
     return torch.repeat_interleave(each, lengths, output_size=len(values))
 
 
-def log_ratio_of(logprobs: Tensor, behavior: Tensor) -> Tensor:
-    """[N] log rho, kept finite."""
+def log_ratio_of(logprobs: Float[Tensor, " N"], behavior: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """log rho, kept finite."""
     return (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

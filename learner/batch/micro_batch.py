@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
@@ -24,16 +25,16 @@ class MicroBatch:
     The last token of a completion predicts nothing and is left out of `ids`.
     """
 
-    ids: Tensor  # [B, L] int64; B = 1 if packed, else right-padded with 0
-    index: Tensor  # [N] int64, position in the flattened [B * L] of the state that predicts the token
-    targets: Tensor  # [N] int64 token ids
-    behavior: Tensor  # [N] float32, logprobs of the sampler
-    versions: Tensor  # [N] int32
-    advantages: Tensor  # [N] float32
-    coefficients: Tensor  # [N] float32, weight of the token in the loss of the whole optimizer batch
-    lengths: Tensor  # [C] int64, T of each completion: they are whole
-    places: Tensor  # [N] int64, where the token stands in Rows
-    positions: Tensor | None = None  # [1, L] int64 if packed: place of each token in its own sequence
+    ids: Int[Tensor, "B L"]  # int64; B = 1 if packed, else right-padded with 0
+    index: Int[Tensor, " N"]  # int64, position in the flattened [B * L] of the state that predicts the token
+    targets: Int[Tensor, " N"]  # int64 token ids
+    behavior: Float[Tensor, " N"]  # float32, logprobs of the sampler
+    versions: Int[Tensor, " N"]  # int32
+    advantages: Float[Tensor, " N"]  # float32
+    coefficients: Float[Tensor, " N"]  # float32, weight of the token in the loss of the whole optimizer batch
+    lengths: Int[Tensor, " C"]  # int64, T of each completion: they are whole
+    places: Int[Tensor, " N"]  # int64, where the token stands in Rows
+    positions: Int[Tensor, "1 L"] | None = None  # int64 if packed: place of each token in its own sequence
     layout: Layout | None = None  # of the packed row
 
     def to(self, device: torch.device) -> "MicroBatch":

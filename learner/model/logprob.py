@@ -18,6 +18,7 @@ logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T, four 
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -35,26 +36,26 @@ class _How(NamedTuple):
 
 
 def policy_logprobs(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "N H"],
+    head: Float[Tensor, "V H"],
+    targets: Int[Tensor, " N"],
     temperature: float,
     *,
     logits: Logits = PLAIN,
     token_tile: int = TOKEN_TILE,
     vocab_tile: int = VOCAB_TILE,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Logprobs, differentiable once in `hidden`, and in `head` if that wants a gradient; entropies without gradient.
 
     Args:
-        hidden: [N, H] states that predict the targets; float32, bfloat16 or float16.
-        head: [V, H] output embedding of the same dtype; with tied embeddings the embedding matrix itself.
-        targets: [N] int64 token ids.
+        hidden: states that predict the targets; float32, bfloat16 or float16.
+        head: output embedding of the same dtype; with tied embeddings the embedding matrix itself.
+        targets: int64 token ids.
         temperature: the sampler's.
         logits: what the model does to head @ hidden.
 
     Returns:
-        ([N], [N]) float32, nats.
+        float32, nats.
     """
     kind = _TrainedHead if head.requires_grad else _FrozenHead
     how = _How(logits, temperature, token_tile, vocab_tile)
@@ -64,16 +65,16 @@ def policy_logprobs(
 
 @torch.no_grad()
 def token_logprobs(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "N H"],
+    head: Float[Tensor, "V H"],
+    targets: Int[Tensor, " N"],
     temperature: float,
     *,
     logits: Logits = PLAIN,
     token_tile: int = TOKEN_TILE,
     vocab_tile: int = VOCAB_TILE,
-) -> Tensor:
-    """[N] float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
+) -> Float[Tensor, " N"]:
+    """float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
     out = torch.empty(len(targets), device=hidden.device)
     how = _How(logits, temperature, token_tile, vocab_tile)
     for rows in _tiles(len(targets), token_tile):
@@ -149,14 +150,16 @@ class _TrainedHead(torch.autograd.Function):
 class _Fold(NamedTuple):
     """Of one tile of tokens, float32."""
 
-    logprob: Tensor  # [n] of the targets
-    entropy: Tensor  # [n]
-    top: Tensor  # [n] greatest logit
-    log_total: Tensor  # [n] logsumexp of the logits less `top`: apart, or great logits would round it away
-    mean_row: Tensor  # [n, H] p W; with a cap (p bend) W
+    logprob: Float[Tensor, " n"]  # of the targets
+    entropy: Float[Tensor, " n"]
+    top: Float[Tensor, " n"]  # greatest logit
+    log_total: Float[Tensor, " n"]  # logsumexp of the logits less `top`: apart, or great logits would round it away
+    mean_row: Float[Tensor, "n H"]  # p W; with a cap (p bend) W; H = 0 where it is not wanted
 
 
-def _fold(hidden: Tensor, head: Tensor, targets: Tensor, how: _How, want: str) -> _Fold:
+def _fold(
+    hidden: Float[Tensor, "n H"], head: Float[Tensor, "V H"], targets: Int[Tensor, " n"], how: _How, want: str
+) -> _Fold:
     """What the forward pass needs of the logits, folded over the tiles of the vocabulary.
 
     `want`: logprob, entropy or mean_row, which comes with the entropy only if there is a cap; what is not wanted is not
@@ -189,8 +192,8 @@ def _fold(hidden: Tensor, head: Tensor, targets: Tensor, how: _How, want: str) -
     return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
 
 
-def _within(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """([n, 1] place of each target in that tile of the vocabulary, [n, 1] whether it is there; else the place is 0)."""
+def _within(targets: Int[Tensor, " n"], words: slice) -> tuple[Int[Tensor, "n 1"], Bool[Tensor, "n 1"]]:
+    """(place of each target in that tile of the vocabulary, whether it is there; else the place is 0)."""
     place = targets[:, None] - words.start
     inside = (place >= 0) & (place < words.stop - words.start)
     return place * inside, inside
@@ -200,7 +203,7 @@ def _tiles(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Float[Tensor, "I J"], b: Float[Tensor, "J K"]) -> Float[Tensor, "I K"]:
     """a b in float32: logits rounded to bfloat16 would put an error of 2e-2 nats on a logprob."""
     if a.dtype == torch.float32:
         return a @ b

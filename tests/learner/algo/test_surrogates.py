@@ -4,7 +4,6 @@ And what a row of the table alone changes: configuration, --help, documentation,
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +80,7 @@ def ratios_of(case: dict[str, Any]) -> list[float]:
 def compared(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> None:
     """Slopes, loss and metrics of token_loss, and of the formulas by hand."""
     bounds = {name: bounds[name] for name in SURROGATES[ratio].settings}
-    config: Any = SimpleNamespace(ratio=ratio, bounds=bounds, beta=0.0)
+    config = LossConfig.model_construct(ratio=ratio, **bounds)  # without validation: any bounds, as the draw has them
     n, c, a = len(case["logprobs"]), case["coefficients"], case["advantages"]
     batch = batch_of(case["behavior"], a, c, lengths=case["lengths"].tolist())
     slopes, parts = token_loss(
