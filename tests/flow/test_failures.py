@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,11 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
     process = run.start("learner.restarts=2", "learner.learning_rate=1e-4", "data.eval.every=20")
     reached = 0
     for ends in (signal.SIGKILL, signal.SIGSTOP):
-        wait_until(lambda then=reached: max([0, *_steps(run)]) > then + 2, "more than two steps", 240, process)
+        wait_until(partial(_is_past, run, reached + 2), "more than two steps", 240, process)
         (lost,) = learners(run)
         os.kill(lost, ends)
         reached = _steps(run)[-1]
-        wait_until(lambda lost=lost: learners(run) - {lost} != set(), "another learner", 120, process)
+        wait_until(partial(_has_another_than, run, lost), "another learner", 120, process)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     killed = r"learner: process died during \w+: pid \d+: it was killed by a signal .*"
@@ -48,6 +49,14 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
 
 def _steps(run: Run) -> list[int]:
     return [line["step"] for line in run.metrics()]
+
+
+def _is_past(run: Run, step: int) -> bool:
+    return max([0, *_steps(run)]) > step
+
+
+def _has_another_than(run: Run, lost: int) -> bool:
+    return learners(run) - {lost} != set()
 
 
 WITH_STAND_INS = """

@@ -62,7 +62,7 @@ class Head:
         return done.stdout + done.stderr
 
     def _job(self, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [BIN / "ray", "job", verb, "--address", self.address, *words]
+        command: list[str | Path] = [BIN / "ray", "job", verb, "--address", self.address, *words]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=300)
 
     def close(self) -> None:

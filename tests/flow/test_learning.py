@@ -37,7 +37,10 @@ def test_the_demo_learns_from_rewards_that_stay_with_their_completions(tmp_path:
             answer = json.loads(row["problem"])["columns"]["answer"]
             found = re.findall(r"<answer>([^<]*)</answer>", row["completion"])  # [^<]: from the last <answer> on
             right.append(found[-1:] == [answer])
-            assert (parts["reasoning_gym"] == 1.0) == right[-1], row
-            assert row["reward"] == pytest.approx(parts["reasoning_gym"] + 0.2 * parts["format"]), row
+            task, layout = parts["reasoning_gym"], parts["format"]
+            assert task is not None, row
+            assert layout is not None, row
+            assert (task == 1.0) == right[-1], row
+            assert row["reward"] == pytest.approx(task + 0.2 * layout), row
     assert len(right) == 20 * 8 * 8
     assert 0.3 < sum(right) / len(right) < 0.95  # both kinds are there, else nothing was shown

@@ -22,7 +22,7 @@ def load(path: str, adapter: str | None) -> Any:
 def logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> Tensor:
     """[T] logprobs of the completion."""
     ids = torch.tensor([[*prompt, *completion]])
-    logs = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
+    logs: Tensor = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
     picked = logs[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
     return picked[len(prompt) - 1 :]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,9 @@ def naive_gradient(
         if not math.isnan(advantage)
     ]
     total = sum((row[3] >= oldest_version).sum() for row, _ in rows)
-    divisors = {"dapo": lambda n: total, "dr_grpo": lambda n: len(rows) * MAX_LENGTH, "grpo": lambda n: len(rows) * n}
+    divisors: dict[str, Callable[[int], Any]] = {
+        "dapo": lambda n: total, "dr_grpo": lambda n: len(rows) * MAX_LENGTH, "grpo": lambda n: len(rows) * n
+    }  # fmt: skip
     for (prompt, completion, behavior, versions), advantage in rows:
         young = torch.from_numpy(versions >= oldest_version)
         if not young.any():

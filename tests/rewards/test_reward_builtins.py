@@ -4,6 +4,7 @@ import json
 import re
 from decimal import Decimal
 from math import isnan
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from rewards.regex import regex
 from rewards.text import tagged, text_of
 
 
-def said(text):
+def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
@@ -38,11 +39,11 @@ GOOD = "<reasoning>2+2\nis 4</reasoning>\n<answer>4</answer>"
         ("", 0.0),
     ],
 )
-def test_format_wants_the_layout_and_nothing_around_it(text, score):
+def test_format_wants_the_layout_and_nothing_around_it(text: str, score: float) -> None:
     assert format_([text, said(text)]) == [score, score]
 
 
-def test_format_takes_other_tags_and_refuses_brackets():
+def test_format_takes_other_tags_and_refuses_brackets() -> None:
     assert format_(["<think>a</think><answer>b</answer>", GOOD], tags=["think", "answer"]) == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"args: a tag must be a plain name .* got '<think>'"):
         format_([""], tags=["<think>"])
@@ -72,7 +73,7 @@ def test_format_takes_other_tags_and_refuses_brackets():
         ("", None),
     ],
 )
-def test_parse_number(text, value):
+def test_parse_number(text: str, value: str | None) -> None:
     assert parse_number(text) == (None if value is None else Decimal(value))
 
 
@@ -89,24 +90,24 @@ def test_parse_number(text, value):
         ("none", None),
     ],
 )
-def test_last_number(text, value):
+def test_last_number(text: str, value: str | None) -> None:
     assert last_number(text) == (None if value is None else Decimal(value))
 
 
 @given(st.text(alphabet=st.sampled_from("0123456789.,$%+-\u2212# \nab<>/\u0664"), max_size=60) | st.text(max_size=40))
-def test_reading_numbers_never_raises(text):
+def test_reading_numbers_never_raises(text: str) -> None:
     for value in (parse_number(text), last_number(text)):
         assert value is None or value.is_finite()
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(0, 10**6))
-def test_a_written_number_is_read_back_exactly(whole, decimals):
+def test_a_written_number_is_read_back_exactly(whole: int, decimals: int) -> None:
     text = f"{whole:,}.{decimals:06d}"
     assert parse_number(f"${text}%" if whole >= 0 else text) == Decimal(f"{whole}.{decimals:06d}")
     assert last_number(f"so the result is {text}.") == Decimal(f"{whole}.{decimals:06d}")
 
 
-def test_number_reads_tag_gold_and_conversation():
+def test_number_reads_tag_gold_and_conversation() -> None:
     gold = "He has 48/2 = 24, so 48+24 = 72.\n#### 72"
     texts = [
         "<answer>72</answer>",
@@ -119,14 +120,14 @@ def test_number_reads_tag_gold_and_conversation():
     assert number(["9007199254740993"], answer=["9007199254740992"]) == [0.0]  # equal as floats
 
 
-def test_number_refuses_bad_gold_and_a_missing_column():
+def test_number_refuses_bad_gold_and_a_missing_column() -> None:
     with pytest.raises(ValueError, match="column 'answer': the gold answer must be a number, got 'blue'"):
         number(["1"], answer=["blue"])
     with pytest.raises(ValueError, match=r"no column 'answer'; it has \['gold'\]"):
         number(["1"], gold=["1"])
 
 
-def test_math_compares_by_meaning():
+def test_math_compares_by_meaning() -> None:
     from rewards.math import math
 
     cases = [
@@ -141,7 +142,7 @@ def test_math_compares_by_meaning():
     assert math([said(text) for text in texts], answer=golds) == scores
 
 
-def test_math_gives_no_score_where_it_runs_out_of_time():
+def test_math_gives_no_score_where_it_runs_out_of_time() -> None:
     from rewards.math import math
 
     (score,) = math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1)
@@ -163,19 +164,19 @@ PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "\n", "4", " "
         ("so <reasoning>\n2\n</reasoning>\n<answer>\n4\n</answer>\n", 0.0, 0.0),
     ],
 )
-def test_the_strict_pattern_of_the_published_recipe_and_ours(text, strict, free):
+def test_the_strict_pattern_of_the_published_recipe_and_ours(text: str, strict: float, free: float) -> None:
     assert regex([text], pattern=STRICT) == [strict]
     assert format_([text]) == [free]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=3), st.integers(0, 60), st.integers(0, 60))
-def test_the_strict_pattern_as_regex_is_what_the_recipe_computes(extra, start, stop):
+def test_the_strict_pattern_as_regex_is_what_the_recipe_computes(extra: list[str], start: int, stop: int) -> None:
     whole = "<reasoning>\n4\n</reasoning>\n<answer>\n4\n</answer>\n"
     text = whole[:start] + "".join(extra) + whole[max(start, stop) :]
     assert regex([text], pattern=STRICT) == [1.0 if re.match(STRICT, text) else 0.0]
 
 
-def test_length_penalises_the_excess_only():
+def test_length_penalises_the_excess_only() -> None:
     ids = [[0] * 10, [0] * 15, [0] * 20, [0] * 99]
     assert length([""] * 4, ids, target=10) == [0.0, -0.5, -1.0, -1.0]
     assert length([""] * 4, ids, target=10, kind="step") == [0.0, -1.0, -1.0, -1.0]
@@ -184,21 +185,21 @@ def test_length_penalises_the_excess_only():
         length([""], [[]], target=0)
 
 
-def test_regex_finds_or_matches_all():
+def test_regex_finds_or_matches_all() -> None:
     assert regex(["say 12", said("12"), "x"], pattern=r"\d+") == [1.0, 1.0, 0.0]
     assert regex(["say 12", said("12")], pattern=r"\d+", full=True) == [0.0, 1.0]
     with pytest.raises(ValueError, match=r"args.pattern: '\(' is not a regular expression"):
         regex([""], pattern="(")
 
 
-def test_reasoning_gym_scores_by_the_task():
+def test_reasoning_gym_scores_by_the_task() -> None:
     gym = pytest.importorskip("reasoning_gym")
     from rewards.reasoning_gym import reasoning_gym
 
     entry = gym.create_dataset("spell_backward", size=1, seed=1)[0]
     right = f"<answer>{entry['answer']}</answer>"
     near = f"<answer>{entry['answer'][:-1]}</answer>"
-    columns = {"answer": [entry["answer"]] * 3, "metadata": [entry["metadata"]] * 3}
+    columns: dict[str, Any] = {"answer": [entry["answer"]] * 3, "metadata": [entry["metadata"]] * 3}
     assert reasoning_gym([said(right), near, entry["answer"]], **columns) == [1.0, 0.0, 0.0]
     partial = reasoning_gym([right, near, ""], **columns, strict=False)
     assert partial[0] == 1.0
@@ -210,8 +211,8 @@ def test_reasoning_gym_scores_by_the_task():
         reasoning_gym([right], answer=["x"], metadata=["{}"])
 
 
-def test_text_helpers():
-    talk = [
+def test_text_helpers() -> None:
+    talk: list[dict[str, Any]] = [
         {"role": "assistant", "content": "a"},
         {"role": "tool", "content": "42"},
         {"role": "assistant", "content": None},

@@ -1,8 +1,12 @@
 """One call: which arguments a reward function gets, and what its return value means."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
 import pytest
 
-from rewards.call import Group, score
+from rewards.base import Reward
+from rewards.call import Group, Verdict, score
 from rewards.number import number
 
 GROUP = Group(
@@ -12,26 +16,28 @@ NAN = float("nan")
 
 
 class Mute(Exception):
-    def __str__(self):
+    def __str__(self) -> str:
         raise KeyboardInterrupt
 
 
-def mute(completions):
+def mute(completions: Sequence[str]) -> NoReturn:
     raise Mute
 
 
-def call(reward, args=None, built_in=False):
+def call(reward: Reward, args: Mapping[str, Any] | None = None, built_in: bool = False) -> Verdict:
     return score(reward, GROUP, args or {}, built_in=built_in)
 
 
-def returning(value):
+def returning(value: Any) -> Reward:
     return lambda completions: value
 
 
-def test_a_trl_function_gets_every_column():
-    seen = {}
+def test_a_trl_function_gets_every_column() -> None:
+    seen: dict[str, Any] = {}
 
-    def trl_style(prompts, completions, completion_ids, answer, **kwargs):
+    def trl_style(
+        prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: str, **kwargs: Any
+    ) -> list[float]:
         seen.update(kwargs, prompts=prompts, ids=completion_ids, answer=answer)
         return [float(len(c)) for c in completions]
 
@@ -39,7 +45,7 @@ def test_a_trl_function_gets_every_column():
     assert seen == {"prompts": ["p", "p"], "ids": [[1], [2, 3]], "answer": "arg wins", "tag": ["t", "t"]}
 
 
-def test_a_plain_function_gets_what_it_names():
+def test_a_plain_function_gets_what_it_names() -> None:
     assert call(lambda answer: [len(answer), 0]).values == [2.0, 0.0]
 
 
@@ -58,22 +64,22 @@ def test_a_plain_function_gets_what_it_names():
         (None, [NAN, NAN], "error"),
     ],
 )
-def test_return_values(value, values, status):
+def test_return_values(value: Any, values: list[float | None], status: str) -> None:
     verdict = call(returning(value))
     assert verdict.values == pytest.approx(values, nan_ok=True)
     assert verdict.status == status
     assert bool(verdict.problem) == (status != "ok")
 
 
-def test_numpy_values_count_and_an_array_is_a_list():
+def test_numpy_values_count_and_an_array_is_a_list() -> None:
     np = pytest.importorskip("numpy")
     assert call(returning(np.array([0.5, 1.0]))).values == [0.5, 1.0]
     assert call(returning([np.float32(0.5), np.bool_(True)])).values == [0.5, 1.0]
     assert call(returning(np.array(1.0))).status == "error"
 
 
-def test_async_functions_are_awaited():
-    async def slow(completions):
+def test_async_functions_are_awaited() -> None:
+    async def slow(completions: Sequence[str]) -> list[float]:
         return [0.25] * len(completions)
 
     assert call(slow).values == [0.25, 0.25]
@@ -97,13 +103,13 @@ def test_async_functions_are_awaited():
         ),
     ],
 )
-def test_problems_are_told(reward, args, built_in, sentence):
+def test_problems_are_told(reward: Reward, args: dict[str, Any], built_in: bool, sentence: str) -> None:
     verdict = call(reward, args, built_in)
     assert verdict.status == "error"
     assert verdict.values == pytest.approx([NAN, NAN], nan_ok=True)
     assert sentence in verdict.problem
 
 
-def test_a_column_is_no_setting_of_a_built_in():
+def test_a_column_is_no_setting_of_a_built_in() -> None:
     group = Group([""], ["<answer>1</answer>"], [[]], {"answer": ["1"], "tag": ["nonsense"]})
     assert score(number, group, {}, built_in=True).values == [1.0]

@@ -1,6 +1,7 @@
 """`use` leads to a function, or to a sentence that says what is missing."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,18 +10,18 @@ from rewards.loader import BUILT_INS, load
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"math", "reasoning_gym"}))
-def test_built_ins_load(name):
+def test_built_ins_load(name: str) -> None:
     assert callable(load(name))
 
 
-def test_module_and_relative_file_load(tmp_path, monkeypatch):
+def test_module_and_relative_file_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def one(completions): return [1.0]")
     assert load("mine.py:one")(completions=[""]) == [1.0]
     assert load("rewards.regex:regex") is load("regex")
 
 
-def test_each_file_gets_its_own_helpers(tmp_path):
+def test_each_file_gets_its_own_helpers(tmp_path: Path) -> None:
     for name, value in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_helper.py").write_text(f"VALUE = {value}")
@@ -48,7 +49,7 @@ def test_each_file_gets_its_own_helpers(tmp_path):
         ("no_such_package.x:f", "module 'no_such_package.x' does not import: ModuleNotFoundError: No module named"),
     ],
 )
-def test_errors_say_what_is_there(tmp_path, monkeypatch, use, sentence):
+def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, sentence: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.py").write_text("LIMIT = 3\ndef accuracy(): ...\ndef style(): ...")
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")

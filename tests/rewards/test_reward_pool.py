@@ -8,14 +8,19 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rewards.base import RewardError, RewardFailed
+from rewards.call import Verdict
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
-from rewards.pool import RewardPool
+from rewards.pool import RewardPool, Scores
+
+OneOf = Callable[..., RewardConfig]
 
 REWARDS = """
 import asyncio, ctypes, os, subprocess, time
@@ -52,38 +57,38 @@ def child(completions, where):
 
 
 @pytest.fixture(scope="module")
-def rewards_file(tmp_path_factory):
+def rewards_file(tmp_path_factory: pytest.TempPathFactory) -> OneOf:
     path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
     path.write_text(REWARDS)
     return lambda function, **more: RewardConfig(use=f"{path}:{function}", **more)
 
 
-async def score(pool, completions=("a", "bb"), **columns):
+async def score(pool: RewardPool, completions: Sequence[str] = ("a", "bb"), **columns: Sequence[Any]) -> Scores:
     return await pool.score(["p"] * len(completions), completions, [[1]] * len(completions), columns)
 
 
-def alive(pid):
+def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def gone(pids, within_s):
+def gone(pids: Sequence[int], within_s: float) -> bool:
     end = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)
     return not any(map(alive, pids))
 
 
-def workers():
+def workers() -> list[int]:
     """Our child processes, without multiprocessing's resource tracker, which serves the whole interpreter."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").parent.parent.glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file):
+def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file: OneOf) -> None:
     expected = {
         "good": ("ok", ""),
         "none": ("ok", ""),
@@ -99,7 +104,7 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file):
         "later": ("ok", ""),
     }
 
-    async def main():
+    async def main() -> Scores:
         async with RewardPool(
             [rewards_file(name, timeout_s=1.0 if "loop" in name else 20.0) for name in expected], workers=2
         ) as pool:
@@ -118,12 +123,12 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file):
     assert scores.status == ["error", "error"]
 
 
-def test_weights_status_and_conversations(rewards_file):
+def test_weights_status_and_conversations(rewards_file: OneOf) -> None:
     rewards = [rewards_file("spoken", weight=2.0), rewards_file("later", weight=-1.0), rewards_file("none")]
     chat = [{"role": "user", "content": "?"}]
     said = [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
 
-    async def main():
+    async def main() -> Scores:
         async with RewardPool(rewards) as pool:
             scores = await pool.score([chat, chat], said, [[1], [2]], {"answer": ["yes", "yes"]})
             with pytest.raises(ValueError, match=r"one entry per completion \(2\), got lengths {'answer': 1}"):
@@ -136,7 +141,7 @@ def test_weights_status_and_conversations(rewards_file):
     assert scores.status == ["ok", "ok"]
 
 
-def test_each_task_has_its_function_and_what_none_has_an_answer_to_has_no_reward(rewards_file):
+def test_each_task_has_its_function_and_what_none_has_an_answer_to_has_no_reward(rewards_file: OneOf) -> None:
     """TRL's multi-task pattern: a function says None on the rows of other tasks."""
     rewards = [
         rewards_file("of_a_task", name="math", args={"own": "math"}, on_error="fail"),
@@ -145,7 +150,7 @@ def test_each_task_has_its_function_and_what_none_has_an_answer_to_has_no_reward
     ]
     tasks = ["math", "code", "chess", "chess"]
 
-    async def main(functions):
+    async def main(functions: list[RewardConfig]) -> Scores:
         async with RewardPool(functions) as pool:
             return await score(pool, completions=("a", "bb", "c", "d"), task=tasks)
 
@@ -160,12 +165,12 @@ def test_each_task_has_its_function_and_what_none_has_an_answer_to_has_no_reward
     assert broken.status == ["error"] * 4
 
 
-def test_slow_loading_is_not_charged_and_fail_raises(rewards_file, tmp_path):
+def test_slow_loading_is_not_charged_and_fail_raises(rewards_file: OneOf, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time; time.sleep(1.2)\ndef f(completions): return [1.0] * len(completions)"
     )
 
-    async def main():
+    async def main() -> list[Verdict]:
         slow = RewardConfig(use=f"{tmp_path}/slow.py:f", timeout_s=1.0)
         async with RewardPool([slow, rewards_file("boom", on_error="fail", name="acc")]) as pool:
             with pytest.raises(RewardFailed, match=r"reward 'acc' \(.*my_rewards.py:boom\): error: ValueError: boom"):
@@ -175,8 +180,8 @@ def test_slow_loading_is_not_charged_and_fail_raises(rewards_file, tmp_path):
     assert asyncio.run(main())[0].status == "ok"
 
 
-def test_a_worker_that_dies_while_idle_costs_nothing(rewards_file):
-    async def main():
+def test_a_worker_that_dies_while_idle_costs_nothing(rewards_file: OneOf) -> None:
+    async def main() -> tuple[Scores, Scores]:
         async with RewardPool([rewards_file("good")]) as pool:
             await score(pool)
             (pid,) = workers()
@@ -188,8 +193,8 @@ def test_a_worker_that_dies_while_idle_costs_nothing(rewards_file):
     assert [scores.status for scores in asyncio.run(main())] == [["ok", "ok"]] * 2
 
 
-def test_close_and_deadline_leave_no_process_behind(rewards_file, tmp_path):
-    async def main(timeout_s):
+def test_close_and_deadline_leave_no_process_behind(rewards_file: OneOf, tmp_path: Path) -> None:
+    async def main(timeout_s: float) -> str:
         note = tmp_path / f"pids_{timeout_s}"
         pool = RewardPool([rewards_file("child", timeout_s=timeout_s, args={"where": str(note)})])
         scoring = asyncio.create_task(score(pool))
@@ -209,7 +214,7 @@ def test_close_and_deadline_leave_no_process_behind(rewards_file, tmp_path):
     assert workers() == []
 
 
-def test_workers_die_with_a_killed_driver(rewards_file, tmp_path):
+def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -> None:
     note = tmp_path / "pids"
     script = tmp_path / "driver.py"
     script.write_text(
@@ -239,7 +244,7 @@ def test_workers_die_with_a_killed_driver(rewards_file, tmp_path):
     assert died
 
 
-def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file, tmp_path):
+def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_path: Path) -> None:
     row = (["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
     (tmp_path / "bad.py").write_text("import nothing_of_this_name")
     assert try_rewards([rewards_file("good"), RewardConfig(use="number")], *row).reward == [1.0, 1.0]

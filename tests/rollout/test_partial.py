@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -129,6 +130,9 @@ class Worker:
 
 
 class Stream:
+    def __len__(self) -> int:
+        return 1000
+
     def at(self, position: int) -> Problem:
         return make_problem(position, prompt_ids=(position % VOCAB, 1, 5, 2))
 
@@ -141,7 +145,9 @@ class Team:
         self.pipes = Pipes(Stream(), Cursor(), buffer, PolicySlot(), Timeline(folder / "timeline.json"))
         actors = [Local("slow", Worker, [NEVER]), Local("quick", Worker, [0.0])]
         self.slow, self.quick = (actor._object for actor in actors)
-        self.producers = [Producer(actor, self.pipes, self.sampling, DeadlineConfig()) for actor in actors]
+        self.producers = [
+            Producer(cast(Local[Any], actor), self.pipes, self.sampling, DeadlineConfig()) for actor in actors
+        ]
 
     def sampling(self, position: int, attempt: int) -> Sampling:
         return Sampling(n=8, max_tokens=24, seed=group_seed(0, position, attempt))

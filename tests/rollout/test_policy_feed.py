@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
-    worker = SupervisedWorker(Local("generator-0", Blind, []), DeadlineConfig())
+    worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), DeadlineConfig())
     feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
         await feed.prove(Push(Adapter.build(version, b"", {}), (1, 2), expect(said([-1.0])), "float32"))

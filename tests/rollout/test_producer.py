@@ -27,6 +27,10 @@ from tests.pushes import expect, said
 DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)
 
 
+def no_fault(a: int, b: int) -> str | None:
+    return None
+
+
 class Story:
     """What happened, in order, over all lives of a worker; and what is to go wrong."""
 
@@ -38,7 +42,7 @@ class Story:
         self.gate = asyncio.Event()  # opens what is to be `slow`
 
     async def happen(self, method: str, a: int, b: int) -> None:
-        fault = self.faults.get(method, lambda a, b: None)(a, b)
+        fault = self.faults.get(method, no_fault)(a, b)
         if fault == "die":
             raise ActorDied(f"{method} {a} {b}")
         if fault == "break":
@@ -75,7 +79,7 @@ class Worker:
         return make_group(problem.position, attempt=attempt)
 
 
-class Process(Local):
+class Process(Local[Any]):
     """Local, with its revivals on record."""
 
     async def revive(self, deadline_s: float) -> None:
@@ -85,6 +89,9 @@ class Process(Local):
 
 class Stream:
     """Problems without a source."""
+
+    def __len__(self) -> int:
+        return 1000
 
     def at(self, position: int) -> Problem:
         return make_problem(position)

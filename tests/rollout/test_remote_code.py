@@ -48,7 +48,13 @@ def test_a_call_that_does_not_is_seen(call: str) -> None:
 
 
 def test_the_engine_is_told_too() -> None:
-    room = {"max_model_len": 8, "kv_cache_bytes": 1, "max_num_seqs": 1, "max_lora_rank": 8, "adapter_window": 2}
+    room: dict[str, Any] = {
+        "max_model_len": 8,
+        "kv_cache_bytes": 1,
+        "max_num_seqs": 1,
+        "max_lora_rank": 8,
+        "adapter_window": 2,
+    }
     settings = EngineSettings(model="m", dtype="float32", seed=0, **room)
     assert engine_arguments(settings, cuda=False)["trust_remote_code"] is False
 

@@ -1,6 +1,7 @@
 """The border between processes: everything arrives, nothing is copied, and what is not whole is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -83,8 +84,9 @@ def test_missing_and_unknown_columns_are_named() -> None:
 @pytest.mark.parametrize("name", ["finish_reason", "completion_ids", "policy_version_min"])
 def test_a_null_where_a_fact_must_be_is_refused(name: str) -> None:
     assert not SCHEMA.field(name).nullable
+    changed: dict[str, Any] = {name: [None, make_columns()[name][1]]}
     with pytest.raises(ValueError, match=f"{name} must not hold nulls, got 1"):
-        make_group(**{name: [None, make_columns()[name][1]]})
+        make_group(**changed)
 
 
 def test_columns_of_another_length_or_type_are_refused() -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -57,6 +58,9 @@ class Process(Local[Worker]):
 class Stream:
     """Problems without a source."""
 
+    def __len__(self) -> int:
+        return 1000
+
     def at(self, position: int) -> Problem:
         return make_problem(position)
 
@@ -77,7 +81,7 @@ class Team:
         rank = len(self._tasks)
         actor = Process(f"generator-{rank}", Worker, [rank, gate, learning or opened(), self.asked])
         deadlines = DeadlineConfig(group=deadline_s)
-        producer = Producer(actor, self.pipes, lambda position, attempt: Sampling(2, 8), deadlines)
+        producer = Producer(cast(Local[Any], actor), self.pipes, lambda position, attempt: Sampling(2, 8), deadlines)
         self._tasks.append(asyncio.create_task(producer.run(workers)))
 
     async def learn(self) -> Counter[int]:

@@ -94,11 +94,12 @@ async def test_every_fact_of_the_group_is_recorded(worker: RolloutWorker) -> Non
         assert table.column(name).to_pylist() == [value] * SAMPLING.n, name
     assert table.column("sample").to_pylist() == list(range(SAMPLING.n))
     assert table.column("finish_reason").to_pylist() == [c.finish_reason for c in expected]
-    for name, arrays in [
+    recorded: list[tuple[str, list[Any]]] = [
         ("completion_ids", [c.token_ids for c in expected]),
         ("behavior_logprobs", [c.logprobs for c in expected]),
         ("token_versions", [c.versions for c in expected]),
-    ]:
+    ]
+    for name, arrays in recorded:
         assert [row.tolist() for row in ragged(table, name)] == [array.tolist() for array in arrays], name
     assert json.loads(table.column("problem")[0].as_py()) == {"messages": "2 + 2 =", "columns": {"gold": 0.25}}
     assert 10 <= table.column("generate_ms")[0].as_py() < 10_000  # the fake engine takes 10 ms
@@ -234,7 +235,7 @@ class Dying(FakeEngine):
     async def _die(self, *args: Any) -> Any:
         raise EngineDied("out of\n  memory")
 
-    generate = load_adapter = load_weights = probe = sleep = wake = _die
+    generate = load_adapter = load_weights = probe = sleep = wake = _die  # type: ignore[assignment]
 
 
 async def test_the_death_of_the_engine_is_that_of_the_process_in_its_own_words(spec: WorkerSpec) -> None:

@@ -32,12 +32,13 @@ def test_the_model_is_the_step(
     """Four layers of the real widths: every part is linear in the number of layers."""
     shape = replace(SHAPES[name], layers=4)
     prompt, completion, count = lengths
-    settings = {"checkpointing": policy, "token_budget": prompt + count * (completion - 1), "lora": {"rank": rank}}
+    budget = prompt + count * (completion - 1)
+    settings = {"checkpointing": policy, "token_budget": budget, "lora": {"rank": rank}}
     # Twice: in the second micro-batch the gradients of the first are there.
     groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
     fake = footprint(shape, LearnerConfig.model_validate(settings), groups, base=base)
     learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy)
-    micro = Micro.of(prompt, completion, count, settings["token_budget"])
+    micro = Micro.of(prompt, completion, count, budget)
     static = learner_static(shape, learning)
     parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.memory import learner as learner_memory
 from cluster.memory import units
-from cluster.memory.learner import Learning, Micro
+from cluster.memory.learner import Learning, Micro, ReferenceKind
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
 from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES
@@ -81,12 +81,13 @@ def test_an_fp8_cache_holds_the_same_sequences_in_half_the_bytes() -> None:
 def test_a_reference_of_a_whole_model_is_planned_and_8_bits_are_advised() -> None:
     """Of Llama 3.2 1B: 1,235,814,400 weights, of which 973,078,528 in the layers' matrices with 376,832 rows."""
     shape, wish = SHAPES["Llama-3.2-1B"], Wish(mode="full", optimizer="adamw_8bit", base="none", layouts=("slices",))
-    needs = {}
-    for kind, wanted in (
+    needs: dict[str, int] = {}
+    kinds: list[tuple[ReferenceKind, int]] = [
         ("none", 0),
         ("auto", 2 * 1_235_814_400),
         ("int8", 2 * 262_735_872 + 973_078_528 + 2 * 376_832),
-    ):
+    ]
+    for kind, wanted in kinds:
         small = least(shape, 80 * GIB, PUBLISHED, replace(wish, reference=kind))
         assert small.learner["reference"] == wanted
         needs[kind] = small.device_peak

@@ -55,7 +55,9 @@ def test_every_trained_token_once_in_its_place_and_within_budget(seed: int, budg
 
 def everything(rows: Rows, budget: int, *, packed: bool) -> list[MicroBatch]:
     n = len(rows.lengths)
-    return micro_batches(rows, np.arange(n) * 1.0, np.ones(n), np.ones(n, dtype=bool), budget, packed=packed)
+    return micro_batches(
+        rows, np.arange(n, dtype=np.float64), np.ones(n), np.ones(n, dtype=bool), budget, packed=packed
+    )
 
 
 def test_padded_longest_first_and_a_long_row_alone() -> None:

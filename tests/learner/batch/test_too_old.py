@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def sampled_by(groups: list[pa.Table], versions: Any) -> list[pa.Table]:
 
 def resumed(groups: list[pa.Table]) -> list[pa.Table]:
     """Of the completions, in turn, the first half is too old, nothing, all, and all but the last token."""
-    cuts = iter([lambda n: n // 2, lambda n: 0, lambda n: n, lambda n: n - 1] * 3)
+    turns: list[Callable[[int], int]] = [lambda n: n // 2, lambda n: 0, lambda n: n, lambda n: n - 1]
+    cuts = iter(turns * 3)
 
     def versions(length: int) -> list[int]:
         cut = next(cuts)(length)

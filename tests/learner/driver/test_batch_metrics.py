@@ -1,6 +1,7 @@
 """The numbers of a batch, by hand."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,11 @@ def test_having_unscored_is_no_failure() -> None:
     """Of four completions one failed; two have no reward since no function scores them."""
     two = [("math", None), ("code", None)]
     parts = [[("math", 2.0), ("code", None)], [("math", math.nan), ("code", None)], two, two]
-    rows = {"rewards": [2.0, None, None, None], "reward_status": ["ok", "error", "none", "none"], "reward_parts": parts}
+    rows: dict[str, Any] = {
+        "rewards": [2.0, None, None, None],
+        "reward_status": ["ok", "error", "none", "none"],
+        "reward_parts": parts,
+    }
     found = batch_metrics([make_group(**rows)], 0, 0)
     expected = {"mean": 2.0, "std": 0.0, "failed": 0.25, "status_error": 1.0, "status_none": 2.0, "math": 2.0}
     assert {f"reward/{name}": found.get(f"reward/{name}") for name in expected} == {

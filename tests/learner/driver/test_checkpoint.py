@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cluster.files import digest_of
+from cluster.files import digest_of, fsync
 from learner.driver import checkpoint
 from tests.learner.checkpoints import commit
 
@@ -95,7 +95,6 @@ async def test_a_commit_that_is_cancelled_amid_its_hashing_has_one_writer(
 ) -> None:
     """The loop that is cancelled saves once more: that commit must not meet the thread of this one."""
     hashing, go_on = threading.Event(), threading.Event()
-    fsync = checkpoint.fsync
 
     def slowly(path: Path) -> None:
         hashing.set()

@@ -18,7 +18,7 @@ from rollout.supervised_worker import GivenUp
 from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
 
 
-class Dying(Local):
+class Dying(Local[Any]):
     """A generator whose every process dies at the policy `version`, or at once with it."""
 
     def __init__(self, version: int) -> None:
@@ -74,7 +74,7 @@ class Failing(Trainer):
 
     ends: BaseException | None = None
 
-    async def step(self, groups: list[Any], oldest_version: int) -> dict[str, float]:
+    async def step(self, groups: list[Any], oldest_version: int = 0) -> dict[str, float]:
         if self.version == 2:
             assert self.ends is not None
             raise self.ends
@@ -132,7 +132,7 @@ class Stuck:
 async def test_a_learner_that_hangs_is_told_from_one_that_takes_long(
     method: str, gets_on: bool, answers: bool, said: str | None
 ) -> None:
-    learner = WatchedLearner(Local("learner", Stuck, [gets_on, answers]), silence_s=1.0)
+    learner = WatchedLearner(Local[Any]("learner", Stuck, [gets_on, answers]), silence_s=1.0)
     if said is None:
         assert await learner.call(getattr(TrainerService, method), 60) == "done"
     else:
@@ -142,7 +142,7 @@ async def test_a_learner_that_hangs_is_told_from_one_that_takes_long(
 
 
 async def test_a_call_that_tells_nothing_of_itself_is_held_by_its_deadline_alone() -> None:
-    learner = WatchedLearner(Local("learner", Stuck, [False, True]), silence_s=0.4)
+    learner = WatchedLearner(Local[Any]("learner", Stuck, [False, True]), silence_s=0.4)
     with pytest.raises(LearnerLost, match="learner: save gave no answer within 2 s"):
         await learner.call(cast(Any, TrainerService.save), 2)
 

@@ -73,7 +73,8 @@ async def test_a_checkpoint_between_groups_that_overtook_each_other_loses_and_re
     await finish(resumed, resume_from)
     positions = list(itertools.chain(*consumed(tmp_path)))
     assert len(set(positions)) == len(positions) == 12 * PER_STEP
-    assert {*range(resumed.pipes.cursor.low), *resumed.pipes.cursor.state()["done"]} == set(positions)
+    done: Any = resumed.pipes.cursor.state()["done"]
+    assert {*range(resumed.pipes.cursor.low), *done} == set(positions)
 
 
 async def test_steps_that_a_kill_undid_are_taken_again_alike(tmp_path: Path) -> None:
@@ -102,7 +103,8 @@ async def test_dynamic_sampling_trains_on_signal_only_and_counts_each_problem_on
     assert refilled > 0
     positions = list(itertools.chain(*consumed(tmp_path)))
     assert len(set(positions)) == len(positions) == 4 * PER_STEP + refilled
-    assert {*range(loop.pipes.cursor.low), *loop.pipes.cursor.state()["done"]} == set(positions)
+    done: Any = loop.pipes.cursor.state()["done"]
+    assert {*range(loop.pipes.cursor.low), *done} == set(positions)
 
 
 @pytest.mark.parametrize("dynamic_sampling", [False, True])
@@ -142,7 +144,8 @@ async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works
     """The engines refuse to sleep while a call runs, and to generate or take a policy while they sleep."""
     workers = [Local(f"generator-{rank}", Worker, [1e-4, None]) for rank in range(2)]
     loop = build(tmp_path, configure(), 5, workers=workers, alternating=True)
-    trainer, engines = loop.trainer._object, [worker._object.engine for worker in workers]  # type: ignore[attr-defined]
+    trainer = loop.trainer._object  # type: ignore[attr-defined]
+    engines: list[Any] = [worker._object.engine for worker in workers]
     trainer.holds_the_card = lambda: all(engine._asleep for engine in engines)
     for worker in workers:  # as learner.driver.launch starts them
         await worker.call(RolloutService.sleep, 1)
@@ -193,7 +196,7 @@ async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypa
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-class Stuck(Local):
+class Stuck(Local[Any]):
     """Dies of the second policy, and never comes back."""
 
     async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:

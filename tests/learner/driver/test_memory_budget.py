@@ -14,9 +14,10 @@ from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
-from learner.driver.memory_budget import DEFAULT_KV, MemoryPlanError, settle
+from learner.driver.memory_budget import MemoryPlanError, settle
 from learner.driver.plan_file import PlanFile
 from learner.driver.processes import worker_spec
+from rollout.config import DEFAULT_KV
 
 GIB = 2**30
 BERT = {"model_type": "bert"}

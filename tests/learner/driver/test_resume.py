@@ -70,7 +70,7 @@ def test_what_is_allowed_by_name_passes_and_is_told_and_the_rest_does_not(tmp_pa
     folder = saved(tmp_path, configure())
     learner = {"learning_rate": 1e-5, "schedule": {"kind": "cosine", "warmup": 0.1}}
     allowed = configure(learner=learner, resume_allow_changed=["learner.learning_rate", "learner.schedule", "data"])
-    changed = Fingerprints(SAME.data | {"rows": "d" * 64}, SAME.rewards, SAME.base)
+    changed = Fingerprints({**SAME.data, "rows": "d" * 64}, SAME.rewards, SAME.base)
     check_allowed(allowed)
     assert check_same_run(allowed, changed, folder) == [
         "learner.learning_rate (2e-05, now 1e-05)",

@@ -19,7 +19,13 @@ from tests.learner.loops import Trainer, build, configure, finish, first, starte
 async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_needs(tmp_path: Path) -> None:
     loop = build(tmp_path, configure(), 5)
     trainer, saved = loop.trainer._object, []  # type: ignore[attr-defined]
-    save, trainer.save = trainer.save, lambda folder: saved.append(trainer.version) or save(folder)
+    save = trainer.save
+
+    def noted(folder: Path) -> Any:
+        saved.append(trainer.version)
+        return save(folder)
+
+    trainer.save = noted
     loop.pipes.buffer.dropped_stale = 7
     await finish(loop)
     assert saved == [2, 4, 5]
@@ -37,7 +43,7 @@ async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_n
     assert fresh.trainer._object.version == 5  # type: ignore[attr-defined]
 
 
-class Asked(Local):
+class Asked(Local[Any]):
     """Notes what is asked of the learner, and for how long at most."""
 
     def __init__(self) -> None:
@@ -181,7 +187,8 @@ async def test_the_learner_names_the_folder_of_a_full_disk(tiny_path: str, tmp_p
 async def test_the_learner_says_what_it_wrote_and_its_checkpoint_is_an_adapter(tiny_path: str, tmp_path: Path) -> None:
     from tests.learner.trainers import make_trainer
 
-    async with checkpoint.commit(tmp_path, 1, keep=1, written=(written := {})) as folder:
+    written: dict[str, Digest] = {}
+    async with checkpoint.commit(tmp_path, 1, keep=1, written=written) as folder:
         told = await make_trainer(tiny_path).save(folder / "trainer")
         written |= {f"trainer/{name}": digest for name, digest in told.items()}
     sealed = json.loads((tmp_path / "step-000001" / "manifest.json").read_text())["files"]

@@ -121,8 +121,9 @@ def test_any_adapter_is_the_reference_and_roles_share_one_base(tiny_path: str, t
             assert trained(policy) <= before
         assert torch.equal(policy.hidden(IDS), seen["policy"])
     assert float((seen["policy"] - seen["reference"]).abs().max()) > 0.01
-    for role, folder, alpha in (("policy", start, 16), ("reference", anchor, 32)):
-        alone = make_policy(tiny_path, adapter=folder, lora=LoraConfig(rank=alpha // 2, alpha=alpha), base=base)
+    small, large = LoraConfig(rank=8, alpha=16), LoraConfig(rank=16, alpha=32)
+    for role, folder, lora in (("policy", start, small), ("reference", anchor, large)):
+        alone = make_policy(tiny_path, adapter=folder, lora=lora, base=base)
         assert float((alone.hidden(IDS) - seen[role]).detach().abs().max()) < 1e-5, role
     assert trained(policy) == before
     with pytest.raises(RuntimeError, match="inside"), policy.acting_as("reference"):

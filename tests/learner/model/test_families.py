@@ -29,6 +29,7 @@ def test_experts_and_router_are_not_adapted(name: str, tmp_path: Path, caplog: p
     policy = make_policy(str(make_family(tmp_path, name)))
     assert {key.split(".")[-3] for key in policy.masters} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert {weight.shape[0] for key, weight in policy.masters.items() if "lora_A" in key} == {8}
+    assert policy.peft_config is not None
     assert not policy.peft_config["rank_pattern"]
     assert "all-linear of a model with experts is its attention (q_proj, k_proj, v_proj, o_proj)" in caplog.text
     lm = AutoModelForCausalLM.from_pretrained(tmp_path)

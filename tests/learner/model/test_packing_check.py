@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.3,  # large, so that attention matters
 }
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**SMALL),
     "qwen2": transformers.Qwen2Config(**SMALL),
@@ -115,14 +115,14 @@ def test_unpacked_rows_keep_their_sliding_window(tmp_path: Path) -> None:
 @pytest.fixture
 def leaking() -> Iterator[None]:
     """A kernel that takes the whole row for one sequence."""
-    original = packed_attention.AttentionInterface._global_mapping[packed_attention.SEGMENTS]
+    original = transformers.AttentionInterface._global_mapping[packed_attention.SEGMENTS]
 
     def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, window: Any, cap: Any) -> Tensor:
         return packed_attention._plain(query, key, value, scale, window, cap)
 
-    packed_attention.AttentionInterface.register(packed_attention.SEGMENTS, packed_attention._interface(ignore))
+    transformers.AttentionInterface.register(packed_attention.SEGMENTS, packed_attention._interface(ignore))
     yield
-    packed_attention.AttentionInterface.register(packed_attention.SEGMENTS, original)
+    transformers.AttentionInterface.register(packed_attention.SEGMENTS, original)
 
 
 def assert_padded(config: Any, folder: Path, caplog: pytest.LogCaptureFixture, message: str) -> None:

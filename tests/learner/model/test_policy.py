@@ -123,6 +123,7 @@ def test_wrong_targets_are_named(tiny_path: str, targets: list[str]) -> None:
 def test_targets_are_respected(tiny_path: str) -> None:
     policy = make_policy(tiny_path, targets=["q_proj", "v_proj"])
     assert {name.split(".")[-3] for name in policy.masters} == {"q_proj", "v_proj"}
+    assert policy.peft_config is not None
     assert policy.peft_config["target_modules"] == ["q_proj", "v_proj"]
 
 

@@ -37,12 +37,25 @@ def break_above(trainer: Trainer, tokens: int, where: str) -> list[int]:
         if batch.ids.numel() > tokens and where == "backward" and hidden.requires_grad:
             # In the middle: the second layer has its gradients by then, the first has not.
             layer = trainer._policy._lm.model.layers[0]
-            handle = layer.register_full_backward_pre_hook(lambda *_: (handle.remove(), fail(None)))
+
+            def once(*_: Any) -> None:
+                handle.remove()
+                fail(None)
+
+            handle = layer.register_full_backward_pre_hook(once)
             hidden = plain(batch)
         return hidden
 
     trainer._policy.predicting = predicting  # type: ignore[method-assign]
     return seen
+
+
+def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
+    found = {}
+    for name, weight in trainer._policy.masters.items():
+        assert weight.grad is not None
+        found[name] = weight.grad.clone()
+    return found
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -56,7 +69,7 @@ async def test_out_of_memory_costs_time_and_nothing_else(
     seen = break_above(trainer, 40, where)
     with caplog.at_level(logging.WARNING, "learner"):
         metrics = await trainer.step(GROUPS)
-    found = {name: weight.grad.clone() for name, weight in trainer._policy.masters.items()}
+    found = gradients_of(trainer)
     assert metrics["memory/oom_retries"] >= 1
     budget = int(metrics["memory/token_budget"])
     assert budget < 80
@@ -68,7 +81,7 @@ async def test_out_of_memory_costs_time_and_nothing_else(
     small = make_trainer(tiny_path, token_budget=budget, **settings)
     whole = await small.step(GROUPS)
     assert metrics["loss/trained_tokens"] == whole["loss/trained_tokens"]
-    wanted = {name: weight.grad.clone() for name, weight in small._policy.masters.items()}
+    wanted = gradients_of(small)
     assert distance(found, wanted) == 0
 
     seen.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -21,7 +22,7 @@ from tests.learner.trainers import make_trainer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("learner", [{}, {"push": "merged"}, {"mode": "full"}])
 async def test_it_is_what_the_payload_holds(
-    tiny_path: str, groups: list[pa.Table], dtype: str, learner: dict[str, str]
+    tiny_path: str, groups: list[pa.Table], dtype: str, learner: dict[str, Any]
 ) -> None:
     # A factor of 11 / 8, which is rounded in 16 bits.
     trainer = make_trainer(tiny_path, dtype=dtype, lora=LoraConfig(rank=8, alpha=11), **learner)

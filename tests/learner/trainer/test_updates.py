@@ -29,7 +29,7 @@ from tests.learner.trainers import (
 )
 
 RATE = 0.02
-SPLIT = {"loss": LossConfig(ratio="clip"), "updates_per_batch": 2, "learning_rate": RATE}
+SPLIT: dict[str, Any] = {"loss": LossConfig(ratio="clip"), "updates_per_batch": 2, "learning_rate": RATE}
 
 
 def naive_updates(model: Any, groups: list[pa.Table], advantages: list[list[float]], *, near: str) -> dict[str, Tensor]:

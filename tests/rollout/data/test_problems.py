@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
-from rollout.config import DataConfig
+from rollout.config import DataConfig, EvalConfig
 from rollout.data.chat import Chat
 from rollout.data.problems import Problems, ProblemsError, load
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
-NO_EVAL = {"every": 0}
+NO_EVAL = EvalConfig(every=0)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_data_size_takes_the_first_rows(tmp_path: Path, chat: Chat) -> None:
 @pytest.mark.parametrize(("size", "expected"), [(200, 4), (3, 3)])
 def test_held_out_problems_are_never_trained_on(tmp_path: Path, chat: Chat, size: int, expected: int) -> None:
     rows = ROWS + ROWS[:10]  # prompts that occur twice must be held out twice
-    data = DataConfig(path=jsonl(tmp_path, rows), eval={"size": size})
+    data = DataConfig(path=jsonl(tmp_path, rows), eval=EvalConfig(size=size))
     problems, held_out = load(data, chat, 256, seed=0)
     assert len(held_out) == expected
     trained = {problems.at(position).prompt_ids for position in range(len(problems))}
@@ -122,7 +122,7 @@ def test_held_out_problems_are_never_trained_on(tmp_path: Path, chat: Chat, size
 
 def test_evaluation_from_its_own_file(tmp_path: Path, chat: Chat) -> None:
     train, test = jsonl(tmp_path, ROWS[:30]), jsonl(tmp_path, ROWS[30:], "test.jsonl")
-    problems, held_out = load(DataConfig(path=train, eval={"path": test, "size": 6}), chat, 256, seed=0)
+    problems, held_out = load(DataConfig(path=train, eval=EvalConfig(path=test, size=6)), chat, 256, seed=0)
     assert len(problems) == 30
     assert [problem.columns for problem in held_out] == ROWS[30:36]
     assert held_out[0].id == "eval-test-0"
@@ -140,20 +140,20 @@ def test_what_is_trained_on_is_not_held_out(
         (str(tmp_path / "train.jsonl"), 10, 10, 40),
         (jsonl(tmp_path, ROWS[3:7], "copy.jsonl"), None, 4, 4),
     ):
-        data = DataConfig(path="train.jsonl", size=size, eval={"path": path})
+        data = DataConfig(path="train.jsonl", size=size, eval=EvalConfig(path=path))
         with pytest.raises(ProblemsError, match=refused.format(known, count)):
             load(data, chat, 256, seed=0)
     assert caplog.records == []
     other = jsonl(tmp_path, [ROWS[3], {"question": "New?", "answer": "yes"}], "other.jsonl")
-    assert len(load(DataConfig(path="train.jsonl", eval={"path": other}), chat, 256, seed=0)[1]) == 2
+    assert len(load(DataConfig(path="train.jsonl", eval=EvalConfig(path=other)), chat, 256, seed=0)[1]) == 2
     assert "1 of 2 held-out problems are in the training data" in caplog.text
-    parts = DataConfig(path="train.jsonl", split="train[:30]", eval={"split": "train[30:]"})
+    parts = DataConfig(path="train.jsonl", split="train[:30]", eval=EvalConfig(split="train[30:]"))
     assert len(load(parts, chat, 256, seed=0)[1]) == 10
 
 
 def test_a_reasoning_gym_task(chat: Chat) -> None:
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    data = DataConfig(path="rg:chain_sum", args=args, size=60, eval={"size": 10})
+    data = DataConfig(path="rg:chain_sum", args=args, size=60, eval=EvalConfig(size=10))
     problems, held_out = load(data, chat, 256, seed=4)
     assert (len(problems), len(held_out)) == (60, 10)
     trained = {problems.at(position).columns["question"] for position in range(60)}
@@ -167,7 +167,7 @@ def test_a_reasoning_gym_task(chat: Chat) -> None:
 
 def test_too_few_different_questions(chat: Chat) -> None:
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    data = DataConfig(path="rg:chain_sum", args=args, size=8000, eval={"size": 5})
+    data = DataConfig(path="rg:chain_sum", args=args, size=8000, eval=EvalConfig(size=5))
     with pytest.raises(ProblemsError, match=r"questions that training lacks.*lower data\.size"):
         load(data, chat, 256, seed=0)
 

@@ -52,7 +52,9 @@ def test_an_adapter_is_in_the_slots_of_the_kernels(
             assert held.tensors == of_adapter(case.adapters[version], getattr(torch, dtype))
             assert held.unread == ()
         loras = manager(case)
-        slot = loras.lora_index_to_id.index(case.engine._thread.window.newest.lora_id)
+        newest = case.engine._thread.window.newest
+        assert newest is not None
+        slot = loras.lora_index_to_id.index(newest.lora_id)
         loras.modules["model.layers.1.self_attn.qkv_proj"].lora_b_stacked[2][slot, 0, 0, 0] += 1
         changed = [name for name, digest in run(case.engine.held()).tensors.items() if held.tensors[name] != digest]
         assert changed == ["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"]

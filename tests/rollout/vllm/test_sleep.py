@@ -51,7 +51,9 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
                 await refused
         for _ in range(2):
             await engine.wake()
-        assert thread._turns.engine.list_loras() == {thread.window.newest.lora_id}
+        newest = thread.window.newest
+        assert newest is not None
+        assert thread._turns.engine.list_loras() == {newest.lora_id}
         assert [resident.version for resident in thread.window.residents] == [1]
         after = await engine.generate(PROMPT, sampling)
         assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(after, before, strict=True))
