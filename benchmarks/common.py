@@ -51,7 +51,8 @@ class Peak:
         run = self._profile.profiler
         assert run is not None
         held = 0
-        events = [event for event in run.kineto_results.events() if event.name() == "[memory]"]
+        found: Any = run.kineto_results
+        events = [event for event in found.events() if event.name() == "[memory]"]
         for event in sorted(events, key=lambda event: event.start_ns()):
             held += event.nbytes()
             self.bytes = max(self.bytes, held)

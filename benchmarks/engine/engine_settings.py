@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def measure(folder: Path, name: str, setting: Setting) -> dict[str, float]:
     tokens = generate(engine, name, setting, lora, batch=0)  # warms up
     costs = []
     for batch in range(1, 4):
-        costs.append(cpu_seconds(lambda batch=batch: generate(engine, name, setting, lora, batch)) / tokens * 1000)
+        costs.append(cpu_seconds(partial(generate, engine, name, setting, lora, batch)) / tokens * 1000)
     return {"start": started, "per_1000": min(costs)}
 
 

@@ -64,7 +64,7 @@ def gleaner(folder: Path, options: dict[str, Any]) -> Generate:
 
 
 def vllm(folder: Path, options: dict[str, Any]) -> Generate:
-    from vllm import LLM
+    from vllm import LLM, TokensPrompt
     from vllm.platforms import current_platform
 
     arguments = engine_arguments(settings(folder, options), bool(current_platform.is_cuda()))
@@ -73,7 +73,7 @@ def vllm(folder: Path, options: dict[str, Any]) -> Generate:
 
     def generate(work: Work) -> list[int]:
         outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in work["prompts"]],
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in work["prompts"]],
             [completion_params(sampling) for sampling in samplings(work)],
             lora_request=adapter,
             use_tqdm=False,
@@ -96,8 +96,8 @@ def hf(folder: Path, options: dict[str, Any], merged: bool = False) -> Generate:
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, options["dtype"])).to(device)
-    model: Any = PeftModel.from_pretrained(base, folder / "adapter").eval()
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, options["dtype"]))
+    model: Any = PeftModel.from_pretrained(base.to(device), folder / "adapter").eval()
     if merged:
         model = model.merge_and_unload()
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)

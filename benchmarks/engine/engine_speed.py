@@ -51,8 +51,9 @@ def make_model(folder: Path, layers: int, hidden: int) -> int:
     lora = LoraConfig(
         r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
     )
-    get_peft_model(model, lora).save_pretrained(folder / "adapter")
-    return int(sum(weight.numel() for weight in LlamaForCausalLM(config).parameters()))
+    get_peft_model(model, lora).save_pretrained(str(folder / "adapter"))
+    sizes: list[int] = [weight.numel() for weight in LlamaForCausalLM(config).parameters()]
+    return sum(sizes)
 
 
 def workloads(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -61,7 +61,7 @@ def report(rows: list[Row], folder: Path) -> str:
     for letter, (title, table) in parts.items():
         some = {name: one for name, one in found.items() if name.startswith(f"{letter}-")}
         text += f"## {title}\n\n{as_table(*table(some))}\n\n" if some else ""
-    told = next((one["conditions"] for one in found.values() if "conditions" in one), {})
+    told: Found = next((one["conditions"] for one in found.values() if "conditions" in one), {})
     return f"{text}Conditions: {json.dumps(told)}\n"
 
 

@@ -55,7 +55,7 @@ def _quantise(lm: Any, device: torch.device) -> None:
     dense = {name: module.weight.data for name, module in lm.named_modules() if isinstance(module, nn.Linear)}
     replace_with_bnb_linear(lm, modules_to_not_convert=[head], quantization_config=nf4(torch.bfloat16))
     for name in [name for name in dense if name != head]:
-        weight = Params4bit(dense.pop(name).cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4")
+        weight: Any = Params4bit(dense.pop(name).cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4")
         lm.get_submodule(name).weight = weight.to(device)
 
 

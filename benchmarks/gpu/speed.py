@@ -89,7 +89,7 @@ def attend(shape: Shape, prompt: int, completions: tuple[int, ...], repeats: int
         errors = [float((one.float() - right).norm() / right.norm()) for one, right in zip(got, wanted, strict=True)]
         found[name] = {
             "errors": dict(zip(("output", "query", "key", "value"), errors, strict=True)),
-            "ms": milliseconds(lambda name=name: run(name, torch.bfloat16), repeats, device),
+            "ms": milliseconds(partial(run, name, torch.bfloat16), repeats, device),
         }
     if VARLEN in found:
         found["loop / varlen"] = found[SEGMENTS]["ms"] / found[VARLEN]["ms"]

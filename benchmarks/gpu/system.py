@@ -80,11 +80,11 @@ def system(options: argparse.Namespace, shape: Shape, steps: int, settings: list
 
 def bare(options: argparse.Namespace, shape: Shape, device: str) -> Found:
     """vllm.LLM on as many prompts at once as a step has, all tokens at once: what the engine could give."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(model=str(model(options, shape)), skip_tokenizer_init=True, max_model_len=1042, seed=0)
     rng = np.random.default_rng(0)
-    prompts = [{"prompt_token_ids": rng.integers(5, 300, 256).tolist()} for _ in range(8)]
+    prompts = [TokensPrompt(prompt_token_ids=rng.integers(5, 300, 256).tolist()) for _ in range(8)]
     sampling = SamplingParams(n=8, max_tokens=786, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False)
     seconds = []
     for _ in range(3):
@@ -126,7 +126,7 @@ def report(found: dict[str, Found]) -> str:
         plans = [one["plan"][role] for role in ("learner", "generator")] if "plan" in one else []
         peaks = [f"{role['measured'] / 1e9:.2f} ({role['planned'] / 1e9:.2f})" for role in plans]
         lines.append([name, *cells, *(peaks or ["", ""])])
-    told = next((one["conditions"] for one in found.values() if "conditions" in one), {})
+    told: Found = next((one["conditions"] for one in found.values() if "conditions" in one), {})
     return f"## The whole system\n\n{as_table(header, lines)}\n\nConditions: {json.dumps(told)}\n"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,14 +100,14 @@ def measure(case: Case, ways: dict[str, Callable[[Case, Tensor], None]], repeats
     wanted: Tensor | None = None
     for name, way in ways.items():
         hidden = case.hidden.clone().requires_grad_()
-        peak = peak_mib(lambda way=way, hidden=hidden: way(case, hidden))
+        peak = peak_mib(partial(way, case, hidden))
         assert hidden.grad is not None
         wanted = hidden.grad if wanted is None else wanted
         found[name] = {"peak_mib": peak, "gradient_error": relative_error(hidden.grad, wanted)}
     for _ in range(repeats):
         for name, way in ways.items():
             hidden = case.hidden.clone().requires_grad_()
-            seconds[name].append(cpu_seconds(lambda way=way, hidden=hidden: way(case, hidden)))
+            seconds[name].append(cpu_seconds(partial(way, case, hidden)))
     vocab = len(case.head)
     return [{"vocab": vocab, "way": name, "cpu_seconds": min(seconds[name]), **found[name]} for name in ways]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -39,7 +39,8 @@ from rollout.types import Completion
 PROMPT, COMPLETION, MICRO_BATCH = 64, 128, 4
 BUDGET = PROMPT + MICRO_BATCH * (COMPLETION - 1)  # tokens; the last of a completion predicts nothing
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
-RANK, ALPHA = 16, 32
+RANK: Final = 16
+ALPHA: Final = 32
 OURS_ONLY = 64  # completions; the others would take minutes or do not fit
 
 
@@ -82,7 +83,7 @@ def make_model(folder: Path, vocab: int) -> None:
     model.save_pretrained(folder / "base")
     make_tokenizer().save_pretrained(folder / "base")
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False)
-    get_peft_model(model, lora).save_pretrained(folder / "adapter")
+    get_peft_model(model, lora).save_pretrained(str(folder / "adapter"))
 
 
 def load_peft(folder: Path) -> Any:
@@ -107,7 +108,7 @@ class Naive:
         self.model = load_peft(folder)
 
     def logprobs(self, ids: Tensor) -> Tensor:
-        logits = self.model(input_ids=ids, logits_to_keep=COMPLETION + 1, use_cache=False).logits[:, :-1]
+        logits: Tensor = self.model(input_ids=ids, logits_to_keep=COMPLETION + 1, use_cache=False).logits[:, :-1]
         return logits.log_softmax(-1).gather(2, ids[:, PROMPT:, None])[..., 0]
 
     def step(self, rows: Rows) -> None:

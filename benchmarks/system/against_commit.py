@@ -44,7 +44,9 @@ def step_seconds(root: Path, tree: Tree, skip: int, limit_s: float, cores: Seque
         command(
             tree | {"name": "run", "output_dir": folder}, ["-m", "learner.main", "--config"], [], limit_s, root, cores
         )
-        lines = map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
+        lines: Iterator[dict[str, float]] = map(
+            json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        )
         steps = [line for line in lines if line["step"] > skip]
     return median(line["time/step"] - line["time/evaluate"] - line["time/checkpoint"] for line in steps)
 

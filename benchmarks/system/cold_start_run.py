@@ -97,6 +97,7 @@ def _around(home: Any, name: str, before: str, after: str) -> None:
 def main() -> None:
     """Arguments: those of learner.main."""
     mark("driver: python is up")
+    from cluster.telemetry import Metrics
     from learner.driver import launch, preflight, processes
     from learner.main import main as learner_main
 
@@ -110,14 +111,14 @@ def main() -> None:
     for name, stand_in in replaced.items():
         assert hasattr(processes, name), f"learner.driver.processes has no {name} any more"
         setattr(processes, name, stand_in)
-    log = launch.Metrics.log
+    log = Metrics.log
 
     def logged(self: Any, step: int, values: Mapping[str, float]) -> None:
         log(self, step, values)
         if step > 0:
             mark("driver: first step logged")
 
-    launch.Metrics.log = logged  # type: ignore[method-assign]
+    Metrics.log = logged  # type: ignore[method-assign]
     code = learner_main(sys.argv[1:])
     mark("driver: run over")
     sys.exit(code)

@@ -169,7 +169,7 @@ def line(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> float:
-    costs = [row["controller_ms"] for row in rows]
+    costs: list[float] = [row["controller_ms"] for row in rows]
     return max(costs) / min(costs)
 
 

@@ -76,7 +76,10 @@ class Away:
     async def answer(self, policy: Adapter | Weights, token_ids: Sequence[int]) -> Answer:
         """What the fake engine says of the probe under this policy."""
         if policy.version not in self._answers:
-            await self._engine.load_adapter(policy)
+            if isinstance(policy, Weights):
+                await self._engine.load_weights(policy)
+            else:
+                await self._engine.load_adapter(policy)
             answer = Answer(await self._engine.probe(token_ids), await self._engine.held(), 0.0)
             self._answers = {policy.version: answer}
         return self._answers[policy.version]

@@ -16,6 +16,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,9 @@ def take_turns(tree: Tree, seeds: Sequence[int], options: argparse.Namespace) ->
     records = []
     for seed in seeds:
         own = tree | {"seed": seed}
-        runs: list[Callable[[], Record]] = [
-            lambda mode=mode, own=own: run_gleaner(own, mode, options.limit) for mode in options.modes
-        ]
+        runs: list[Callable[[], Record]] = [partial(run_gleaner, own, mode, options.limit) for mode in options.modes]
         if options.with_trl:
-            runs.insert(0, lambda own=own: run_trl(own, options.micro_batch, options.limit))
+            runs.insert(0, partial(run_trl, own, options.micro_batch, options.limit))
         for run in runs:
             record = run()
             print(f"{record.system}, {record.dtype}, seed {seed}: {record.wall_s:.0f} s, start {record.start_s:.1f} s,",

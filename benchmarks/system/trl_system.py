@@ -98,7 +98,7 @@ class Clock:
         self.begin()
 
 
-class Trainer(GRPOTrainer):
+class Trainer(GRPOTrainer):  # type: ignore[misc] # whose library has no types
     """TRL's, with a clock around its parts and gleaner's learning rates."""
 
     clock: Clock
@@ -236,9 +236,11 @@ def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
     """Trains; returns what benchmarks.system.system_run.Record needs."""
     chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
     stream, heldout = problems.load(config.data, chat, config.rollout.max_prompt_length, config.seed)
+    assert config.num_steps is not None
     needed = [stream.at(i) for i in range(config.num_steps * config.learner.groups_per_step)]
     rows = [{"prompt": list(problem.messages), **problem.columns} for problem in needed]
     lora = config.learner.lora
+    alpha: Any = lora.alpha  # peft divides by the rank, so that any number will do
     watch = Watch(clock := Clock(chat.stop_ids), config.data.eval.every, heldout_score(config, chat, heldout))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -247,9 +249,7 @@ def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
             args=arguments(config, folder, micro_batch),
             train_dataset=Dataset.from_list(rows),
             processing_class=PreTrainedTokenizerFast.from_pretrained(config.model.path),
-            peft_config=LoraConfig(
-                r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, task_type="CAUSAL_LM"
-            ),
+            peft_config=LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, task_type="CAUSAL_LM"),
             callbacks=[watch],
         )
         trainer.clock, trainer.config = clock, config
