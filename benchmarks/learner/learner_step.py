@@ -32,6 +32,7 @@ from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
 from learner.learner_config import LearnerConfig, OptimizerConfig
 from learner.learner_config import LoraConfig as LoraSettings
+from learner.trainer.probe_answer import answer_of
 from learner.trainer.trainer import Trainer
 from rollout.fake_groups import make_group
 from rollout.types import Completion
@@ -147,7 +148,8 @@ class Gleaner:
     def as_sampled(self, prompt: list[int], completion: list[int]) -> Completion:
         """With the policy's own logprobs."""
         ids, zeros = np.array(completion, np.int32), np.zeros(len(completion), np.int32)
-        return Completion(ids, self.trainer._probe(prompt + completion)[len(prompt) - 1 :], "stop", zeros)
+        told = answer_of(self.trainer._policy, 0, prompt + completion, merged=False)
+        return Completion(ids, told.logprobs[len(prompt) - 1 :], "stop", zeros)
 
     def step(self) -> None:
         """What Trainer.step does in its own thread, in this one, where the allocations are seen."""
