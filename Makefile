@@ -47,7 +47,7 @@ demo: setup
 check:
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy learner rollout rewards cluster
+	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -n 2 --dist loadgroup
 
