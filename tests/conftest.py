@@ -45,5 +45,6 @@ def likeliest_first(items: list[pytest.Item], mutant: str) -> None:
     """Tests of the mutated file's own test file, then the others, each from the quickest to the slowest: a mutant ends
     with the first test that fails. mutmut gives them in the order of a set."""
     own = f"test_{mutant.rpartition('.')[0].rpartition('.')[2]}.py"
-    seconds: dict[str, float] = json.loads(Path("mutmut-stats.json").read_text())["duration_by_test"]
-    items.sort(key=lambda item: (item.path.name != own, seconds.get(item.nodeid, 0.0)))
+    told = Path(__file__).parents[1] / "mutmut-stats.json"  # mutants/ is a copy of the repository
+    seconds: dict[str, float] = json.loads(told.read_text())["duration_by_test"]
+    items.sort(key=lambda item: (item.path.name != own, seconds.get(item.nodeid.removeprefix("mutants/"), 0.0)))
