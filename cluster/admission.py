@@ -59,6 +59,7 @@ class Admission:
         self.in_use = 0
         self.admitted: dict[GroupSlot, None] = {}  # an ordered set: neither taken nor given up
         self._groups_per_step = groups_per_step
+        self._first_version = 0
         self._taken = 0  # groups, since the start
         self._released = 0
         self._waiting: deque[asyncio.Future[GroupSlot]] = deque()  # producers
@@ -66,12 +67,17 @@ class Admission:
     @property
     def version(self) -> int:
         """The policy version that every producer holds."""
-        return self._released // self._groups_per_step
+        return self._first_version + self._released // self._groups_per_step
 
     @property
     def batches(self) -> int:
-        """How many are complete."""
-        return self._taken // self._groups_per_step
+        """How many are complete, those before a resumed run too."""
+        return self._first_version + self._taken // self._groups_per_step
+
+    def resume(self, version: int) -> None:
+        """The run goes on from this policy version, so that many batches are complete. To be called before `ask`."""
+        self._first_version = version
+        self.oversampling.batch_complete(version, ())
 
     def ask(self) -> asyncio.Future[GroupSlot]:
         """A slot, as soon as one is free and all who asked before have theirs."""

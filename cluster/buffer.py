@@ -1,4 +1,5 @@
-"""The pipe that carries samples down: a bounded FIFO of Arrow tables that lives with its consumer.
+"""The pipe that carries samples down: a bounded queue of Arrow tables, the oldest policy version first, that lives with
+its consumer.
 
 Pace is a property of this pipe, so neither producers nor the consumer hold an `if` about it:
 
@@ -32,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Buffer:
-    """Bounded FIFO of rollout groups (pa.Table by value), for one asyncio event loop and one consumer.
+    """Bounded queue of rollout groups (pa.Table by value), for one asyncio event loop and one consumer.
 
     Args: groups_per_step: of one batch. max_staleness: policy versions. max_bytes: Arrow bytes held, at most (unless
     the consumer waits for more). on_drop: receives each group that was too old to train on after all. oversample:
@@ -83,6 +84,10 @@ class Buffer:
     def oversample(self) -> int:
         """Groups begun beyond those that a batch needs."""
         return self._admission.oversampling.extra
+
+    def resume(self, version: int) -> None:
+        """The run goes on from this policy version; to be called before the first group is admitted."""
+        self._admission.resume(version)
 
     async def admit(self) -> GroupSlot:
         """Waits for a free slot and takes it."""

@@ -118,8 +118,8 @@ class Sampler:
 async def go_on(
     engine: Engine, prompt_ids: Sequence[int], sampling: Sampling, begun: Begun, until: asyncio.Future[None]
 ) -> list[Completion]:
-    """sampling.n completions of the prompt [P], as Engine.generate; but `begun`, if there is any, is the first part of
-    them. Number j goes on with the seed that it would begin with."""
+    """sampling.n completions of the prompt [P], as Engine.generate. With `begun`, completion j starts with the tokens
+    of begun[j], and what follows is sampled with seed + j."""
 
     async def whole(j: int, first: Completion) -> Completion:
         if first.finish_reason != "abort":

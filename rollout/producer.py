@@ -149,8 +149,8 @@ class Producer:
         return group
 
     async def _stop(self, group_id: str) -> Begun:
-        """Ends the sampling of a group. What the worker has of it, as soon as the policy that it was sampled from is
-        proven; nothing if the process was lost."""
+        """Ends the sampling of a group and returns its completions so far, but not before the policy that sampled them
+        is proven to be in the engine. Returns nothing if the process was lost."""
         worker = self.worker
         with suppress(ActorDied, DeadlineExceeded):
             begun = await worker.actor.call(RolloutService.stop, worker.deadlines.push, group_id)

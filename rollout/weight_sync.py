@@ -5,7 +5,8 @@ Three checks, each of which finds what those before it let pass:
 
     digest      of the bytes that arrived (Push.check_digest): a transport that corrupts or mixes up policies.
     tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing, in
-                part, or into another slot; a copy that was not renewed. Any step that changes one bit of one tensor.
+                part, or into another slot; a copy that was not renewed. Of an adapter all of it, so any step that
+                changes one bit is seen; of whole weights some columns of each matrix (rollout.tensor_digests).
     logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
                 (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says about its
                 tensors, logprobs that do not follow the learner's from version to version (rollout.evidence).

@@ -88,7 +88,8 @@ def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
 
 
 def _behind(rows: Rows, oldest_version: int) -> Rows:
-    """Each completion from behind its last token that is too old; the tokens up to that one join its prompt."""
+    """Cuts each completion behind its last token that is older than `oldest_version`: what comes before the cut becomes
+    part of the prompt, what comes after it is what is trained on."""
     old = np.flatnonzero(rows.versions < oldest_version)
     if len(old) == 0:
         return rows

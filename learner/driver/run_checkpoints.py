@@ -82,6 +82,7 @@ class RunCheckpoints:
         self._pipes.cursor.restore(**state["cursor"])
         self._pipes.buffer.dropped_stale = int(state["dropped_stale"])
         self.saved = int(state["step"])
+        self._pipes.buffer.resume(self.saved)
         self._sinks.progress.note(f"resumed at step {self.saved} from {folder}")
         return self.saved, [Evaluation(**e) for e in state["evaluations"]]
 

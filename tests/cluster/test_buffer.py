@@ -146,6 +146,21 @@ async def test_a_batch_that_is_partly_taken_is_the_one_that_waiting_groups_can_b
     assert list(map(position, await asyncio.wait_for(taking(buffer, 1, 0), 10))) == [3]
 
 
+async def test_a_resumed_run_counts_policy_versions_on_from_its_checkpoint() -> None:
+    """At version 7 a group is continued whose first tokens are of version 3: batch 7 is the last that it may be in."""
+    buffer = Buffer(1, 0, 2**20, print, oversample=1)
+    buffer.resume(7)
+    begun, quick = [await asyncio.wait_for(buffer.admit(), 10) for _ in range(2)]
+    assert (begun.version, quick.version) == (7, 7)
+    begun.oldest = 3
+    await buffer.put(quick, group(1, version=7))
+    batch = asyncio.create_task(taking(buffer, 1, 0))
+    await settle()
+    assert not batch.done()
+    await buffer.put(begun, group(0, version=7))
+    assert list(map(position, await asyncio.wait_for(batch, 10))) == [0]
+
+
 async def test_groups_of_several_ages_that_wait_count_together() -> None:
     """Two groups a step, staleness 2. One of version 0 and three of version 1 fill this batch and the next one."""
     buffer = Buffer(2, 2, 2**20, print)
