@@ -41,11 +41,12 @@ class MemoryConfig(Frozen):
 
     device: Bytes | None = None
     """Memory of one card (on a CPU: of what both roles may have). Set it, and the plan is made for it and kept; null:
-    no limit is applied."""
+    nothing is held to a limit but the learner to `memory.learner`, if that is set."""
     layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
     """`separate` cards, two `slices` of one, or `alternating`: the generators sleep while the learner trains."""
     generator: BytesOrAuto = "auto"
-    """The most that a generator may take, all of it. Set it to divide a card by hand."""
+    """The most that the plan may give a generator, all of it. Set it to divide a card by hand. Of vLLM the KV cache is
+    held to the plan."""
     learner: BytesOrAuto = "auto"
     """The most that the learner's tensors may take, without the CUDA context of about 0.5 GB."""
 
