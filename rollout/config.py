@@ -141,4 +141,5 @@ class RolloutConfig(Frozen):
     """Groups begun beyond a batch's; the last to finish are stopped and go on later, under the newest policy, from
     where they were (partial rollouts). All of their tokens are trained on, each with the ratio to the policy that
     sampled it, also at `max_staleness` 0; a batch waits for a group whose tokens would get more versions older than
-    `max_staleness` than 4, or than oversample / groups_per_step if that is more. For completions of very different lengths."""
+    `max_staleness` than 4, or than oversample / groups_per_step if that is more. For completions of very different
+    lengths."""
