@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
-from learner.config import ModelConfig, RunConfig
+from learner.config import ModelConfig
 from learner.learner_config import OptimizerConfig
 from learner.model.policy import Policy
 from learner.trainer.trainer import Trainer
@@ -135,13 +135,3 @@ def test_what_cannot_be_a_reference_is_refused(tiny_path: str, adapter_path: str
         made(str(folder))
     with pytest.raises(ValueError, match=r"model.reference: must be a whole model, .* is an adapter"):
         made(adapter_path)
-
-
-@pytest.mark.parametrize("learner", [{}, {"mode": "full"}, {"loss": {"beta": 0.1}}])
-def test_8_bits_without_such_a_reference_are_refused(learner: dict[str, Any]) -> None:
-    plain: dict[str, Any] = {"data": {"path": "d"}, "rewards": [{"use": "format"}]}
-    model = {"path": "m", "reference_dtype": "int8"}
-    with pytest.raises(ValueError, match=r"model.reference_dtype: int8 is for .* learner.mode=full and .*beta > 0"):
-        RunConfig.model_validate(plain | {"model": model, "learner": learner})
-    full = {"mode": "full", "loss": {"beta": 0.1}}
-    assert RunConfig.model_validate(plain | {"model": model, "learner": full}).model.reference_dtype == "int8"
