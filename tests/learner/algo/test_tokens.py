@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,7 +46,11 @@ def test_ratios_of_whole_completions(tokens: Tokens) -> None:
     assert mean.log_ratio.tolist() == [-0.25, -0.25, 0]
     assert mean.ratio.tolist() == pytest.approx([math.exp(-0.25)] * 2 + [1])
     assert slopes(mean.ratio, tokens) == pytest.approx([math.exp(-0.25)] * 2 + [1])
-    assert mean.advantages is tokens.advantages
+    stale = torch.ones(3)
+    moved = replace(tokens, stale=stale).over_completions("sum")
+    kept = ("sg_logprobs", "unit", "advantages", "lengths")
+    assert [name for name in kept if getattr(moved, name) is not getattr(tokens, name)] == []
+    assert moved.stale is stale
 
 
 def test_nothing_leads_back_to_the_model() -> None:
