@@ -98,6 +98,13 @@ async def test_nonfinite_updates_are_skipped_and_three_in_a_row_raise(tiny_path:
         await trainer.step(groups)
 
 
+async def test_steps_that_the_loss_scale_may_have_spoilt_are_no_fault_of_the_run(tiny_path: str) -> None:
+    trainer = make_trainer(tiny_path, dtype="float16")
+    trainer._policy.head[5, 5] = math.nan
+    metrics = [await trainer.step(make_groups([[0, 1]], uniform)) for _ in range(4)]
+    assert [one["loss/skipped_nonfinite"] for one in metrics] == [1] * 4
+
+
 async def test_a_step_has_its_own_learning_rate(tiny_path: str) -> None:
     """Of ten steps, the first four warm up: a quarter of the rate in the first, a half in the second."""
     trainer = make_trainer(tiny_path, learning_rate=0.01, schedule=ScheduleConfig(warmup=0.4))

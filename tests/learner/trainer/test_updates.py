@@ -98,11 +98,24 @@ async def test_memory_that_runs_out_in_the_second_update_repeats_that_one_alone(
     assert distance(masters(trainer), masters(calm)) < 1e-4
 
 
-async def test_metrics_of_a_split_batch(tiny_path: str, adapter_path: str, groups: list[pa.Table]) -> None:
+async def test_metrics_of_a_split_batch(
+    tiny_path: str, adapter_path: str, groups: list[pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mismatch is that of the policy that sampled, not of what the first update made of it; and an update without
     signal is none."""
     whole = await make_trainer(tiny_path, adapter=adapter_path, learning_rate=RATE).step(groups)
-    parts = await make_trainer(tiny_path, adapter=adapter_path, **SPLIT).step(groups)
+    split, updates = make_trainer(tiny_path, adapter=adapter_path, **SPLIT), list[Any]()
+    learn = split._updates.learn
+
+    def seen(*args: Any) -> list[Any]:
+        updates.extend(learn(*args))
+        return updates
+
+    monkeypatch.setattr(split._updates, "learn", seen)
+    parts = await split.step(groups)
+    losses = [sum(float(part["loss"]) for part in update.parts) for update in updates]
+    assert len(losses) == 2
+    assert parts["loss/total"] == pytest.approx(sum(losses) / 2)
     for name in ("policy/mismatch_k3", "policy/mismatch_max", "policy/mismatch_max_current", "loss/learning_rate"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-3)
     assert parts["loss/trained_tokens"] == whole["loss/trained_tokens"]
