@@ -143,8 +143,9 @@ def test_paged_states_need_cuda() -> None:
     with pytest.raises(ValueError, match="paged_adamw_8bit needs CUDA's unified memory, got device cpu"):
         Updater([weight], paged, dtype="bfloat16", device=CPU)
     assert type(build_optimizer([weight], paged.optimizer, CUDA)).__name__ == "PagedAdamW8bit"
-    plain = build_optimizer([weight], OptimizerConfig(kind="adamw_8bit"), CUDA)
+    plain = build_optimizer([weight], OptimizerConfig(kind="adamw_8bit", betas=(0.8, 0.7)), CUDA)
     assert type(plain).__name__ == "AdamW8bit"
+    assert plain.param_groups[0]["betas"] == (0.8, 0.7)
     assert Updater([weight], paged, dtype="bfloat16", device=CUDA).missing_state_bytes() == 0
 
 
