@@ -69,7 +69,7 @@ async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
 
 def _begin(root: Path, step: int) -> Path:
     """A new temporary folder in `root`, without those of writers that were killed."""
-    root.mkdir(exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{TEMPORARY}*"):
         _delete(leftover)
     folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"

@@ -145,11 +145,12 @@ def test_damage_has_a_reason(tmp_path: Path, damage: Callable[[Path], object], r
 
 
 def test_pruning_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"  # neither is there yet
     for step in (1, 2, 3):
-        save(tmp_path, step)
-    flip_a_bit(tmp_path / "step-000003" / "state.json")
-    save(tmp_path, 4, keep=2)
-    assert names(tmp_path) == ["step-000002", "step-000004"]  # 3 is broken, so it does not count among the two
+        save(root, step)
+    flip_a_bit(root / "step-000003" / "state.json")
+    save(root, 4, keep=2)
+    assert names(root) == ["step-000002", "step-000004"]  # 3 is broken, so it does not count among the two
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
