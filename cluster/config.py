@@ -25,6 +25,16 @@ class GpuConfig(Frozen):
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the learner, likewise. 1 for both roles: a card each."""
 
+    @property
+    def own_cards(self) -> bool:
+        """Whether a generator and the learner need more than one card together."""
+        return self.generator + self.learner > 1
+
+    @property
+    def one_card(self) -> bool:
+        """Whether a generator and the learner share a card."""
+        return min(self.generator, self.learner) > 0 and not self.own_cards
+
 
 class CpuConfig(Frozen):
     """CPU cores of one role instance; also its number of compute threads."""

@@ -45,14 +45,6 @@ def _written(config: RunConfig, key: str) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _own_cards(config: RunConfig) -> bool:
-    return config.cluster.gpus.generator + config.cluster.gpus.learner > 1
-
-
-def _one_card(config: RunConfig) -> bool:
-    return min(config.cluster.gpus.generator, config.cluster.gpus.learner) > 0 and not _own_cards(config)
-
-
 def _takes_turns(config: RunConfig) -> bool:
     return config.memory.layout == "alternating"
 
@@ -161,17 +153,17 @@ MEMORY = (
     Rule(
         "memory.layout: separate", "needs a card for each role",
         "set cluster.gpus.generator=1 and cluster.gpus.learner=1", GPUS,
-        lambda c: c.memory.layout == "separate" and not _own_cards(c),
+        lambda c: c.memory.layout == "separate" and not c.cluster.gpus.own_cards,
     ),
     Rule(
         "memory.layout: slices", "needs both roles on one card",
         "set cluster.gpus.generator + cluster.gpus.learner to at most 1", GPUS,
-        lambda c: c.memory.layout == "slices" and _own_cards(c),
+        lambda c: c.memory.layout == "slices" and c.cluster.gpus.own_cards,
     ),
     Rule(
         "memory.layout: alternating", "needs both roles on one CUDA card",
         "set cluster.gpus.generator=0.5 and cluster.gpus.learner=0.5", GPUS,
-        lambda c: _takes_turns(c) and not _one_card(c),
+        lambda c: _takes_turns(c) and not c.cluster.gpus.one_card,
     ),
     Rule(
         "memory.layout: alternating", "needs max_staleness=0: a generator cannot generate while it sleeps",

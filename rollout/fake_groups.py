@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem, build_group
 from rollout.types import Completion
 
@@ -30,31 +31,11 @@ def make_columns(
             Completion(np.arange(t, dtype=np.int32), np.full(t, -0.5, np.float32), "stop", np.zeros(t, np.int32))
             for t in range(1, len(rewards) + 1)
         ]
-    problem = make_problem(position)
-    same: dict[str, Any] = {
-        "run_id": "run",
-        "group_id": problem.group_id(attempt),
-        "problem_id": problem.id,
-        "epoch": 0,
-        "position": position,
-        "attempt": attempt,
-        "problem": problem.to_json(),
-        "completion": "text",
-        "prompt_ids": list(problem.prompt_ids),
-        "reward_ms": 1.5,
-        "generate_ms": 2.5,
-        "worker": 0,
-        "seed": 17,
-        "created_at": 0.0,
-    }
-    return {key: [value] * len(rewards) for key, value in same.items()} | {
-        "sample": list(range(len(rewards))),
-        "completion_ids": [c.token_ids for c in completions],
-        "behavior_logprobs": [c.logprobs for c in completions],
-        "token_versions": [c.versions for c in completions],
-        "policy_version_min": [int(c.versions.min()) for c in completions],
-        "policy_version_max": [int(c.versions.max()) for c in completions],
-        "finish_reason": [c.finish_reason for c in completions],
+    facts = facts_of(make_problem(position), completions, Sampled("run", 0, attempt, seed=17, generate_ms=2.5))
+    return facts | {
+        "created_at": [0.0] * len(rewards),
+        "completion": ["text"] * len(rewards),
+        "reward_ms": [1.5] * len(rewards),
         "reward": rewards,
         "reward_parts": [[("vowels", reward)] for reward in rewards],
         "reward_status": ["error" if reward is None else "ok" for reward in rewards],

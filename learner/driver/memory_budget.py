@@ -143,10 +143,9 @@ def _layouts(config: RunConfig) -> tuple[Layout, ...]:
     wanted, gpus = config.memory.layout, config.cluster.gpus
     if wanted == "alternating":
         return ("alternating",)
-    if gpus.generator + gpus.learner > 1:
+    if gpus.own_cards:
         return ("separate",)
-    one_card = min(gpus.generator, gpus.learner) > 0
-    in_turns = one_card and config.max_staleness == 0 and config.rollout.oversample == 0
+    in_turns = gpus.one_card and config.max_staleness == 0 and config.rollout.oversample == 0
     return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
 
 

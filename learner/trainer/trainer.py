@@ -49,7 +49,7 @@ class Trainer(TrainerService):
         seed: of the adapter's initial weights.
         device: cpu, cuda or cuda:<n>.
         memory_bytes: most that the learner may hold (see learner.trainer.memory_limit.MemoryLimit); None: no limit.
-        attention: see learner.model.policy.Policy.
+        attention: see learner.model.packing_check.enable.
 
     Raises:
         ValueError: the model or adapter cannot be trained here (see learner.model.policy.Policy).
