@@ -25,7 +25,7 @@ or given up.
   group or push; a fresh process: start). It does not wait for the Buffer, since `put` lets everything in while the
   consumer waits. So the group arrives, or it is given up. Losses are counted, by worker and by problem, and too many
   of them end the run (rollout.supervised_worker, rollout.producer).
-- All admitted groups have arrived: the one with the oldest tokens is taken, since no older one is being generated.
+- All admitted groups have arrived: the one of the oldest version is taken, since no older one is being generated.
 - No group is admitted: the slots in use are those of groups that were taken and not released. These are the
   t < groups_per_step groups of this batch, and those of the batch before while its policy is on its way. Together they
   are fewer than 2 * groups_per_step, so with max_staleness >= 1 a slot is free. With max_staleness 0 one is free as
@@ -35,30 +35,23 @@ or given up.
 
 So with one dead worker of two: it holds the slots of its lanes, half of all at most, until its calls end; the other one
 makes groups with the rest, and the consumer takes them until a batch lacks only groups of the dead one.
-Over-sampling only adds slots. The slot of a stopped group is given up after two waits that have deadlines: for what the
-worker has of the group, and for the proof of the policy that sampled it. It stays free until a policy is out under
-which a group can be in a batch on time; that is the policy that the third case waits for.
 """
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Container, Iterable
-from operator import attrgetter
 
 from cluster.group_slot import GroupSlot
-from cluster.oversampling import Oversampling
 
 
 class Admission:
-    """The slots of one Buffer. staleness: policy versions from the sampling of a token to its training, at most."""
+    """The slots of one Buffer."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int, oversample: int) -> None:
-        self.oversampling = Oversampling(oversample, groups_per_step, max_staleness)
-        self.slots = groups_per_step * (1 + max_staleness) + oversample
-        self.staleness = max_staleness + self.oversampling.misses
+    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+        self.slots = groups_per_step * (1 + max_staleness)
         self.in_use = 0
         self.admitted: dict[GroupSlot, None] = {}  # an ordered set: neither taken nor given up
-        self._groups_per_step = groups_per_step
+        self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
         self._first_version = 0
         self._taken = 0  # groups, since the start
         self._released = 0
@@ -77,7 +70,6 @@ class Admission:
     def resume(self, version: int) -> None:
         """The run goes on from this policy version, so that many batches are complete. To be called before `ask`."""
         self._first_version = version
-        self.oversampling.batch_complete(version, ())
 
     def ask(self) -> asyncio.Future[GroupSlot]:
         """A slot, as soon as one is free and all who asked before have theirs."""
@@ -87,7 +79,7 @@ class Admission:
         return turn
 
     def _give_out(self) -> None:
-        while self._waiting and self.in_use < self.slots and self.oversampling.may_begin(self.version):
+        while self._waiting and self.in_use < self.slots:
             turn = self._waiting.popleft()
             if not turn.cancelled():
                 slot = GroupSlot(self.version)
@@ -102,20 +94,19 @@ class Admission:
         self._give_out()
 
     def due(self, arrived: Container[GroupSlot], missing: int) -> GroupSlot | None:
-        """Whose group goes into this batch next: of those in `arrived` the one with the oldest tokens. None if there is
-        none, or if older groups that are being generated need all of the room that is left up to their last batch.
+        """Whose group goes into this batch next: of those in `arrived` the oldest. None if there is none, or if older
+        groups that are being generated need all of the room that is left up to their last batch.
 
         missing: groups that this batch lacks.
         """
-        oldest = attrgetter("oldest")
-        first: GroupSlot | None = min((slot for slot in self.admitted if slot in arrived), key=oldest, default=None)
+        first: GroupSlot | None = next((slot for slot in self.admitted if slot in arrived), None)
         if first is None:
             return None
-        older = Counter(slot.oldest for slot in self.admitted if slot.oldest < first.oldest)
+        older = Counter(slot.version for slot in self.admitted if slot.version < first.version)
         generating = 0
         for version in sorted(older):
             generating += older[version]
-            later_batches = max(0, version + self.staleness - self.batches)
+            later_batches = max(0, version + self._max_staleness - self.batches)
             if generating >= missing + self._groups_per_step * later_batches:
                 return None
         return first
@@ -128,11 +119,9 @@ class Admission:
         """Undoes `take`."""
         self.admitted = dict.fromkeys([*slots, *self.admitted])
 
-    def complete(self, count: int, arrived: Container[GroupSlot]) -> None:
+    def complete(self, count: int) -> None:
         """That many groups were taken, and no more are for now."""
         self._taken += count
-        generating = (slot for slot in self.admitted if slot not in arrived)
-        self.oversampling.batch_complete(self.batches, generating)
 
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups that were taken."""

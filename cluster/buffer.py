@@ -6,7 +6,7 @@ Pace is a property of this pipe, so neither producers nor the consumer hold an `
     admit    a producer waits for a slot before it starts a group; the slot is in use from then on
     put      the finished group enters; waits while the bytes bound is reached
     give_up  the group will not come: the slot is free again
-    take     the consumer waits for `count` useful groups; those wholly older than its bound are dropped and counted
+    take     the consumer waits for `count` useful groups; those with older tokens than its bound are dropped
     release  the consumer frees the slots once the policy that learned from those groups is with every producer
 
 How many slots there are, what that has to do with staleness, what a slow or lost worker costs, and why nobody waits for
@@ -36,8 +36,7 @@ class Buffer:
     """Bounded queue of rollout groups (pa.Table by value), for one asyncio event loop and one consumer.
 
     Args: groups_per_step: of one batch. max_staleness: policy versions. max_bytes: Arrow bytes held, at most (unless
-    the consumer waits for more). on_drop: receives each group that was too old to train on after all. oversample:
-    groups begun beyond those that a batch needs (cluster.oversampling).
+    the consumer waits for more). on_drop: receives each group that was too old to train on after all.
     """
 
     def __init__(
@@ -46,18 +45,17 @@ class Buffer:
         max_staleness: int,
         max_bytes: int,
         on_drop: Callable[[pa.Table], None],
-        oversample: int = 0,
     ) -> None:
-        if groups_per_step < 1 or max_staleness < 0 or max_bytes < 1 or oversample < 0:
+        if groups_per_step < 1 or max_staleness < 0 or max_bytes < 1:
             raise ValueError(
-                "buffer: groups_per_step and max_bytes must be >= 1, max_staleness and oversample >= 0, got "
-                f"{groups_per_step}, {max_bytes}, {max_staleness} and {oversample}"
+                "buffer: groups_per_step and max_bytes must be >= 1, max_staleness >= 0, got "
+                f"{groups_per_step}, {max_bytes} and {max_staleness}"
             )
         self.max_bytes = max_bytes
         self.on_drop = on_drop
         self.bytes = 0
         self.dropped_stale = 0
-        self._admission = Admission(groups_per_step, max_staleness, oversample)
+        self._admission = Admission(groups_per_step, max_staleness)
         self._groups: dict[GroupSlot, pa.Table] = {}  # that have arrived
         self._news = asyncio.Event()  # for the consumer: a group came, or one less is due
         self._consumer_waits = asyncio.Event()
@@ -75,16 +73,6 @@ class Buffer:
         """Slots that are not free."""
         return self._admission.in_use
 
-    @property
-    def staleness(self) -> int:
-        """Policy versions from the sampling of a token to its training, at most."""
-        return self._admission.staleness
-
-    @property
-    def oversample(self) -> int:
-        """Groups begun beyond those that a batch needs."""
-        return self._admission.oversampling.extra
-
     def resume(self, version: int) -> None:
         """The run goes on from this policy version; to be called before the first group is admitted."""
         self._admission.resume(version)
@@ -99,18 +87,14 @@ class Buffer:
                 self.give_up(turn.result())
             raise
 
-    async def put(self, slot: GroupSlot, group: pa.Table) -> bool:
-        """Adds a finished group; waits while the bytes bound is reached. False, and it is not added, if the slot was
-        stopped before."""
+    async def put(self, slot: GroupSlot, group: pa.Table) -> None:
+        """Adds a finished group; waits while the bytes bound is reached."""
         slot.bytes = group.get_total_buffer_size()  # found 25 times sooner than nbytes, which adds up slices
-        while not slot.stopped.done() and not self._fits(slot.bytes):
+        while not self._fits(slot.bytes):
             await self._consumer_waits.wait()
-        if slot.stopped.done():
-            return False
         self._groups[slot] = group
         self.bytes += slot.bytes
         self._news.set()
-        return True
 
     def _fits(self, size: int) -> bool:
         return self._consumer_waits.is_set() or not self._groups or self.bytes + size <= self.max_bytes
@@ -124,10 +108,8 @@ class Buffer:
     async def take(
         self, count: int, oldest_version: int, useful: Callable[[pa.Table], bool] = lambda group: True
     ) -> Batch:
-        """`count` useful groups, each with a token of `oldest_version` or younger, as soon as Admission.due names them.
-
-        Which of their tokens are trained on is the consumer's affair.
-        """
+        """`count` useful groups without a token of a policy older than `oldest_version`, as soon as Admission.due names
+        them."""
         if not 1 <= count <= self.slots:
             raise ValueError(f"buffer: take must ask for 1 to {self.slots} groups (its slots), got {count}")
         taken: dict[GroupSlot, pa.Table] = {}
@@ -138,7 +120,7 @@ class Buffer:
                 slot = await self._arrival(count - len(taken))
                 group = self._groups.pop(slot)
                 self.bytes -= slot.bytes
-                if max(group.column("policy_version_max").to_pylist()) < oldest_version:
+                if min(group.column("policy_version_min").to_pylist()) < oldest_version:
                     self.dropped_stale += 1
                     self.on_drop(group)
                     self._admission.free(slot)
@@ -153,7 +135,7 @@ class Buffer:
             raise
         finally:
             self._consumer_waits.clear()
-        self._admission.complete(count, self._groups)
+        self._admission.complete(count)
         return Batch(list(taken.values()), useless)
 
     async def _arrival(self, missing: int) -> GroupSlot:

@@ -170,11 +170,6 @@ MEMORY = (
         "set that, or memory.layout=slices", ("max_staleness",),
         lambda c: _takes_turns(c) and c.max_staleness > 0,
     ),
-    Rule(
-        "memory.layout: alternating", "needs rollout.oversample=0: an engine with running groups cannot go to sleep",
-        "set that, or memory.layout=slices", ("rollout.oversample",),
-        lambda c: _takes_turns(c) and c.rollout.oversample > 0,
-    ),
 )  # fmt: skip
 
 RULES = (*LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY)

@@ -137,9 +137,3 @@ class RolloutConfig(Frozen):
     dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by others before the update. Set it where
     `reward/zero_variance_groups` is most of a batch."""
-    oversample: Annotated[int, Field(ge=0)] = 0
-    """Groups begun beyond a batch's; the last to finish are stopped and go on later, under the newest policy, from
-    where they were (partial rollouts). All of their tokens are trained on, each with the ratio to the policy that
-    sampled it, also at `max_staleness` 0; a batch waits for a group whose tokens would get more versions older than
-    `max_staleness` than 4, or than oversample / groups_per_step if that is more. For completions of very different
-    lengths."""

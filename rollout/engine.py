@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -112,13 +111,10 @@ class EngineSettings:
 class Engine(Protocol):
     """A generator. Safe to call from many tasks of one event loop at once."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """sampling.n completions of prompt_ids [P], under the newest adapter at the time of the call; with in_flight
         "continue", under newer ones from the moment that they are loaded.
 
-        As soon as `until` is done, those that are not finished end as they are, with finish_reason "abort".
         Raises ValueError for a prompt that cannot be served, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
         """
         ...

@@ -33,8 +33,7 @@ class FakeEngine:
         stop_ids: the tokens that end a completion.
         drop_adapter_at: this version is acknowledged and reported by completions, but the policy before it stays in
             force: the silent non-delivery that the probe must catch.
-        delay_s: seconds that generate waits before it answers. If it is stopped meanwhile, it has sampled half of
-            max_tokens: completions that need no more are whole, the others end there.
+        delay_s: seconds that generate waits before it answers.
     """
 
     def __init__(
@@ -55,23 +54,17 @@ class FakeEngine:
         self._asleep = False
         self._closed = False
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         version, policy = self._newest(), self._policy
         if not prompt_ids:
             raise ValueError("the prompt must hold at least 1 token, got 0")
         self._calls += 1
         try:
-            if until is None:
-                await asyncio.sleep(self._delay_s)
-            else:
-                await asyncio.wait([until], timeout=self._delay_s)
+            await asyncio.sleep(self._delay_s)
         finally:
             self._calls -= 1
         self._newest()
-        whole = [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
-        return [_cut(c, sampling.max_tokens // 2) for c in whole] if until is not None and until.done() else whole
+        return [self._complete(prompt_ids, sampling, j, version, policy) for j in range(sampling.n)]
 
     async def load_adapter(self, adapter: Adapter) -> str:
         return self._load(adapter)
@@ -144,11 +137,3 @@ class FakeEngine:
         shifted = logits - logits.max()
         logprobs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
         return logprobs
-
-
-def _cut(completion: Completion, length: int) -> Completion:
-    """What there is of it after so many tokens."""
-    if len(completion.token_ids) <= length:
-        return completion
-    tokens, logprobs, versions = completion.token_ids, completion.logprobs, completion.versions
-    return Completion(tokens[:length], logprobs[:length], "abort", versions[:length])

@@ -6,10 +6,9 @@ import pyarrow as pa
 
 from rollout.engine import Engine
 from rollout.facts import Sampled, facts_of
-from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
 
@@ -18,12 +17,9 @@ class FakeWorker(RolloutService):
 
     def __init__(self, engine: Engine, rank: int = 0) -> None:
         self.engine, self._rank = engine, rank
-        self.sampler = Sampler(engine)
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
-        completions = await self.sampler.sample(problem.group_id(attempt), problem.prompt_ids, sampling, begun)
-        if completions is None:
-            return None
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+        completions = await self.engine.generate(problem.prompt_ids, sampling)
         rewards = [float(len(c.token_ids) % 2) for c in completions]
         rows = facts_of(problem, completions, Sampled("run", self._rank, attempt, sampling.seed, 1.0)) | {
             "completion": [" ".join(map(str, c.token_ids)) for c in completions],
@@ -33,9 +29,6 @@ class FakeWorker(RolloutService):
             "reward_ms": [0.0] * len(rewards),
         }
         return build_group(rows)
-
-    async def stop(self, group_id: str) -> list[Completion]:
-        return await self.sampler.stop(group_id)
 
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
         if isinstance(policy, Weights):

@@ -11,14 +11,12 @@ slots that max_staleness leaves them, then wait for it (no longer than deadlines
 run).
 
 A lost process (rollout.supervised_worker) loses only the groups it had in flight; each is issued again by its position.
-So is a group that was stopped; its next attempt continues it, on whichever worker (rollout.partial).
 """
 
 import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -26,14 +24,12 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor
+from cluster.actor import ActorDied, RevivableActor
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
-from cluster.group_slot import GroupSlot
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
-from rollout.partial import Begun, PartialRollouts
 from rollout.policy_feed import PolicyFeed
 from rollout.schema import Problem
 from rollout.service import RolloutService
@@ -64,7 +60,6 @@ class Pipes:
     policy_slot: PolicySlot[Push]
     timeline: Timeline
     losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
-    partial_rollouts: PartialRollouts = field(default_factory=PartialRollouts)
 
 
 def group_seed(run_seed: int, position: int, attempt: int) -> int:
@@ -102,21 +97,17 @@ class Producer:
                 tasks.create_task(self._lane())
 
     async def _lane(self) -> None:
-        buffer, cursor, partial_rollouts = self.pipes.buffer, self.pipes.cursor, self.pipes.partial_rollouts
+        buffer, cursor = self.pipes.buffer, self.pipes.cursor
         while True:
             slot = await buffer.admit()
             position, attempt = cursor.issue()
-            partial_rollouts.set_oldest(slot, position)
             problem = self.pipes.problems.at(position)
-            group = await self.worker.attempt(partial(self._generate, slot, problem, attempt))
+            group = await self.request(problem, self.sampling(position, attempt), attempt)
             if group is not None:
                 await self.feed.proof_of(max(group.column("policy_version_max").to_pylist()))
-                if await buffer.put(slot, group):
-                    partial_rollouts.finished(position)
-                    continue
-            if not slot.stopped.done():
-                self._count_loss(problem)
-            partial_rollouts.gave_up(slot)
+                await buffer.put(slot, group)
+                continue
+            self._count_loss(problem)
             buffer.give_up(slot)
             cursor.again(position, attempt)
 
@@ -129,39 +120,18 @@ class Producer:
                 "were lost while they worked on it; take it out of the data, or raise cluster.deadlines.group"
             )
 
-    async def _generate(self, slot: GroupSlot, problem: Problem, attempt: int) -> pa.Table | None:
-        """One group; None if its slot was stopped. Raises as `_rollout`."""
-        sampling = self.sampling(problem.position, attempt)
-        generate = partial(self._rollout, problem, sampling, attempt)
-        stop = partial(self._stop, problem.group_id(attempt))
-        return await self.pipes.partial_rollouts.attempt(slot, problem.position, generate, stop)
-
-    async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun = ()) -> pa.Table:
-        """One group, on from `begun`. Raises ActorDied or DeadlineExceeded if the process is lost meanwhile."""
+    async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        """One group. Raises ActorDied or DeadlineExceeded if the process is lost meanwhile."""
         worker = self.worker
         with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
-            group = await worker.actor.call(
-                RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt, begun
-            )
+            group = await worker.actor.call(RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt)
         if group is None:  # another call was lost just before, and a fresh process got this one
             raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
         worker.finished_group()
         return group
 
-    async def _stop(self, group_id: str) -> Begun:
-        """Ends the sampling of a group and returns its completions so far, but not before the policy that sampled them
-        is proven to be in the engine. Returns nothing if the process was lost."""
-        worker = self.worker
-        with suppress(ActorDied, DeadlineExceeded):
-            begun = await worker.actor.call(RolloutService.stop, worker.deadlines.push, group_id)
-            if begun:
-                await self.feed.proof_of(max(int(first.versions.max(initial=-1)) for first in begun))
-            return begun
-        return ()
-
     async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """One group that is not for the Buffer; None if the process was lost meanwhile (it is alive again when this
-        returns)."""
+        """One group; None if the process was lost meanwhile (it is alive again when this returns)."""
         return await self.worker.attempt(partial(self._rollout, problem, sampling, attempt))
 
     async def sleep(self) -> None:

@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
         pa.field("token_versions", pa.list_(pa.int32()), nullable=False),  # [T] policy version of each token
         pa.field("policy_version_min", pa.int64(), nullable=False),
         pa.field("policy_version_max", pa.int64(), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),  # stop, length, abort
+        pa.field("finish_reason", pa.string(), nullable=False),  # stop, length
         pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none scores it
         pa.field(
             "reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False

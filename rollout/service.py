@@ -5,24 +5,17 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from rollout.partial import Begun
 from rollout.schema import Problem
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
 
 class RolloutService(Protocol):
     """rollout.worker.RolloutWorker is the one that runs a model."""
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         """One group of `sampling.n` completions of the problem, scored, as a table of rollout.schema; None from a
-        process that has no policy yet, or once `stop` has ended it.
-
-        begun: what `stop` gave of an earlier attempt. The seed that the table names is that of this one.
-        """
-
-    async def stop(self, group_id: str) -> list[Completion]:
-        """Ends the sampling of a group; what another attempt may go on from (see rollout.partial.Sampler.stop)."""
+        process that has no policy yet."""
 
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
         """Takes a newer policy (requests under way: see EngineSettings.in_flight)."""

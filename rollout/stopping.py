@@ -1,10 +1,7 @@
 """What ends a completion beside its length: end tokens and stop strings."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from rollout.types import Completion
 
 
 class StopError(ValueError):
@@ -28,21 +25,3 @@ def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tupl
                 f"for in text without special tokens; give {inside!r} alone, or a string without it"
             )
     return ids, others
-
-
-def cut(completion: Completion, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Completion:
-    """The completion up to and including the token that completes the first of the strings in its text.
-
-    An engine looks for stop strings only in what one call samples. In a completion that was sampled in parts
-    (rollout.partial), a string that begins in one part and ends in the next is found here.
-    """
-    ids = completion.token_ids.tolist()
-
-    def has_stopped(length: int) -> bool:
-        text = decode(ids[:length])
-        return any(string in text for string in strings)
-
-    if not has_stopped(len(ids)):
-        return completion
-    length = bisect_left(range(len(ids)), True, key=has_stopped)  # the text only grows
-    return Completion(completion.token_ids[:length], completion.logprobs[:length], "stop", completion.versions[:length])

@@ -34,12 +34,9 @@ class Completion:
         token_ids: [T] int32, the end token included if it was sampled.
         logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
             greedy sampling (temperature 0) records the logprobs at temperature 1.
-        finish_reason: "stop" (an end token or a stop string), "length" (max_tokens reached) or "abort" (stopped before
-            either; T may be 0).
-        versions: [T] int32, policy version that sampled each token. The tokens of one call of generate have one
-        version,
-            or with in_flight "continue" versions that never fall. A completion that was continued by further calls
-            (see rollout.partial) has the versions of each call, one after the other.
+        finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens reached).
+        versions: [T] int32, policy version that sampled each token: one, or with in_flight "continue" versions that
+            never fall.
     """
 
     token_ids: NDArray[np.int32]

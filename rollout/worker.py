@@ -16,11 +16,9 @@ from rewards.pool import RewardPool
 from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.facts import Sampled, facts_of
-from rollout.partial import Begun, Sampler
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
-from rollout.stopping import cut
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
 log = logging.getLogger("rollout")
@@ -52,24 +50,18 @@ class RolloutWorker(RolloutService):
         self.chat = Chat.load(spec.engine.model)
         # Its reward functions load while the engine starts.
         self.pool = RewardPool(spec.rewards, workers=spec.reward_workers, memory_bytes=spec.reward_memory)
-        stop_ids, self._stop = self.chat.stops(spec.engine.stop)
-        self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=self._stop))
-        self.sampler = Sampler(self.engine)
+        stop_ids, stop = self.chat.stops(spec.engine.stop)
+        self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self._said: set[str] = set()
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         start = time.perf_counter()
         try:
             with self._engine_alive():
-                name = problem.group_id(attempt)
-                completions = await self.sampler.sample(name, problem.prompt_ids, sampling, begun)
+                completions = await self.engine.generate(problem.prompt_ids, sampling)
         except NoAdapter:
             return None
-        if completions is None:
-            return None  # it was stopped; the answer of `stop` has what was sampled by then
         generate_ms = (time.perf_counter() - start) * 1e3
-        if begun and self._stop:
-            completions = [cut(completion, self._stop, self.chat.decode) for completion in completions]
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
@@ -86,9 +78,6 @@ class RolloutWorker(RolloutService):
             "reward_ms": [scores.ms] * len(texts),
         }
         return build_group(rows)
-
-    async def stop(self, group_id: str) -> list[Completion]:
-        return await self.sampler.stop(group_id)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:

@@ -96,9 +96,9 @@ class RealStep(FakeTrainer):
         super().__init__(VOCAB_SIZE)
         self._real = make_trainer(model)
 
-    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         self.version += 1
-        return await self._real.step(groups, oldest_version)
+        return await self._real.step(groups)
 
 
 async def test_a_prompt_passes_the_files_of_the_walk_and_no_others(tmp_path: Path) -> None:

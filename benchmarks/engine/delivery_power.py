@@ -87,7 +87,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
     while tally.pushes < pushes or tally.frozen < trials:
         version += 1
         groups = cell.groups(version)
-        await cell.trainer.step(groups, oldest_version=0)
+        await cell.trainer.step(groups)
         if version % STRETCH == 1:
             probe, answer = Probe(cell.batches[0][0][0], 256), None
             probe.trained_on(groups, settled=True)

@@ -22,11 +22,10 @@ from learner.driver.local_run import MadeUpProblems, local_run
 from learner.driver.wiring import sampling_of
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
-from rollout.partial import Begun
 from rollout.producer import Producer, group_seed
 from rollout.schema import Problem
 from rollout.service import RolloutService
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
 VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200
@@ -101,16 +100,13 @@ class Worker(RolloutService):
         with self.away.clock:
             return await self.away.answer(self._policy, token_ids)
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         version = self._policy.version
         async with self._slots:
             await asyncio.sleep(self.seconds * self._random.uniform(0.5, 1.5))
         with self.away.clock:
             self.away.groups[self.rank] += 1
             return await self.away.group((problem.position, attempt, version, version, self.rank))
-
-    async def stop(self, group_id: str) -> list[Completion]:
-        return []
 
     async def sleep(self) -> None:
         raise NotImplementedError
@@ -129,8 +125,8 @@ class IdleTrainer(FakeTrainer):
         super().__init__(VOCAB, seconds)
         self.away, self.on_step = away, on_step
 
-    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
-        await super().step(groups, oldest_version)
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        await super().step(groups)
         self.on_step(self.version)
         return {}
 

@@ -85,32 +85,28 @@ class Record:
 
 @dataclass(frozen=True)
 class Mode:
-    """How gleaner runs: policy versions that generation may run ahead, cores of each role, what completions under way
-    do when a newer policy comes (rollout.in_flight), and groups begun beyond a batch's (rollout.oversample)."""
+    """How gleaner runs: policy versions that generation may run ahead, cores of each role, and what completions under
+    way do when a newer policy comes (rollout.in_flight)."""
 
     staleness: int
     generator: int
     learner: int
     in_flight: str = "finish"
-    oversample: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """`STALENESS:GENERATOR/LEARNER[:IN_FLIGHT][+OVERSAMPLE]`, for example 1:1/1:continue or 0:2/2+4. Raises
-        ArgumentTypeError."""
-        form = r"(\d+):(\d+)/(\d+)(?::(finish|continue))?(?:\+(\d+))?"
-        if (found := re.fullmatch(form, text)) is None:
+        """`STALENESS:GENERATOR/LEARNER[:IN_FLIGHT]`, for example 1:1/1:continue. Raises ArgumentTypeError."""
+        if (found := re.fullmatch(r"(\d+):(\d+)/(\d+)(?::(finish|continue))?", text)) is None:
             raise argparse.ArgumentTypeError(
-                f"must be STALENESS:CORES/CORES[:finish|:continue][+OVERSAMPLE], for example 1:1/1, got {text}"
+                f"must be STALENESS:CORES/CORES[:finish|:continue], for example 1:1/1, got {text}"
             )
-        staleness, generator, learner, in_flight, oversample = found.groups()
-        return cls(int(staleness), int(generator), int(learner), in_flight or "finish", int(oversample or 0))
+        staleness, generator, learner, in_flight = found.groups()
+        return cls(int(staleness), int(generator), int(learner), in_flight or "finish")
 
     @property
     def name(self) -> str:
         way = f"async, {self.staleness} ahead" if self.staleness else "sync"
         way += f", in flight {self.in_flight}" * (self.in_flight != "finish")
-        way += f", {self.oversample} groups more" * (self.oversample > 0)
         return f"gleaner {way}, {self.generator}/{self.learner} cores"
 
 
@@ -119,7 +115,7 @@ def run_gleaner(tree: Tree, mode: Mode, limit_s: float) -> Record:
     cores = {"generator": mode.generator, "learner": mode.learner}
     with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
         more: Tree = {"name": "run", "output_dir": folder, "max_staleness": mode.staleness, "cluster": {"cpus": cores}}
-        more["rollout"] = tree["rollout"] | {"in_flight": mode.in_flight, "oversample": mode.oversample}
+        more["rollout"] = tree["rollout"] | {"in_flight": mode.in_flight}
         load, started = os.getloadavg()[0], time.time()
         command(tree | more, ["-m", "learner.main", "--config"], [], limit_s)
         wall = time.time() - started

@@ -3,10 +3,9 @@
 A function gets [completions] T, the tokens of every completion of the batch that has a reward, and returns
 [completions] the coefficient of each of its tokens. It is worked out over the whole optimizer batch before that is
 split, so that the gradient does not depend on the split. Completions that are skipped since their gradient is exactly 0
-still count. Tokens too old to train on are no tokens of the loss but prompt (see learner.batch.rows), and those of a
-truncated completion are none with loss.mask_truncated: T counts the others, so that dapo is the mean over them and grpo
-that of each completion's, while dr_grpo's constant stays what it is; in the number of completions one counts even if
-none of it is trained on.
+still count. Tokens of a truncated completion are no tokens of the loss with loss.mask_truncated: T counts the others,
+so that dapo is the mean over them and grpo that of each completion's, while dr_grpo's constant stays what it is; in the
+number of completions one counts even if none of it is trained on.
 """
 
 from collections.abc import Callable

@@ -2,12 +2,6 @@
 
 Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, C completions
 and N their tokens in a micro-batch.
-
-A completion that was sampled in parts (rollout.partial) has tokens of several policies, each with its own logprob. The
-Buffer sees to it that none gets too old to train on. Where the first tokens are too old after all (the process that
-worked on them was lost, say), the learner treats them as part of the prompt: it reads them and does not predict them.
-So T, M, the loss's denominators and every policy/ metric count only tokens that are trained on, while the reward is
-that of the whole completion.
 """
 
 from collections.abc import Sequence
@@ -28,11 +22,11 @@ class Rows:
     """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
 
     rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a reward function failed
-    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables; copies where a too old part is added
+    prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables
     completions: npt.NDArray[np.int32]  # [M] token ids
     behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
     versions: npt.NDArray[np.int32]  # [M] policy version of each token
-    lengths: npt.NDArray[np.int64]  # [R] T of each completion; 0 if all of it is too old
+    lengths: npt.NDArray[np.int64]  # [R] T of each completion
     truncated: npt.NDArray[np.bool_]  # [R] whether it was cut at rollout.max_completion_length
 
     @cached_property
@@ -49,9 +43,8 @@ class Rows:
         return self.completions[ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
 
-def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
-    """The columns that the learner needs. A completion up to its last token of a policy version below `oldest_version`
-    counts as prompt.
+def read(groups: Sequence[pa.Table]) -> Rows:
+    """The columns that the learner needs.
 
     Raises:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
@@ -83,33 +76,7 @@ def read(groups: Sequence[pa.Table], oldest_version: int = 0) -> Rows:
             f"behavior_logprobs: must be finite, row {row} has {behavior[broken[0]]}; the generator is broken"
         )
     cut = _joined([pc.equal(table.column("finish_reason"), "length").to_numpy() for table in tables], np.bool_)
-    rows = Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0], cut)
-    return _behind(rows, oldest_version)
-
-
-def _behind(rows: Rows, oldest_version: int) -> Rows:
-    """Cuts each completion behind its last token that is older than `oldest_version`: what comes before the cut becomes
-    part of the prompt, what comes after it is what is trained on."""
-    old = np.flatnonzero(rows.versions < oldest_version)
-    if len(old) == 0:
-        return rows
-    owners = np.searchsorted(np.cumsum(rows.lengths), old, side="right")
-    cut = np.zeros_like(rows.lengths)
-    np.maximum.at(cut, owners, old + 1 - rows.starts[owners])
-    prompts = list(rows.prompts)
-    for row in np.unique(owners).tolist():
-        start = rows.starts[row]
-        prompts[row] = np.concatenate([prompts[row], rows.completions[start : start + cut[row]]])
-    kept = ranges(rows.starts + cut, rows.lengths - cut)
-    return Rows(
-        rows.rewards,
-        prompts,
-        rows.completions[kept],
-        rows.behavior[kept],
-        rows.versions[kept],
-        rows.lengths - cut,
-        rows.truncated,
-    )
+    return Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0], cut)
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:

@@ -14,9 +14,8 @@ class RewardsFailing(RuntimeError):
     """Most completions of a batch got no reward: a broken reward must not train silently."""
 
 
-def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int) -> dict[str, float]:
-    """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it, but not from
-    tokens of versions below `oldest_version`.
+def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
+    """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
 
     reward/mean and reward/std are of the completions that have a reward, and missing where none has. Raises
     RewardsFailing if reward functions failed on more than half of the completions.
@@ -46,16 +45,14 @@ def batch_metrics(groups: Sequence[pa.Table], version: int, oldest_version: int)
     if not np.isnan(rewards).all():
         metrics |= {"reward/mean": float(np.nanmean(rewards)), "reward/std": float(np.nanstd(rewards))}
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    return metrics | reward_means(rows) | staleness_shares(rows, version, oldest_version)
+    return metrics | reward_means(rows) | staleness_shares(rows, version)
 
 
-def staleness_shares(rows: pa.Table, version: int, oldest_version: int) -> dict[str, float]:
-    """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`;
-    `policy/too_old_fraction`: of those sampled before `oldest_version`."""
+def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
+    """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`."""
     versions = pc.list_flatten(rows.column("token_versions")).to_numpy()
     counts = np.bincount(version - versions)
-    shares = {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
-    return shares | {"policy/too_old_fraction": float((versions < oldest_version).mean())}
+    return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
 
 
 def reward_means(rows: pa.Table) -> dict[str, float]:

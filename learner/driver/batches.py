@@ -27,7 +27,7 @@ class Batches:
         try:
             async with asyncio.timeout(patience):
                 with self._timeline.span("wait", "loop", step=step + 1):
-                    batch = await buffer.take(self._size, step - buffer.staleness, self._useful)
+                    batch = await buffer.take(self._size, step - self._config.max_staleness, self._useful)
         except TimeoutError:
             raise TimeoutError(
                 f"step {step + 1}: waited {patience:g} s for {self._size} groups; {len(buffer)} lie in the buffer, "

@@ -21,8 +21,11 @@ TRUNCATED = (
     "the learner scores the full distribution, and a truncated sampler would make every importance ratio wrong; lower "
     "rollout.temperature instead"
 )
-# Keys that other programs have, and why there is none here.
-NOT_HERE = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATED)
+OVERSAMPLE = (
+    "running ahead gives more where completions differ in length; set max_staleness=1 and rollout.in_flight=continue"
+)
+# Keys that other programs have, or earlier versions had, and why there is none here.
+NOT_HERE = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATED) | {"oversample": OVERSAMPLE}
 
 SHOWN = 80  # characters of a wrong value that are worth showing
 

@@ -20,7 +20,7 @@ class FakeTrainer(TrainerService):
     def __init__(self, vocab_size: int, seconds: float = 0.0) -> None:
         self.version, self.seconds, self._vocab_size = 0, seconds, vocab_size
 
-    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         await asyncio.sleep(self.seconds)
         self.version += 1
         return {"loss/total": float(self.version)}

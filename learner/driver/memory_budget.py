@@ -145,7 +145,7 @@ def _layouts(config: RunConfig) -> tuple[Layout, ...]:
         return ("alternating",)
     if gpus.own_cards:
         return ("separate",)
-    in_turns = gpus.one_card and config.max_staleness == 0 and config.rollout.oversample == 0
+    in_turns = gpus.one_card and config.max_staleness == 0
     return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
 
 

@@ -102,8 +102,6 @@ class StepMetrics:
             metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
             metrics["buffer/groups"] = float(len(buffer))
             metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
-            if buffer.oversample:
-                metrics |= self._pipes.partial_rollouts.metrics()
             if self._sinks.plan is not None:
                 self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)

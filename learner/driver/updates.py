@@ -74,7 +74,7 @@ class Updates:
         generated = [*batch.groups, *batch.useless]
         at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, self._rollouts, self.step + 1, generated))
         try:
-            metrics = batch_metrics(generated, self.step, self._oldest)
+            metrics = batch_metrics(generated, self.step)
             metrics["rollout/refilled_groups"] = float(len(batch.useless))
             async with self._turns.learner():
                 self.agrees = False
@@ -93,11 +93,6 @@ class Updates:
 
     async def _update(self, groups: Sequence[pa.Table]) -> dict[str, float]:
         with self._pipes.timeline.span("train", "learner", step=self.step + 1):
-            metrics = await self._trainer.call(TrainerService.step, self._deadline_s, list(groups), self._oldest)
+            metrics = await self._trainer.call(TrainerService.step, self._deadline_s, list(groups))
         self._sync.trained_on(groups)
         return metrics
-
-    @property
-    def _oldest(self) -> int:
-        """Tokens of a policy version below it are too old to train on."""
-        return self.step - self._pipes.buffer.staleness

@@ -54,7 +54,6 @@ def wire(
         max_staleness=config.max_staleness,
         max_bytes=BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
-        oversample=config.rollout.oversample,
     )
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
     producers = [Producer(generator, pipes, sampling_of(config), deadlines) for generator in generators]

@@ -16,10 +16,8 @@ from rollout.weight_sync import Answer
 class TrainerService(Protocol):
     """learner.trainer.trainer.Trainer is the one that trains."""
 
-    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
-
-        Tokens of policy versions below `oldest_version` are not trained on (see learner.batch.rows.read).
 
         It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
         loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples without a reward are not

@@ -98,8 +98,8 @@ class Trainer(TrainerService):
         self._version = 0
         self._thread = WorkThread()
 
-    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
-        return await self._thread.run(lambda: self._step(groups, oldest_version))
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        return await self._thread.run(lambda: self._step(groups))
 
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return await self._thread.run(lambda: self._rehearse(prompt_length))
@@ -130,10 +130,10 @@ class Trainer(TrainerService):
     async def load(self, folder: Path) -> None:
         await self._thread.run(lambda: self._load(folder))
 
-    def _step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+    def _step(self, groups: list[pa.Table]) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries
         self._memory.start_step()
-        rows = read(groups, oldest_version)
+        rows = read(groups)
         self._policy.check_ids(int(np.concatenate([[0], *rows.prompts, rows.completions]).max()))
         rate = self._updates.rate(self._version)
         updates = self._updates.learn(rows, self._version, rate)

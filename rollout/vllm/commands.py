@@ -19,7 +19,6 @@ class Request:
     params: Any
     read: Callable[[Any, int], Any]
     answer: Future[Any] = field(default_factory=Future)
-    stopped: bool = False  # to be answered with what was sampled by now
     adapter: Resident | None = None
 
 

@@ -6,7 +6,6 @@ Everything is passed by keyword, since positions differ between vLLM 0.26 and 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from rollout.types import Completion, EngineError, Sampling
 from rollout.vllm.adapter_cache import Resident
 
-_FINISH_REASONS = ("stop", "length", "abort")
+_FINISH_REASONS = ("stop", "length")
 
 
 def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_size: int) -> list[int]:
@@ -91,24 +90,8 @@ def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
     )
 
 
-def abort(engine: Any, request_id: str) -> Any:
-    """Ends a request. Its RequestOutput with what was sampled by now: "abort" where a completion is not finished.
-
-    vLLM makes that output only for a request with a queue to put it in, and for n > 1 once, with the last completion.
-    """
-    processor, kept = engine.output_processor, list[Any]()
-    for name in processor.external_req_ids.get(request_id, ()):
-        processor.request_states[name].queue = SimpleNamespace(put=kept.append)
-    engine.abort_request([request_id])
-    # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
-    parents = processor.parent_requests
-    for name in [name for name, parent in parents.items() if parent.external_req_id == request_id]:
-        del parents[name]
-    return kept[-1]
-
-
 def read_completions(output: Any, version: int) -> list[Completion]:
-    """The G completions of a finished or aborted RequestOutput, in order, all of one version.
+    """The G completions of a finished RequestOutput, in order, all of one version.
 
     Raises EngineError if vLLM failed one of them.
     """

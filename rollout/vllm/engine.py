@@ -53,15 +53,11 @@ class VllmEngine:
         self._read = read_continued if settings.in_flight == "continue" else read_completions
         self._thread = EngineThread(settings, arguments)
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """See Engine.generate. Cancelling the call frees its slots in the engine, too, and leaves nothing of it."""
         prompt = checked_prompt(prompt_ids, sampling.max_tokens, self._settings.max_model_len, self._thread.vocab_size)
         params = completion_params(sampling, self._settings.stop_ids, self._settings.stop)
         request = Request(f"r{next(self._ids)}", prompt, params, self._read)
-        if until is not None:
-            until.add_done_callback(lambda _: self._thread.stop(request))
         completions: list[Completion] = await self._thread.call(request)
         return completions
 

@@ -18,7 +18,7 @@ from rollout.engine import EngineClosed, EngineDied, EngineSettings
 from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
 from rollout.vllm.arguments import build_engine
-from rollout.vllm.commands import Command, Request
+from rollout.vllm.commands import Command
 from rollout.vllm.turns import Turns, settle
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,6 @@ class EngineThread:
             command.answer.cancel()
             self._inbox.put(None)  # wakes the thread, which then looks for what nobody wants to go on
             raise
-
-    def stop(self, request: Request) -> None:
-        """The request is answered with what was sampled by now; nothing happens if it has its answer."""
-        request.stopped = True
-        self._inbox.put(None)
 
     async def close(self) -> None:
         """See Engine.close. Raises EngineError if the engine does not come back from its current step."""

@@ -12,7 +12,7 @@ from rollout.engine import EngineSettings
 from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
 from rollout.vllm.commands import Command, Load, Read, Request, Rest
-from rollout.vllm.convert import abort, lora_request
+from rollout.vllm.convert import lora_request
 from rollout.vllm.policies import Policies
 
 
@@ -40,8 +40,8 @@ class Turns:
                 self._finish(output)
 
     def abort_unwanted(self) -> None:
-        """Ends requests that were stopped or whose caller was cancelled."""
-        for request in [r for r in self.running.values() if r.stopped or r.answer.cancelled()]:
+        """Ends requests whose caller was cancelled."""
+        for request in [request for request in self.running.values() if request.answer.cancelled()]:
             self._abort(request)
 
     def unanswered(self) -> Iterable[Command]:
@@ -49,11 +49,12 @@ class Turns:
         return [*self.running.values(), *self.backlog]
 
     def _abort(self, request: Request) -> None:
-        output = abort(self.engine, request.id)
-        if request.stopped:
-            self._finish(output)
-        else:
-            self._release(request)
+        self.engine.abort_request([request.id])
+        # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
+        parents = self.engine.output_processor.parent_requests
+        for name in [name for name, parent in parents.items() if parent.external_req_id == request.id]:
+            del parents[name]
+        self._release(request)
 
     def _execute(self, command: Command) -> bool:
         """False if the command must wait for running requests; those behind it then wait too, in order."""
@@ -88,8 +89,6 @@ class Turns:
         request.adapter = adapter
         adapter.users += 1
         self.running[request.id] = request
-        if request.stopped:  # while it waited for its turn
-            self._abort(request)
 
     def _finish(self, output: Any) -> None:
         request = self.running.get(output.request_id)

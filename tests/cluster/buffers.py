@@ -5,12 +5,11 @@ import asyncio
 import pyarrow as pa
 
 from cluster.buffer import Buffer
-from cluster.group_slot import GroupSlot
 
 
 def group(position: int, version: int = 0) -> pa.Table:
     """A group as the buffer sees it: 16 bytes."""
-    return pa.table({"position": [position], "policy_version_max": [version]})
+    return pa.table({"position": [position], "policy_version_min": [version]})
 
 
 def position(table: pa.Table) -> int:
@@ -24,8 +23,3 @@ async def settle() -> None:
 
 async def taking(buffer: Buffer, count: int, oldest_version: int) -> list[pa.Table]:
     return (await buffer.take(count, oldest_version)).groups
-
-
-async def working(slot: GroupSlot) -> None:
-    """Until the group is stopped."""
-    await asyncio.wait({slot.stopped})

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.buffer import MAX_REFILLS, Buffer
 from cluster.group_slot import GroupSlot
-from tests.cluster.buffers import group, position, settle, taking, working
+from tests.cluster.buffers import group, position, settle, taking
 
 pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be seen soon (make mutants)
 
@@ -35,7 +35,7 @@ async def test_a_group_that_is_put_cannot_be_given_up() -> None:
     buffer = Buffer(2, 0, 2**20, print)
     slots = [await buffer.admit() for _ in range(2)]
     for number, slot in enumerate(slots):
-        assert await buffer.put(slot, group(number))
+        await buffer.put(slot, group(number))
     buffer.give_up(slots[0])
     assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
     buffer.give_up(slots[1])
@@ -147,18 +147,24 @@ async def test_a_batch_that_is_partly_taken_is_the_one_that_waiting_groups_can_b
 
 
 async def test_a_resumed_run_counts_policy_versions_on_from_its_checkpoint() -> None:
-    """At version 7 a group is continued whose first tokens are of version 3: batch 7 is the last that it may be in."""
-    buffer = Buffer(1, 0, 2**20, print, oversample=1)
+    """A step after version 7, staleness 1: of three groups of version 7 one is left, and batch 8 waits for it."""
+    buffer = Buffer(2, 1, 2**20, print)
     buffer.resume(7)
-    begun, quick = [await asyncio.wait_for(buffer.admit(), 10) for _ in range(2)]
-    assert (begun.version, quick.version) == (7, 7)
-    begun.oldest = 3
-    await buffer.put(quick, group(1, version=7))
-    batch = asyncio.create_task(taking(buffer, 1, 0))
+    slow, *quick = [await asyncio.wait_for(buffer.admit(), 10) for _ in range(4)]
+    assert {slot.version for slot in (slow, *quick)} == {7}
+    for number, slot in enumerate(quick[:2]):
+        await buffer.put(slot, group(number, version=7))
+    await taking(buffer, 2, 0)
+    buffer.release(2)
+    await buffer.put(quick[2], group(2, version=7))
+    young = await buffer.admit()
+    assert young.version == 8
+    await buffer.put(young, group(3, version=8))
+    batch = asyncio.create_task(taking(buffer, 2, 0))
     await settle()
     assert not batch.done()
-    await buffer.put(begun, group(0, version=7))
-    assert list(map(position, await asyncio.wait_for(batch, 10))) == [0]
+    await buffer.put(slow, group(4, version=7))
+    assert sorted(map(position, await asyncio.wait_for(batch, 10))) == [2, 4]
 
 
 async def test_groups_of_several_ages_that_wait_count_together() -> None:
@@ -187,17 +193,12 @@ async def test_groups_of_several_ages_that_wait_count_together() -> None:
     assert list(map(position, await take)) == [5, 6]
 
 
-@pytest.mark.parametrize("wrong", [(0, 0, 1, 0), (1, -1, 1, 0), (1, 0, 0, 0), (1, 0, 1, -1)])
-def test_sizes_that_hold_nothing_are_refused(wrong: tuple[int, int, int, int]) -> None:
-    per_step, max_staleness, max_bytes, oversample = wrong
+@pytest.mark.parametrize("wrong", [(0, 0, 1), (1, -1, 1), (1, 0, 0)])
+def test_sizes_that_hold_nothing_are_refused(wrong: tuple[int, int, int]) -> None:
+    per_step, max_staleness, max_bytes = wrong
     with pytest.raises(ValueError, match="buffer: groups_per_step and max_bytes must be >= 1"):
-        Buffer(per_step, max_staleness, max_bytes, print, oversample)
-    Buffer(max(per_step, 1), max(max_staleness, 0), max(max_bytes, 1), print, max(oversample, 0))
-
-
-def test_stragglers_may_miss_four_batches_or_as_many_as_have_room_for_them() -> None:
-    found = [Buffer(3, 1, 1, print, oversample).staleness for oversample in (0, 1, 12, 13)]
-    assert found == [1, 1 + 4, 1 + 4, 1 + 5]
+        Buffer(per_step, max_staleness, max_bytes, print)
+    Buffer(max(per_step, 1), max(max_staleness, 0), max(max_bytes, 1), print)
 
 
 async def test_what_can_never_be_satisfied_is_refused() -> None:
@@ -214,14 +215,14 @@ async def test_what_can_never_be_satisfied_is_refused() -> None:
         buffer.release(1)
 
 
-async def test_a_group_goes_as_too_old_only_if_no_token_of_it_is_young_enough() -> None:
+async def test_a_group_goes_as_too_old_for_its_oldest_token() -> None:
     dropped: list[pa.Table] = []
     buffer = Buffer(4, 0, 2**20, dropped.append)
-    for number, newest in enumerate([(1, 1), (1, 2), (2, 0), (3, 3)]):
-        rows = pa.table({"position": [number] * 2, "policy_version_max": newest})
+    for number, oldest in enumerate([(2, 2), (1, 2), (3, 2), (2, 3)]):
+        rows = pa.table({"position": [number] * 2, "policy_version_min": oldest})
         await buffer.put(await buffer.admit(), rows)
-    assert list(map(position, await taking(buffer, 3, 2))) == [1, 2, 3]
-    assert (list(map(position, dropped)), buffer.dropped_stale) == ([0], 1)
+    assert list(map(position, await taking(buffer, 3, 2))) == [0, 2, 3]
+    assert (list(map(position, dropped)), buffer.dropped_stale) == ([1], 1)
 
 
 async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_ends() -> None:
@@ -241,31 +242,3 @@ async def test_useless_groups_are_replaced_and_a_stream_of_nothing_else_still_en
     none = await buffer.take(2, 0, lambda g: False)
     assert (len(none.groups), len(none.useless)) == (2, 2 * MAX_REFILLS)
     producer.cancel()
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_over_sampling_takes_the_first_and_names_the_stragglers(max_staleness: int) -> None:
-    """Two groups a step and one more; the very first group never ends."""
-    buffer = Buffer(2, max_staleness, 2**20, on_drop=print, oversample=1)
-    slow, *quick = [await buffer.admit() for _ in range(buffer.slots)]
-    straggling = asyncio.create_task(working(slow))
-    for step in range(max_staleness + 1):
-        await settle()
-        assert not straggling.done()  # it may still be trained on
-        for number, slot in enumerate(quick[:2], start=2 * step):
-            await buffer.put(slot, group(number, version=step))
-        assert list(map(position, await taking(buffer, 2, step - max_staleness))) == [2 * step, 2 * step + 1]
-        if step < max_staleness:
-            buffer.release(2)
-            quick = [*quick[2:], await buffer.admit(), await buffer.admit()]
-    await asyncio.wait_for(straggling, 1)
-    assert slow.stopped.done()
-    buffer.give_up(slow)
-    again = asyncio.create_task(buffer.admit())
-    await settle()
-    assert again.done() == (max_staleness > 0)  # else it would be sampled from a policy that is too old already
-    buffer.release(2)
-    on_time = asyncio.create_task(working(await again))
-    await settle()
-    assert not on_time.done()
-    on_time.cancel()

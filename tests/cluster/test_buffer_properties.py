@@ -144,45 +144,38 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
 @given(
     max_staleness=st.sampled_from([0, 1, 3]),
     per_step=st.integers(1, 3),
-    oversample=st.integers(0, 15),
     picks=st.lists(st.integers(0, 99), min_size=1, max_size=40),
 )
 @settings(max_examples=60)
 def test_nothing_grows_too_old_in_whatever_order_groups_are_done(
-    max_staleness: int, per_step: int, oversample: int, picks: list[int]
+    max_staleness: int, per_step: int, picks: list[int]
 ) -> None:
-    """Each group that the learner waits for is any of those under way. Over-sampled ones that it leaves are stopped,
-    and go on under the next policy; no token of theirs grows too old either, however often that happens to one."""
+    """Each group that the learner waits for is any of those under way."""
 
     async def scenario() -> None:
         dropped: list[pa.Table] = []
-        buffer = Buffer(per_step, max_staleness, 2**20, dropped.append, oversample)
+        buffer = Buffer(per_step, max_staleness, 2**20, dropped.append)
         under_way: dict[GroupSlot, int] = {}
-        stragglers: list[tuple[int, int]] = []  # number of the group, version of its oldest token
         numbers, choice = itertools.count(), itertools.cycle(picks)
 
-        async def admit(version: int) -> None:
+        async def admit() -> None:
             while buffer.in_use < buffer.slots:
-                slot = await buffer.admit()
-                under_way[slot], slot.oldest = stragglers.pop(0) if stragglers else (next(numbers), version)
+                under_way[await buffer.admit()] = next(numbers)
 
         taken: list[int] = []
-        ages: dict[int, int] = {}  # number of the group -> version of its oldest token
+        begun: dict[int, int] = {}  # number of the group -> the policy version that it was begun under
         for step in range(12):
-            await admit(step)
-            take = asyncio.create_task(taking(buffer, per_step, step - buffer.staleness))
+            await admit()
+            take = asyncio.create_task(taking(buffer, per_step, step - max_staleness))
             await settle()
             while not take.done():
                 slot = list(under_way)[next(choice) % len(under_way)]
-                ages[under_way[slot]] = slot.oldest
-                assert await buffer.put(slot, group(under_way.pop(slot), step))
+                begun[under_way[slot]] = slot.version
+                await buffer.put(slot, group(under_way.pop(slot), slot.version))
                 await settle()
             taken += map(position, take.result())
-            assert all(step - ages[number] <= buffer.staleness for number in map(position, take.result()))
+            assert all(step - begun[number] <= max_staleness for number in map(position, take.result()))
             buffer.release(per_step)
-            for slot in [slot for slot in under_way if slot.stopped.done()]:
-                buffer.give_up(slot)
-                stragglers.append((under_way.pop(slot), slot.oldest))
         assert not dropped
         assert len(set(taken)) == len(taken) == 12 * per_step
 
@@ -193,23 +186,21 @@ FATES = st.lists(st.tuples(st.sampled_from(["done", "lost", "hangs"]), st.intege
 DEADLINE = 50  # turns of the event loop after which a call that hangs is lost
 
 
-@given(producers=st.integers(1, 3), oversample=st.integers(0, 4), max_staleness=st.integers(0, 2), fates=FATES)
+@given(producers=st.integers(1, 3), max_staleness=st.integers(0, 2), fates=FATES)
 @settings(max_examples=60)
 def test_no_batch_waits_for_ever_and_each_group_enters_once_whatever_a_worker_loses(
-    producers: int, oversample: int, max_staleness: int, fates: list[tuple[str, int]]
+    producers: int, max_staleness: int, fates: list[tuple[str, int]]
 ) -> None:
     """The first of several workers may lose any of its groups, at once or after a deadline; then it is made again."""
 
     async def scenario() -> None:
-        buffer = Buffer(2, max_staleness, 40, print, oversample)
+        buffer = Buffer(2, max_staleness, 40, print)
         coming, numbers, again, entered = itertools.cycle(fates), itertools.count(), list[int](), list[int]()
 
-        async def generate(slot: GroupSlot, may_fail: bool) -> bool:
+        async def generate(may_fail: bool) -> bool:
             fate, pace = next(coming)
             fails = may_fail and fate != "done"
             for _ in range(DEADLINE if fails and fate == "hangs" else 1 + pace):
-                if slot.stopped.done():
-                    return False
                 await asyncio.sleep(0)
             return not fails
 
@@ -217,7 +208,8 @@ def test_no_batch_waits_for_ever_and_each_group_enters_once_whatever_a_worker_lo
             while True:
                 slot = await buffer.admit()
                 number = again.pop() if again else next(numbers)
-                if await generate(slot, may_fail) and await buffer.put(slot, group(number)):
+                if await generate(may_fail):
+                    await buffer.put(slot, group(number))
                     entered.append(number)
                 else:
                     buffer.give_up(slot)

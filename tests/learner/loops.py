@@ -27,17 +27,15 @@ PROMPT = 4  # tokens
 
 
 class Paced(FakeEngine):
-    """Groups of every fourth position take longer than the others, as long as nothing of them is there."""
+    """Groups of every fourth position take longer than the others."""
 
     def __init__(self, pace_s: float, drop_adapter_at: int | None) -> None:
         super().__init__(VOCAB, drop_adapter_at=drop_adapter_at)
         self.pace_s = pace_s
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, until: asyncio.Future[None] | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         self._delay_s = self.pace_s * (40 if prompt_ids[0] % 4 == 0 and len(prompt_ids) == PROMPT else 1)
-        return await super().generate(prompt_ids, sampling, until)
+        return await super().generate(prompt_ids, sampling)
 
 
 class Worker(FakeWorker):
@@ -52,16 +50,14 @@ class Trainer(FakeTrainer):
         super().__init__(VOCAB, pace_s)
         self.mismatch_k3 = mismatch_k3
         self.learned: list[list[pa.Table]] = []
-        self.oldest: list[int] = []  # version of which tokens are trained on
         self.holds_the_card: Callable[[], bool] = lambda: True
         self.cached = 0
 
-    async def step(self, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, float]:
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         assert self.holds_the_card()
         self.cached = 1
         self.learned.append(groups)
-        self.oldest.append(oldest_version)
-        metrics = await super().step(groups, oldest_version)
+        metrics = await super().step(groups)
         return metrics | {"policy/mismatch_k3": self.mismatch_k3 * (self.version > 3)}
 
     async def release_cache(self) -> None:

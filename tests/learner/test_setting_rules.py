@@ -42,14 +42,13 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["memory.layout=alternating"], "memory.layout: alternating needs both roles on one CUDA card"),
     (["memory.layout=alternating", GENERATOR_CARD, LEARNER_CARD], "alternating needs both roles on one CUDA card"),
     ([*TURNS, "max_staleness=1"], "alternating needs max_staleness=0.*got max_staleness=1"),
-    ([*TURNS, "rollout.oversample=2"], "alternating needs rollout.oversample=0.*got rollout.oversample=2"),
 ]
 ALLOWED = [
     [],
     ["epochs=2"],
     ["rollout.in_flight=continue", "max_staleness=1"],
     ["model.base=nf4", GENERATOR_CARD],
-    ["learner.push=merged", "rollout.oversample=2", "max_staleness=2"],
+    ["learner.push=merged", "max_staleness=2"],
     ["model.reference=x", "learner.loss.beta=0.1"],
     [FULL, "model.reference_dtype=int8", "learner.loss.beta=0.1", "learner.optimizer.kind=adamw_8bit"],
     [PAGED, LEARNER_CARD],

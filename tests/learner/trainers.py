@@ -58,9 +58,9 @@ def masters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer._policy.masters.items()}
 
 
-async def gradient(trainer: Trainer, groups: list[pa.Table], oldest_version: int = 0) -> dict[str, Tensor]:
+async def gradient(trainer: Trainer, groups: list[pa.Table]) -> dict[str, Tensor]:
     """Of the masters, as the optimizer saw it (the gradient norm is not clipped)."""
-    await trainer.step(groups, oldest_version)
+    await trainer.step(groups)
     return {name: weight.grad.clone() for name, weight in trainer._policy.masters.items() if weight.grad is not None}
 
 
@@ -88,11 +88,9 @@ def naive_gradient(
     groups: list[pa.Table],
     config: LossConfig,
     advantages: list[list[float]],
-    oldest_version: int = 0,
 ) -> dict[str, Tensor]:
-    """Denominators: every scored completion counts, those of the group without signal too; of their tokens those that
-    are not older than `oldest_version`."""
-    names = ("prompt_ids", "completion_ids", "behavior_logprobs", "token_versions")
+    """Denominators: every scored completion counts, those of the group without signal too."""
+    names = ("prompt_ids", "completion_ids", "behavior_logprobs")
     rows = [
         (row, advantage)
         for group, own in zip(groups, advantages, strict=True)
@@ -103,21 +101,18 @@ def naive_gradient(
         )
         if not math.isnan(advantage)
     ]
-    total = sum((row[3] >= oldest_version).sum() for row, _ in rows)
+    total = sum(len(row[1]) for row, _ in rows)
     divisors: dict[str, Callable[[int], Any]] = {
         "dapo": lambda n: total, "dr_grpo": lambda n: len(rows) * MAX_LENGTH, "grpo": lambda n: len(rows) * n
     }  # fmt: skip
-    for (prompt, completion, behavior, versions), advantage in rows:
-        young = torch.from_numpy(versions >= oldest_version)
-        if not young.any():
-            continue
+    for (prompt, completion, behavior), advantage in rows:
         lp = naive.logprobs(model, prompt.tolist(), completion.tolist(), TEMPERATURE)
         ref = None
         if config.beta > 0:
             with torch.no_grad():
-                ref = naive.logprobs(reference, prompt.tolist(), completion.tolist(), TEMPERATURE)[young]
-        tokens = naive.loss(lp[young], torch.tensor(behavior)[young], advantage, ref, config)
-        (tokens.sum() / divisors[config.kind](int(young.sum()))).backward()
+                ref = naive.logprobs(reference, prompt.tolist(), completion.tolist(), TEMPERATURE)
+        tokens = naive.loss(lp, torch.tensor(behavior), advantage, ref, config)
+        (tokens.sum() / divisors[config.kind](len(completion))).backward()
     return {
         name.replace(".default.", "."): weight.grad for name, weight in model.named_parameters() if weight.requires_grad
     }

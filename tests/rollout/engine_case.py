@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import Coroutine
 from itertools import groupby
 from pathlib import Path
@@ -114,39 +113,3 @@ class EngineCase:
         expected = self.logprobs(version, prompt + completion.token_ids.tolist(), temperature)[len(prompt) - 1 :]
         assert completion.logprobs.shape == completion.token_ids.shape
         assert np.abs(completion.logprobs - expected).max() < TOLERANCE
-
-
-def never() -> asyncio.Future[None]:
-    """What nobody sets."""
-    return asyncio.get_running_loop().create_future()
-
-
-async def stopped_before_its_turn(case: EngineCase) -> list[Completion]:
-    """A group that nobody wants any more when the engine hears of it."""
-    vllm, gate, waits = case.engine._thread._turns.engine, threading.Event(), asyncio.Event()
-    step, loop = vllm.step, asyncio.get_running_loop()
-
-    def gated_step() -> list[object]:
-        loop.call_soon_threadsafe(waits.set)
-        gate.wait()
-        outputs: list[object] = step()
-        return outputs
-
-    vllm.step = gated_step
-    before = asyncio.create_task(case.engine.generate(PROMPT, Sampling(n=1, max_tokens=2)))
-    await waits.wait()
-    until = asyncio.get_running_loop().create_future()
-    until.set_result(None)
-    group = asyncio.create_task(case.engine.generate(PROMPT, GROUP, until))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    gate.set()
-    completions = await group
-    await before
-    vllm.step = step
-    return completions
-
-
-def check_that_there_is_nothing(completions: list[Completion]) -> None:
-    arrays = [(len(c.token_ids), len(c.logprobs), len(c.versions), c.finish_reason) for c in completions]
-    assert arrays == [(0, 0, 0, "abort")] * 16

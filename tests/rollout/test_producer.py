@@ -16,7 +16,6 @@ from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.fake_groups import make_group, make_problem
-from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from rollout.supervised_worker import GivenUp, until_started
@@ -71,7 +70,7 @@ class Worker:
         await self.story.happen("probe", self.life, self.version)
         return said([-1.0 - self.version])
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table | None:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         if self.version < 0:
             return None
         await self.story.happen("rollout", problem.position, attempt)

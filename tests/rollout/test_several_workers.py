@@ -16,7 +16,6 @@ from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
 from rollout.fake_groups import make_group, make_problem
-from rollout.partial import Begun
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Sampling
@@ -40,7 +39,7 @@ class Worker:
     async def probe(self, token_ids: tuple[int, ...]) -> Answer:
         return PROBE
 
-    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int, begun: Begun) -> pa.Table:
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         self.asked[problem.position] += 1
         await self.gate.wait()
         await asyncio.sleep(0)  # as any real one, it lets the others work meanwhile

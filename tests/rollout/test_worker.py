@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -21,7 +19,7 @@ from rewards.pool import RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights
 from rollout.worker import RolloutWorker, WorkerSpec
 
 ADAPTER = Adapter.build(3, b"three", {})
@@ -64,9 +62,9 @@ async def worker(spec: WorkerSpec) -> AsyncIterator[RolloutWorker]:
     await made.close()
 
 
-async def table_of(worker: RolloutWorker, asked: Problem, attempt: int = 2, begun: Sequence[Completion] = ()) -> Any:
+async def table_of(worker: RolloutWorker, asked: Problem, attempt: int = 2) -> Any:
     await worker.take_policy(ADAPTER)
-    return await worker.rollout(asked, SAMPLING, attempt, begun)
+    return await worker.rollout(asked, SAMPLING, attempt)
 
 
 async def test_rewards_stay_with_their_completions(worker: RolloutWorker) -> None:
@@ -107,17 +105,6 @@ async def test_every_fact_of_the_group_is_recorded(worker: RolloutWorker) -> Non
     assert before <= table.column("created_at")[0].as_py() <= time.time()
 
 
-async def test_a_group_goes_on_from_what_was_begun(worker: RolloutWorker) -> None:
-    whole = await table_of(worker, problem())
-    ids = ragged(whole, "completion_ids")
-    begun = [
-        Completion(ids[j], ragged(whole, "behavior_logprobs")[j], "stop", ragged(whole, "token_versions")[j])
-        for j in range(SAMPLING.n)
-    ]
-    table = await table_of(worker, problem(), 3, begun)
-    assert [row.tolist() for row in ragged(table, "completion_ids")] == [row.tolist() for row in ids]
-
-
 async def test_end_tokens_of_the_model_and_of_stop_reach_the_engine(spec: WorkerSpec) -> None:
     wanted: list[EngineSettings] = []
 
@@ -145,28 +132,6 @@ async def test_number_and_memory_of_the_reward_processes_reach_the_pool(
     assert pools == [(spec.rewards, 2, 3 * 2**30)]
 
 
-async def test_a_stop_string_that_began_before_a_group_was_stopped_ends_its_completion(spec: WorkerSpec) -> None:
-    """What was begun ends with the first letter of the string, and the engine samples the second: it sees no string."""
-
-    async def texts(stop: tuple[str, ...]) -> tuple[list[str], list[str]]:
-        worker = RolloutWorker(replace(spec, engine=replace(spec.engine, stop=stop)))
-        letters = np.array([[33, 34], [35, 36], [37, 38], [39, 40]], np.int32)  # a token is a byte
-        begun = [Completion(ids, np.zeros(2, np.float32), "abort", np.full(2, 3, np.int32)) for ids in letters]
-        table = await table_of(worker, problem(), begun=begun)
-        await worker.close()
-        assert [len(row) for row in ragged(table, "token_versions")] == [
-            len(i) for i in ragged(table, "completion_ids")
-        ]
-        return table.column("completion").to_pylist(), table.column("finish_reason").to_pylist()
-
-    whole, reasons = await texts(())
-    j = next(j for j, text in enumerate(whole) if text[:3].isascii() and len(text) > 4)
-    assert await texts((whole[j][1:3],)) == (
-        [text[:3] if i == j else text for i, text in enumerate(whole)],
-        ["stop" if i == j else reason for i, reason in enumerate(reasons)],
-    )
-
-
 async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
     worker: RolloutWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,26 +154,15 @@ async def test_only_so_many_different_failures_are_said(
 
 async def test_a_seed_that_is_left_to_chance_is_recorded_as_such(worker: RolloutWorker) -> None:
     await worker.take_policy(ADAPTER)
-    table = await worker.rollout(problem(), replace(SAMPLING, seed=None), 0, [])
+    table = await worker.rollout(problem(), replace(SAMPLING, seed=None), 0)
     assert table is not None
     assert table.column("seed").to_pylist() == [-1] * SAMPLING.n
 
 
 async def test_without_a_policy_there_is_neither_group_nor_probe(worker: RolloutWorker) -> None:
-    assert await worker.rollout(problem(), SAMPLING, 0, []) is None
+    assert await worker.rollout(problem(), SAMPLING, 0) is None
     with pytest.raises(NoAdapter):
         await worker.probe([1, 2, 3])
-
-
-async def test_a_stopped_group_is_handed_to_who_stopped_it(worker: RolloutWorker) -> None:
-    await worker.take_policy(ADAPTER)
-    running = asyncio.create_task(worker.rollout(problem(), SAMPLING, 4, []))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    begun = await worker.stop(problem().group_id(4))
-    assert await running is None
-    assert [len(c.token_ids) <= SAMPLING.max_tokens // 2 for c in begun] == [True] * SAMPLING.n
-    assert await worker.stop("1-7-99") == []
 
 
 async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) -> None:
@@ -241,7 +195,7 @@ class Dying(FakeEngine):
 async def test_the_death_of_the_engine_is_that_of_the_process_in_its_own_words(spec: WorkerSpec) -> None:
     worker = RolloutWorker(replace(spec, make_engine=lambda settings: Dying(VOCAB_SIZE)))
     for call in (
-        lambda: worker.rollout(problem(), SAMPLING, 0, []),
+        lambda: worker.rollout(problem(), SAMPLING, 0),
         lambda: worker.take_policy(ADAPTER),
         lambda: worker.take_policy(Weights.build(4, b"four")),
         lambda: worker.probe([1, 2]),

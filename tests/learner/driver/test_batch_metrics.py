@@ -33,7 +33,7 @@ def test_batch_metrics() -> None:
         reward_status=["ok", "timeout"],
         reward_ms=[20.0, 20.0],
     )
-    found = batch_metrics([one, two], version=6, oldest_version=4)
+    found = batch_metrics([one, two], version=6)
     expected = {
         "reward/mean": 2.0,
         "reward/std": (2 / 3) ** 0.5,
@@ -52,15 +52,14 @@ def test_batch_metrics() -> None:
         "policy/staleness_1": 0.1,
         "policy/staleness_2": 0.4,
         "policy/staleness_3": 0.3,
-        "policy/too_old_fraction": 0.3,
     }
     assert found == pytest.approx(expected)
 
 
 def test_a_reward_function_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
-    assert batch_metrics([make_group(rewards=[None, 1.0])], 0, 0)["reward/failed"] == 0.5
+    assert batch_metrics([make_group(rewards=[None, 1.0])], 0)["reward/failed"] == 0.5
     with pytest.raises(RewardsFailing, match=r"3 of 4 completions .*'error': 3"):
-        batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0, 0)
+        batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0)
 
 
 def test_having_unscored_is_no_failure() -> None:
@@ -72,13 +71,13 @@ def test_having_unscored_is_no_failure() -> None:
         "reward_status": ["ok", "error", "none", "none"],
         "reward_parts": parts,
     }
-    found = batch_metrics([make_group(**rows)], 0, 0)
+    found = batch_metrics([make_group(**rows)], 0)
     expected = {"mean": 2.0, "std": 0.0, "failed": 0.25, "status_error": 1.0, "status_none": 2.0, "math": 2.0}
     assert {f"reward/{name}": found.get(f"reward/{name}") for name in expected} == {
         f"reward/{name}": value for name, value in expected.items()
     }
     assert "reward/code" not in found
-    nothing = batch_metrics([make_group(rewards=[None, None], reward_status=["none", "none"])], 0, 0)
+    nothing = batch_metrics([make_group(rewards=[None, None], reward_status=["none", "none"])], 0)
     assert "reward/mean" not in nothing
     assert nothing["reward/failed"] == 0.0
 
@@ -86,10 +85,9 @@ def test_having_unscored_is_no_failure() -> None:
 def test_a_completion_that_went_on_under_a_newer_policy_counts_token_by_token() -> None:
     versions = [[3, 3, 5, 5], [5]]
     completions = [completion(len(own), "stop", own[0]) for own in versions]
-    found = batch_metrics([make_group(completions=completions, token_versions=versions)], 5, 5)
+    found = batch_metrics([make_group(completions=completions, token_versions=versions)], 5)
     assert {k: v for k, v in found.items() if k[-1].isdigit()} == {
         "policy/staleness_0": 0.6,
         "policy/staleness_1": 0.0,
         "policy/staleness_2": 0.4,
     }
-    assert found["policy/too_old_fraction"] == 0.4

@@ -74,11 +74,11 @@ class Failing(Trainer):
 
     ends: BaseException | None = None
 
-    async def step(self, groups: list[Any], oldest_version: int = 0) -> dict[str, float]:
+    async def step(self, groups: list[Any]) -> dict[str, float]:
         if self.version == 2:
             assert self.ends is not None
             raise self.ends
-        return await super().step(groups, oldest_version)
+        return await super().step(groups)
 
 
 @pytest.mark.parametrize(

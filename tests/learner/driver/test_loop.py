@@ -11,7 +11,6 @@ import pytest
 from cluster.actor import ActorDied, Local
 from learner.driver import checkpoint
 from rollout import ledger
-from rollout.schema import ragged
 from rollout.service import RolloutService
 from rollout.weight_sync import DeliveryError
 from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines, started
@@ -122,22 +121,6 @@ async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_
     assert last < PROBLEMS <= len(positions)  # each once, and no step after that
     assert "eval/accuracy" in lines(tmp_path)[-1]
     assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
-
-
-async def test_over_sampling_stops_the_slowest_groups_and_continues_them(tmp_path: Path) -> None:
-    loop = build(tmp_path, configure(rollout={"oversample": 2}), 6, pace_s=2e-3)  # every fourth problem is slow
-    await finish(loop)
-    written = lines(tmp_path)[1:]
-    assert 0 < written[-1]["rollout/early_stopped"] <= 6 * 2
-    assert [line["policy/too_old_fraction"] for line in written] == [0] * 6  # those of earlier policies count, too
-    assert loop.trainer._object.oldest == [step - 4 for step in range(6)]  # type: ignore[attr-defined]
-    steps = [ledger.read(path) for path in ledger.steps(tmp_path / "rollouts")]
-    begun = [sum((own < own.max()).sum() for own in ragged(rows, "token_versions")) for rows in steps]
-    assert 0 < sum(begun) <= written[-1]["rollout/resumed_tokens"]
-    assert 0 < written[-1]["rollout/resumed"] <= 2 * written[-1]["rollout/early_stopped"]  # 2 completions a group
-    positions = list(itertools.chain(*consumed(tmp_path)))
-    assert len(set(positions)) == len(positions) == 6 * PER_STEP
-    assert loop.pipes.buffer.in_use <= loop.pipes.buffer.slots == PER_STEP + 2
 
 
 async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works(tmp_path: Path) -> None:

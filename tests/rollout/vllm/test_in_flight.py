@@ -16,14 +16,10 @@ from rollout.engine import AdapterRefused
 from rollout.types import Adapter, Completion, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_case import (
-    GROUP,
-    PROMPT,
     TOLERANCE,
     EngineCase,
-    check_that_there_is_nothing,
     run,
     settings,
-    stopped_before_its_turn,
 )
 
 LONG = [i % 250 for i in range(300)]  # several full KV blocks, so the prefix cache has something to leak
@@ -82,31 +78,6 @@ def test_running_completions_go_on_under_the_newer_policy(tmp_path: Path, family
         assert np.abs(answer - case.logprobs(1, LONG)).max() < TOLERANCE
         if rank:
             check_one_adapter_stays(case)
-    finally:
-        run(case.engine.close())
-
-
-def test_in_flight_continue_tells_the_versions_of_a_beginning_too(tmp_path: Path) -> None:
-    case = EngineCase(make_tiny_model(tmp_path), in_flight="continue", adapter_window=1)
-
-    async def scenario() -> list[Completion]:
-        await case.engine.load_adapter(case.next_adapter())
-        until = asyncio.get_running_loop().create_future()
-        begun = asyncio.create_task(case.engine.generate(PROMPT, GROUP, until))
-        await asyncio.sleep(0.1)
-        await case.engine.load_adapter(case.next_adapter())
-        await case.engine.probe(PROMPT)  # a step later at the earliest
-        until.set_result(None)
-        return await begun
-
-    try:
-        stopped = [completion for completion in run(scenario()) if completion.finish_reason == "abort"]
-        assert stopped
-        for completion in stopped:
-            assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
-            assert sorted(set(completion.versions.tolist())) == [0, 1]
-            assert (np.diff(completion.versions) >= 0).all()
-        check_that_there_is_nothing(run(stopped_before_its_turn(case)))
     finally:
         run(case.engine.close())
 
