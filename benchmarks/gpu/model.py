@@ -30,7 +30,8 @@ from learner.model import packing_check
 from learner.model import policy as policy_module
 from learner.model.base import nf4
 from learner.trainer.trainer import Trainer
-from rollout.schema import build_group
+from rollout.fake_groups import make_group
+from rollout.types import Completion
 
 # bfloat16 with float32 sums, without sparsity; from the makers' data sheets
 PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "A100": 312e12, "L40S": 362e12}
@@ -83,21 +84,19 @@ def make_trainer(
 
 def group(seed: int, prompt: int, lengths: Sequence[int], vocab: int) -> pa.Table:
     """Random tokens; rewards differ, so that all completions train."""
-    rng, n = np.random.default_rng(seed), len(lengths)
-    empty, zeros = [""] * n, [0.0] * n
-    return build_group(
-        {
-            "run_id": empty, "group_id": empty, "problem_id": empty, "problem": empty, "completion": empty,
-            "epoch": [0] * n, "position": [seed] * n, "attempt": [0] * n, "sample": list(range(n)),
-            "prompt_ids": [rng.integers(0, vocab, prompt).tolist()] * n,
-            "completion_ids": [rng.integers(0, vocab, length).tolist() for length in lengths],
-            "behavior_logprobs": [[-float(np.log(vocab))] * length for length in lengths],
-            "token_versions": [[0] * length for length in lengths],
-            "policy_version_min": [0] * n, "policy_version_max": [0] * n, "finish_reason": ["length"] * n,
-            "reward": [float(i % 2) for i in range(n)], "reward_parts": [{}] * n, "reward_status": ["ok"] * n,
-            "reward_ms": zeros, "generate_ms": zeros, "worker": [0] * n, "seed": [0] * n, "created_at": zeros,
-        }
-    )  # fmt: skip
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, vocab, prompt).tolist()] * len(lengths)
+    sampled = [
+        Completion(
+            rng.integers(0, vocab, length).astype(np.int32),
+            np.full(length, -np.log(vocab), np.float32),
+            "length",
+            np.zeros(length, np.int32),
+        )
+        for length in lengths
+    ]
+    rewards = [float(i % 2) for i in range(len(lengths))]
+    return make_group(seed, prompt_ids=prompts, completions=sampled, rewards=rewards)
 
 
 def steps(trainer: Trainer, groups: list[pa.Table], count: int, device: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ from learner.config import ModelConfig
 from learner.learner_config import LearnerConfig
 from learner.model.packed_attention import SEGMENTS, VARLEN
 from learner.trainer.trainer import Trainer
-from rollout.schema import build_group
+from rollout.fake_groups import make_group
+from rollout.types import Completion
 
 CUDA_BLOCK = 512  # bytes; torch's caching allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.h)
 
@@ -236,19 +238,9 @@ def _cpu_attention(
 
 def _table(prompt: int, completions: Sequence[int]) -> pa.Table:
     """A group of rollouts of these lengths, whose completions differ in reward, so that all of them train."""
-    n = len(completions)
-    zeros, empty = [0.0] * n, [""] * n
-    return build_group(
-        {
-            "run_id": empty, "group_id": empty, "problem_id": empty, "problem": empty, "completion": empty,
-            "epoch": [0] * n, "position": [0] * n, "attempt": [0] * n, "sample": list(range(n)),
-            "prompt_ids": [[0] * prompt] * n,
-            "completion_ids": [[0] * length for length in completions],
-            "behavior_logprobs": [[-1.0] * length for length in completions],
-            "token_versions": [[0] * length for length in completions],
-            "policy_version_min": [0] * n, "policy_version_max": [0] * n, "finish_reason": ["stop"] * n,
-            "reward": [float(i % 2) for i in range(n)],
-            "reward_parts": [{}] * n, "reward_status": ["ok"] * n, "reward_ms": zeros, "generate_ms": zeros,
-            "worker": [0] * n, "seed": [0] * n, "created_at": zeros,
-        }
-    )  # fmt: skip
+    sampled = [
+        Completion(np.zeros(n, np.int32), np.full(n, -1.0, np.float32), "stop", np.zeros(n, np.int32))
+        for n in completions
+    ]
+    rewards = [float(i % 2) for i in range(len(completions))]
+    return make_group(prompt_ids=[[0] * prompt] * len(completions), completions=sampled, rewards=rewards)
