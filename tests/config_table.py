@@ -11,15 +11,16 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from learner.config.rules import RULES
 from learner.driver.config_io import Key, keys
-from learner.setting_rules import RULES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 
 def reason(key: Key) -> str:
     """The text below the key's field in its model; '' where there is none."""
-    return _reasons(key.model).get(key.field, "")
+    inherited = [model for model in key.model.__mro__ if issubclass(model, BaseModel) and model is not BaseModel]
+    return next((found[key.field] for model in inherited if key.field in (found := _reasons(model))), "")
 
 
 @cache
@@ -63,7 +64,7 @@ HEADER = """| key | default | what it is, and why you would change it |
 |---|---|---|"""
 TEXT = """# Configuration
 
-Made by `python -m tests.config_table` from the models in `learner/config.py`, `learner/learner_config.py`,
+Made by `python -m tests.config_table` from the models in `learner/config/`,
 `learner/algo/loss_config.py`, `rollout/config.py`, `rewards/config.py` and `cluster/config.py`;
 `tests/test_config_table.py` compares it with them.
 
@@ -78,7 +79,7 @@ examples; the README has one in ten lines. The keys that most runs touch: `model
 
 ## Which settings go together
 
-Made from `learner/setting_rules.py`, which also makes the errors.
+Made from `learner/config/rules.py`, which also makes the errors.
 
 | setting | rule | else |
 |---|---|---|

@@ -48,7 +48,7 @@ def row(kind: str, folder: Path) -> tuple[str, ...]:
     import transformers
 
     from learner.config import ModelConfig
-    from learner.learner_config import LoraConfig
+    from learner.config.learner import LoraConfig
     from learner.model.policy import Policy
 
     hf: Any = transformers

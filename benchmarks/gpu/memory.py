@@ -18,7 +18,7 @@ from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES, Shape
 from cluster.memory.units import GB
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 
 GROUPS = 4  # per step, a micro-batch each, as in the published table
 METHODS: dict[str, Learning] = {

@@ -18,7 +18,7 @@ from benchmarks.learner.head_op import Case, by_liger, by_logprobs, make_case, n
 from cluster.memory.plan import Workload
 from cluster.memory.shape import SHAPES, Shape
 from learner.batch.layout import Layout, Segment
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import SEGMENTS, VARLEN, kernels
 

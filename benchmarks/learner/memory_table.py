@@ -22,7 +22,7 @@ from cluster.memory.learner import FRAGMENTATION, Learning, Micro, learner_bytes
 from cluster.memory.plan import Workload
 from cluster.memory.shape import SHAPES, Shape
 from cluster.memory.units import CONTEXT, GB, total
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 
 LENGTHS = Workload(generations=4, prompt=256, completion=786)
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")

@@ -17,7 +17,7 @@ from learner.batch.rows import Rows
 
 
 class Settings(Protocol):
-    """What targets depend on of learner.learner_config.LearnerConfig, which is made from this package's tables."""
+    """What targets depend on of learner.config.learner.LearnerConfig, which is made from this package's tables."""
 
     @property
     def loss(self) -> LossConfig: ...

@@ -79,7 +79,7 @@ def sentences(error: ValidationError, root: type[BaseModel] = RunConfig) -> list
 
 
 def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
-    """Of one pydantic error; rules between settings (learner.setting_rules) come as whole sentences, a line each."""
+    """Of one pydantic error; rules between settings (learner.config.rules) come as whole sentences, a line each."""
     if not mistake["loc"] and mistake["type"] == "value_error":
         return str(mistake["msg"]).removeprefix("Value error, ").splitlines()
     return [_sentence(mistake, root)]

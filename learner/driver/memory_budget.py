@@ -19,7 +19,7 @@ from cluster.memory.search import plan
 from cluster.memory.shape import LINEAR, Shape
 from cluster.placement import pack
 from learner.config import RunConfig, roles
-from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from rollout.config import DEFAULT_KV
 
 log = logging.getLogger("learner")
@@ -139,7 +139,7 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
 
 
 def _layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's placement allows, the preferred first; learner.setting_rules has refused others."""
+    """The layouts that the run's placement allows, the preferred first; learner.config.rules has refused others."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
     if wanted == "alternating":
         return ("alternating",)

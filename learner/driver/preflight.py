@@ -10,6 +10,7 @@ from cluster.memory.plan import gib
 from cluster.placement import PlacementError, local_node, place
 from cluster.ray_cluster import in_job
 from learner.config import RunConfig, roles
+from learner.config.learner import LoraConfig
 from learner.driver import checkpoint
 from learner.driver.absolute_paths import absolute
 from learner.driver.assumed_cards import Cards, planned_for
@@ -21,7 +22,6 @@ from learner.driver.memory_budget import Budgets, MemoryPlanError, settle
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.trials import ENGINE, LEARNER, LOSS, Trial
-from learner.learner_config import LoraConfig
 from learner.model.adapter_config import AdapterError, follow, read_adapter
 from learner.model.reference_config import ReferenceConfigError, check_reference
 from learner.model.weight_files import WeightsError, adapter_weights, model_weights

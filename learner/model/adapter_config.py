@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own

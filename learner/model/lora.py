@@ -8,7 +8,7 @@ import peft
 import torch
 
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model.adapter_config import check_same, read_adapter
 from learner.model.lora_targets import check_targets, lora_targets
 

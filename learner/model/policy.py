@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from learner.batch.layout import Layout
 from learner.batch.micro_batch import MicroBatch
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model import packing_check
 from learner.model.activation_checkpointing import Policy as Checkpointing
 from learner.model.activation_checkpointing import apply as apply_checkpointing

@@ -9,7 +9,7 @@ from torch import Tensor
 from learner.algo.loss import token_loss
 from learner.algo.own_surrogate import function_of
 from learner.batch.micro_batch import MicroBatch
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.model.logprob import policy_logprobs, token_logprobs
 from learner.model.policy import Policy
 

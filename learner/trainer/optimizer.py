@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.learner_config import LearnerConfig, OptimizerConfig, ScheduleConfig
+from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
 
 # Half of torch's first guess, which the gradient of a small batch overflows.
 FIRST_LOSS_SCALE = 2.0**15

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.trainer.optimizer import Updater, build_optimizer, restore
 
 STATE_BYTES = 2  # of 8-bit AdamW; scales of its blocks are another 1 %

@@ -19,7 +19,7 @@ from learner.algo.advantage import has_signal
 from learner.algo.loss import metrics_of
 from learner.batch.rows import read
 from learner.config import ModelConfig
-from learner.learner_config import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model import activation_checkpointing
 from learner.model.export import update_of
 from learner.model.policy import Policy

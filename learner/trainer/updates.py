@@ -13,7 +13,7 @@ from torch import Tensor
 from learner.algo.targets import Targets, targets_of
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
 from learner.trainer.forward_backward import Passes
 from learner.trainer.memory_limit import TokenBudget, longest_rows

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.trainer.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive

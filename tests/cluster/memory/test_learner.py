@@ -10,7 +10,7 @@ import pytest
 from cluster.memory.learner import Learning, Micro, ReferenceKind, learner_static, step_bytes
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import Checkpointing, total
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.tools.meta_run import footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from learner.algo.loss import token_loss
 from learner.algo.loss_config import LossConfig
 from learner.algo.tokens import log_ratio_of
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from tests.learner import naive
 from tests.learner.tokens import batch_of
 from tests.learner.weighted import BOUNDS, RATIOS, clip, gspo

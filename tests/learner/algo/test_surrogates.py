@@ -18,8 +18,8 @@ from learner.algo.loss import token_loss
 from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES, Surrogate
 from learner.algo.tokens import Tokens, log_ratio_of
+from learner.config.learner import LearnerConfig
 from learner.driver import config_io
-from learner.learner_config import LearnerConfig
 from tests.learner import hand_slopes
 from tests.learner.tokens import batch_of
 from tests.loss_table import table

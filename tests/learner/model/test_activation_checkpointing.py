@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model.activation_checkpointing import resolve
 from learner.model.policy import Policy
 from tests.learner.model.test_policy import SMALL, save_model

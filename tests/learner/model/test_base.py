@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model.meta_base import without_weights
 from learner.model.policy import Policy
 from rollout.engine import EngineSettings

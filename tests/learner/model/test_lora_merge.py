@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model.export import update_of
 from learner.model.lora_merge import merged
 from learner.model.policy import Policy

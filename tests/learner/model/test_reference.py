@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.learner_config import OptimizerConfig
+from learner.config.learner import OptimizerConfig
 from learner.model.policy import Policy
 from learner.trainer.trainer import Trainer
 from tests.learner import naive

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.tools.meta_run import footprint
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_group, uniform

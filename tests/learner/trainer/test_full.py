@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
-from learner.learner_config import LearnerConfig, OptimizerConfig
+from learner.config.learner import LearnerConfig, OptimizerConfig
 from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights
 from tests.learner import naive

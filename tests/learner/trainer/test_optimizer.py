@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from learner.learner_config import LearnerConfig, OptimizerConfig, ScheduleConfig
+from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
 from learner.trainer.optimizer import FIRST_LOSS_SCALE, Updater, build_optimizer, rate_factor
 from learner.trainer.stochastic_rounding import RoundedUpdater, updater_for
 from tests.peak import peak_bytes

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 
 from examples.random_families import make_family
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model.export import update_of
 from learner.trainer.probe_answer import held_of
 from rollout.tensor_digests import COLUMNS, columns_of, digest_of_tensor, digests_of, read_of

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig
+from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import adapter_of

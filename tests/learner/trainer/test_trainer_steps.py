@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
-from learner.learner_config import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
+from learner.config.learner import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
 from learner.trainer.nonfinite_guard import MAX_IN_A_ROW
 from learner.trainer.trainer import Trainer
 from tests.learner import naive

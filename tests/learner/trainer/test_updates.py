@@ -13,7 +13,7 @@ from torch import Tensor
 from learner.algo.loss_config import LossConfig
 from learner.algo.targets import targets_of
 from learner.batch.rows import read
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform

@@ -1,17 +1,15 @@
-"""RunConfig: the whole run as typed, frozen values. Imports neither torch, vllm nor ray."""
+"""All settings of a run as typed, frozen values. Imports neither torch, vllm nor ray."""
 
 import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from cluster.config import ClusterConfig, Frozen, Positive
-from cluster.placement import Role
 from cluster.trackers import known_tracker
-from learner.learner_config import LearnerConfig
-from learner.setting_rules import broken_rules
-from rewards.config import RewardConfig, resolved_names
+from learner.config.learner import LearnerConfig
+from rewards.config import RewardConfig
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 
 
@@ -70,8 +68,9 @@ class GuardConfig(Frozen):
     """Steps in a row above it that end the run, with a checkpoint and the reason."""
 
 
-class RunConfig(Frozen):
-    """Everything that defines a run. Only `model.path` and `data.path` and `rewards` have no default."""
+class Settings(Frozen):
+    """Everything that defines a run, each setting as it may be by itself. Only `model.path`, `data.path` and `rewards`
+    have no default."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\{seed\})?$")] = "run"
     """The run's folder below `output_dir`. Each run wants its own; `{seed}` at its end stands for the seed."""
@@ -108,19 +107,6 @@ class RunConfig(Frozen):
     trackers: tuple[Annotated[str, AfterValidator(known_tracker)], ...] = ("tensorboard",)
     """Where metrics go beside metrics.jsonl: rows of TRACKERS in `cluster/trackers.py`; `[]`: nowhere."""
 
-    @model_validator(mode="after")
-    def _reward_names(self) -> "RunConfig":
-        taken = {"mean", "std", "failed", "ms", "zero_variance_groups"} & set(resolved_names(self.rewards))
-        if taken:
-            raise ValueError(f"rewards: a metric is named so already; set rewards.<i>.name (got {', '.join(taken)})")
-        return self
-
-    @model_validator(mode="after")
-    def _settings_go_together(self) -> "RunConfig":
-        if broken := broken_rules(self):
-            raise ValueError("\n".join(broken))
-        return self
-
     @property
     def kv_dtype(self) -> str:
         """Of the generators' keys and values: the coarsest type that a logprob goes through."""
@@ -140,10 +126,3 @@ class RunConfig(Frozen):
     def num_steps(self) -> int | None:
         """Optimizer steps, or None when `epochs` decides once the data is known."""
         return self.steps if self.steps is not None or self.epochs is not None else 60
-
-
-def roles(config: RunConfig) -> list[Role]:
-    """The processes of a run: its generators, then the learner."""
-    cpus, gpus = config.cluster.cpus, config.cluster.gpus
-    generators = [Role(f"generator-{rank}", cpus.generator, gpus.generator) for rank in range(config.rollout.workers)]
-    return [*generators, Role("learner", cpus.learner, gpus.learner)]

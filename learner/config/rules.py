@@ -9,13 +9,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from learner.algo.surrogates import SURROGATES
-from learner.learner_config import LoraConfig
-
-if TYPE_CHECKING:
-    from learner.config import RunConfig
+from learner.config.learner import LoraConfig
+from learner.config.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +24,26 @@ class Rule:
     rule: str  # and why
     mend: str  # the next step
     got: tuple[str, ...]  # the keys whose values decide
-    broken: Callable[[RunConfig], bool]
+    broken: Callable[[Settings], bool]
 
-    def sentence(self, config: RunConfig) -> str:
+    def sentence(self, config: Settings) -> str:
         """Field, rule, next step, values."""
         values = ", ".join(f"{key}={_written(config, key)}" for key in self.got)
         return f"{self.setting} {self.rule}; {self.mend} (got {values})"
 
 
-def broken_rules(config: RunConfig) -> list[str]:
+def broken_rules(config: Settings) -> list[str]:
     """A sentence for each rule that the configuration breaks."""
     return [rule.sentence(config) for rule in RULES if rule.broken(config)]
 
 
-def _written(config: RunConfig, key: str) -> str:
+def _written(config: Settings, key: str) -> str:
     """The value of a dotted key, as it is written in a file."""
     value: Any = reduce(getattr, key.split("."), config)
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _takes_turns(config: RunConfig) -> bool:
+def _takes_turns(config: Settings) -> bool:
     return config.memory.layout == "alternating"
 
 
@@ -90,7 +88,7 @@ MODEL = (
 )  # fmt: skip
 
 
-def _not_with_full(other: str, why: str, is_set: Callable[[RunConfig], bool]) -> Rule:
+def _not_with_full(other: str, why: str, is_set: Callable[[Settings], bool]) -> Rule:
     key = other.partition("=")[0]
     return Rule(
         "learner.mode: full", f"does not go with {other}: {why}", "leave one of them out", ("learner.mode", key),

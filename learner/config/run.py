@@ -1,0 +1,32 @@
+"""RunConfig: settings that go together, and the processes that they ask for."""
+
+from pydantic import model_validator
+
+from cluster.placement import Role
+from learner.config.rules import broken_rules
+from learner.config.settings import Settings
+from rewards.config import resolved_names
+
+
+class RunConfig(Settings):
+    """The settings of one run, checked against each other."""
+
+    @model_validator(mode="after")
+    def _reward_names(self) -> "RunConfig":
+        taken = {"mean", "std", "failed", "ms", "zero_variance_groups"} & set(resolved_names(self.rewards))
+        if taken:
+            raise ValueError(f"rewards: a metric is named so already; set rewards.<i>.name (got {', '.join(taken)})")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> "RunConfig":
+        if broken := broken_rules(self):
+            raise ValueError("\n".join(broken))
+        return self
+
+
+def roles(config: Settings) -> list[Role]:
+    """The processes of a run: its generators, then the learner."""
+    cpus, gpus = config.cluster.cpus, config.cluster.gpus
+    generators = [Role(f"generator-{rank}", cpus.generator, gpus.generator) for rank in range(config.rollout.workers)]
+    return [*generators, Role("learner", cpus.learner, gpus.learner)]
