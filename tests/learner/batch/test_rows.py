@@ -24,24 +24,23 @@ def test_every_column_of_every_group_in_order() -> None:
 
     one = with_versions(make_group([1, 2], [[3, 4], [5], []], [0.5, None, 1], behavior, cut=[1]), [[6, 7], [8], []])
     two = with_versions(make_group([9], [[10, 11, 12]], [2], behavior, cut=[0]), [[7, 7, 9]])
-    rows = read([one, two], 7)  # of the first completion, the first token is prompt
+    rows = read([one, two])
     assert [reward.tolist() for reward in rows.rewards] == [pytest.approx([0.5, np.nan, 1], nan_ok=True), [2]]
-    assert [prompt.tolist() for prompt in rows.prompts] == [[1, 2, 3], [1, 2], [1, 2], [9]]
-    assert rows.completions.tolist() == [4, 5, 10, 11, 12]
-    assert rows.behavior.tolist() == [-4, -5, -10, -11, -12]
-    assert rows.versions.tolist() == [7, 8, 7, 7, 9]
-    assert rows.lengths.tolist() == [1, 1, 0, 3]
+    assert [prompt.tolist() for prompt in rows.prompts] == [[1, 2], [1, 2], [1, 2], [9]]
+    assert rows.completions.tolist() == [3, 4, 5, 10, 11, 12]
+    assert rows.behavior.tolist() == [-3, -4, -5, -10, -11, -12]
+    assert rows.versions.tolist() == [6, 7, 8, 7, 7, 9]
+    assert rows.lengths.tolist() == [2, 1, 0, 3]
     assert rows.truncated.tolist() == [False, True, False, True]
-    assert rows.starts.tolist() == [0, 1, 2, 2]
-    assert rows.places([3, 0]).tolist() == [2, 3, 4, 0]
-    assert rows.inputs([3, 0]).tolist() == [10, 11]
+    assert rows.starts.tolist() == [0, 2, 3, 3]
+    assert rows.places([3, 0]).tolist() == [3, 4, 5, 0, 1]
+    assert rows.inputs([3, 0]).tolist() == [10, 11, 3]
     kinds = [array.dtype for array in (rows.completions, rows.behavior, rows.versions, rows.lengths, rows.truncated)]
     assert kinds == [np.int32, np.float32, np.int32, np.int64, np.bool_]
-    assert read([one, two]).prompts[0].tolist() == [1, 2]  # nothing is too old
 
 
 def test_no_group_is_no_row() -> None:
-    rows = read([], 3)
+    rows = read([])
     assert (rows.rewards, rows.prompts, rows.completions.tolist(), rows.lengths.tolist()) == ([], [], [], [])
     kinds = [array.dtype for array in (rows.completions, rows.behavior, rows.versions, rows.lengths, rows.truncated)]
     assert kinds == [np.int32, np.float32, np.int32, np.int64, np.bool_]
