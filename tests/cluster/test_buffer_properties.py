@@ -63,7 +63,7 @@ def test_every_group_is_taken_once_or_dropped_once(slots: int, max_groups: int, 
             nonlocal held
             got = await taking(buffer, count, oldest)
             assert len(got) == count
-            assert all(t.column("policy_version_max")[0].as_py() >= oldest for t in got)
+            assert all(t.column("policy_version_min")[0].as_py() >= oldest for t in got)
             taken.extend(map(position, got))
             held += count
 
@@ -125,7 +125,7 @@ def test_the_staleness_bound_is_arithmetic(max_staleness: int, per_step: int, pa
         for step, pace in enumerate(paces):
             groups = await taking(buffer, per_step, step - max_staleness)
             seen += map(position, groups)
-            ages += [step - g.column("policy_version_max")[0].as_py() for g in groups]
+            ages += [step - g.column("policy_version_min")[0].as_py() for g in groups]
             for _ in range(pace):  # the learner works; in sync mode nobody else does
                 await asyncio.sleep(0)
             if max_staleness == 0:
