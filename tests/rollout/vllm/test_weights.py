@@ -14,6 +14,7 @@ import pytest
 from examples.random_model import make_adapter, make_tiny_model
 from rollout.engine import AdapterRefused, NoAdapter
 from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
+from rollout.vllm.commands import Load
 from rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_case import TOLERANCE, EngineCase, run, settings
 
@@ -57,7 +58,8 @@ def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bo
         before = asyncio.create_task(engine.generate(LONG, sampling))
         await asyncio.sleep(0)
         loading = asyncio.create_task(engine.load_weights(weights_of(models[2], 2)))
-        while not (engine._thread._turns.backlog or loading.done()):  # it is staged, and waits for what is running
+        backlog = engine._thread._turns.backlog
+        while not (any(isinstance(command, Load) for command in backlog) or loading.done()):  # staged, and waiting
             await asyncio.sleep(0.001)
         after = await engine.generate(LONG, sampling)
         await loading
