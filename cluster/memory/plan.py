@@ -69,6 +69,7 @@ class Wish:
     kv_bytes: int | None = None
     kv_dtype: str = "bfloat16"  # or fp8
     layouts: tuple[Layout, ...] = ("slices", "alternating")
+    shared: bool = False  # memory.base: shared: one base for both roles, the generator's
     cuda: bool = True
     learner_cap: int | None = None  # bytes that a role may have at most
     generator_cap: int | None = None

@@ -56,9 +56,9 @@ def _fits(found: Plan, wish: Wish) -> bool:
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
     """Every choice, the best first."""
     for base in ("none", "nf4") if wish.base is None else (wish.base,):
-        if base == "nf4" and (wish.mode == "full" or wish.push == "merged"):
+        if base == "nf4" and (wish.mode == "full" or wish.push == "merged" or wish.shared):
             continue
-        for layout in wish.layouts:
+        for layout in ("slices",) if wish.shared else wish.layouts:
             for kv_bytes in _kv_choices(shape, work, wish):
                 for policy, budget in _learner_choices(shape, work, wish):
                     yield _plan(shape, device_bytes, work, wish, layout, base, policy, budget, kv_bytes)
@@ -86,9 +86,12 @@ def _plan(
         wish.cuda, work.whole,
     )  # fmt: skip
     held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
+    learner = learner_memory.learner_bytes(shape, learning, micro)
+    if wish.shared:
+        learner["weights"] = 0  # counted where they lie, with the generator
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
-        learner_memory.learner_bytes(shape, learning, micro), generator_bytes(shape, serving), work.generators,
+        learner, generator_bytes(shape, serving), work.generators,
     )  # fmt: skip
 
 
@@ -143,6 +146,8 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(
             ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
         )
+    if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and wish.base != "nf4" and work.generators == 1:
+        changes.append(("memory.base=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
     if wish.mode == "full" and wish.optimizer == "adamw":
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
     if wish.reference == "auto":
@@ -158,7 +163,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
     if (
         wish.cuda
         and wish.layouts != ("separate",)
-        and _search(shape, device_bytes, work, replace(wish, layouts=("separate",)))
+        and _search(shape, device_bytes, work, replace(wish, layouts=("separate",), shared=False))
     ):
         yield "a second card of this size (cluster.gpus.generator=1, cluster.gpus.learner=1)"
     if small.device_peak > USABLE * device_bytes:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
     else:
-        _print(found, device, work, args.cards)
+        _print(found, device, work, args)
     if args.png:
         try:
             plan_picture.save_png([one.chosen for one in found], device, Path(args.png))
@@ -79,6 +79,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     which.add_argument("--model", help="name in the table or folder with a config.json; default: five usual sizes")
     which.add_argument("--all", action="store_true", help="every model of the built-in table")
     parser.add_argument("--cards", type=int, choices=(1, 2), default=1, help="2: one for each role (default 1)")
+    parser.add_argument("--base", choices=("own", "shared"), default="own", help="memory.base, of LoRA (default own)")
     parser.add_argument("--generations", type=positive, default=8, help="completions per problem (default 8)")
     parser.add_argument("--prompt", type=positive, default=256, help="tokens (default 256)")
     parser.add_argument("--completion", type=positive, default=786, help="tokens (default 786)")
@@ -88,7 +89,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rank", type=positive, default=16, help="of the adapter (default 16)")
     parser.add_argument("--json", action="store_true", help="every number, by role and part, in bytes")
     parser.add_argument("--png", metavar="FILE", help="stacked bars")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.base == "shared" and args.cards == 2:
+        parser.error("--base shared: one base for both roles needs both on one card; leave out --cards 2")
+    return args
 
 
 def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
@@ -102,15 +106,18 @@ def _plans(shape: Shape, device: int, work: Workload, args: argparse.Namespace) 
         layouts = ("slices",) if args.staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
         layouts = ("separate",) if args.cards == 2 else layouts
         kv_dtype = wish.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-        return replace(wish, rank=args.rank, layouts=layouts, kv_dtype=kv_dtype)
+        shared = args.base == "shared" and wish.mode == "lora" and wish.base != "nf4"
+        return replace(wish, rank=args.rank, layouts=layouts, kv_dtype=kv_dtype, shared=shared)
 
     needs = {name: least(shape, device, work, asked(wish)) for name, wish in METHODS.items()}
     return Found(shape, needs, plan(shape, device, work, asked(Wish())))
 
 
-def _print(found: Sequence[Found], device: int, work: Workload, cards: int) -> None:
+def _print(found: Sequence[Found], device: int, work: Workload, args: argparse.Namespace) -> None:
     console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    on = f"{cards} card{'s' if cards > 1 else ''} of {gib(device)}"
+    on = f"{args.cards} card{'s' if args.cards > 1 else ''} of {gib(device)}"
+    if args.base == "shared":
+        on += ", LoRA with one base for both roles, which is the generator's"
     lengths = f"G={work.generations}, prompt {work.prompt}, completion {work.completion}"
     console.print(f"GiB per card that generator and learner need at least; green fits {on}  ({lengths})")
     console.print(_needs(found))

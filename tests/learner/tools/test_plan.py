@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,28 @@ def test_one_model_as_json_at_once() -> None:
     assert one["chosen"]["fits"]
     assert one["chosen"]["device_peak"] <= 24 * 2**30
     assert not one["least"]["full"]["fits"]
+
+
+def test_one_base_for_both_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--gpu", "24GiB", "--model", "Llama-3.1-8B"]
+    (own,), (shared,) = (_json(capsys, [*words, "--base", base]) for base in ("own", "shared"))
+    assert (own["chosen"]["base"], shared["chosen"]["base"]) == ("nf4", "none")
+    assert shared["chosen"]["learner"]["weights"] == 0
+    for method in ("LoRA", "LoRA + ckpt"):
+        assert own["least"][method]["learner"]["weights"] == shared["least"][method]["generator"]["weights"] > 16e9
+        assert shared["least"][method]["learner"]["weights"] == 0
+    for method in ("full", "QLoRA"):
+        assert own["least"][method] == shared["least"][method]
+    assert main([*words, "--base", "shared"]) == 0
+    assert "LoRA with one base for both roles" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--base", "shared", "--cards", "2"])
+    assert "needs both on one card" in capsys.readouterr().err
+
+
+def _json(capsys: pytest.CaptureFixture[str], words: list[str]) -> Any:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_a_misfit_and_a_mistake_have_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
