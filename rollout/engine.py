@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,6 +67,9 @@ class EngineSettings:
         stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
             decoded without special tokens.
         sleeps: sleep() will be called; CUDA only.
+        shares_base: share_base() will be called; adapters only, in 16 or 32 bits, without sleep.
+        room: on CUDA, bytes of the card that must be free before the model is loaded; it waits for them, since those
+            of a lost generator may still be going.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
             kv_cache_bytes is explicit; kept small so that a learner may share the card.
 
@@ -87,6 +91,8 @@ class EngineSettings:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     sleeps: bool = False
+    shares_base: bool = False
+    room: int = 0
     gpu_memory_utilization: float = 0.05
 
     def __post_init__(self) -> None:
@@ -103,6 +109,11 @@ class EngineSettings:
             )
         if self.in_flight == "finish" and self.adapter_window < 2:
             raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
+        if self.shares_base and (self.max_lora_rank == 0 or self.base != "none" or self.sleeps):
+            raise ValueError(
+                f"shares_base needs adapters on a base in 16 or 32 bits, and no sleep: got max_lora_rank="
+                f"{self.max_lora_rank}, base={self.base}, sleeps={self.sleeps}"
+            )
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -147,6 +158,13 @@ class Engine(Protocol):
         """The newest policy, read back from the tensors that the engine computes with, not from what it was sent.
 
         Raises NoAdapter, EngineAsleep, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def share_base(self) -> Manifest:
+        """How another process maps the base's weights; for one process, so each wants its own.
+
+        Raises EngineError if the engine was not started with shares_base, EngineDied, EngineClosed.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine import EngineAsleep, EngineClosed, NoAdapter
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights, digest_of
 
 
@@ -53,6 +55,7 @@ class FakeEngine:
         self._calls = 0  # of generate that are running
         self._asleep = False
         self._closed = False
+        self._generation = uuid.uuid4().hex
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         version, policy = self._newest(), self._policy
@@ -89,6 +92,10 @@ class FakeEngine:
     async def held(self) -> Held:
         self._newest()
         return held_by_fake(self._policy)
+
+    async def share_base(self) -> Manifest:
+        self._require_open()
+        return Manifest("shared_file", "nowhere", self._generation, {}, {}, {})
 
     async def sleep(self) -> None:
         self._require_open()

@@ -8,6 +8,7 @@ from rollout.engine import Engine
 from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
@@ -39,6 +40,9 @@ class FakeWorker(RolloutService):
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         return Answer(await self.engine.probe(token_ids), await self.engine.held(), 3.0)
+
+    async def share_base(self) -> Manifest:
+        return await self.engine.share_base()
 
     async def sleep(self) -> None:
         await self.engine.sleep()

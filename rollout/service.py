@@ -6,6 +6,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from rollout.schema import Problem
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
@@ -22,6 +23,9 @@ class RolloutService(Protocol):
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""
+
+    async def share_base(self) -> Manifest:
+        """How the learner maps the engine's base (memory.base: shared)."""
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
@@ -67,12 +68,14 @@ class SupervisedWorker:
     """The process of one worker through all its lives.
 
     rearm: brings a fresh process the newest policy, if there is one; set by who supplies the worker with policies.
+    replacing: what a fresh process is started inside of; set by who must make room for it.
     """
 
     def __init__(self, actor: RevivableActor[RolloutService], deadlines: DeadlineConfig) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.name = actor.name
         self.rearm: Callable[[], Awaitable[None]] = _nothing
+        self.replacing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self.restarts = 0
         self._life = 0
         self._losses = Losses(actor.name)  # since the last finished group
@@ -110,7 +113,8 @@ class SupervisedWorker:
             while True:
                 self._losses.add(error)
                 try:
-                    await self.actor.revive(self.deadlines.start)
+                    async with self.replacing():
+                        await self.actor.revive(self.deadlines.start)
                     await self.rearm()
                     break
                 except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back

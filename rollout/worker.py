@@ -18,6 +18,7 @@ from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
@@ -102,6 +103,10 @@ class RolloutWorker(RolloutService):
         with self._engine_alive():
             logprobs, held = await self.engine.probe(token_ids), await self.engine.held()
         return Answer(logprobs, held, time.perf_counter() - start)
+
+    async def share_base(self) -> Manifest:
+        with self._engine_alive():
+            return await self.engine.share_base()
 
     async def sleep(self) -> None:
         with self._engine_alive():

@@ -47,6 +47,13 @@ def _takes_turns(config: Settings) -> bool:
     return config.memory.layout == "alternating"
 
 
+def _not_shared(needs: str, mend: str, got: tuple[str, ...], broken: Callable[[Settings], bool]) -> Rule:
+    return Rule(
+        "memory.base: shared", f"needs {needs}", f"{mend}, or memory.base=own", got,
+        lambda c: c.memory.base == "shared" and broken(c),
+    )  # fmt: skip
+
+
 GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
 CLIPPED = ", ".join(name for name, row in SURROGATES.items() if row.several_updates)
 
@@ -169,5 +176,31 @@ MEMORY = (
         lambda c: _takes_turns(c) and c.max_staleness > 0,
     ),
 )  # fmt: skip
+SHARED = (
+    _not_shared(
+        "learner.mode=lora: a base that is trained is not the one that the generator serves", "set that",
+        ("learner.mode",), lambda c: c.learner.mode == "full",
+    ),
+    _not_shared(
+        "learner.push=adapter: whole weights would be written into the base that both roles compute with", "set that",
+        ("learner.push",), lambda c: c.learner.push == "merged",
+    ),
+    _not_shared(
+        "a base in 16 or 32 bits: one in 4 bits cannot be mapped yet", "set model.base=none", ("model.base",),
+        lambda c: c.model.base == "nf4",
+    ),
+    _not_shared(
+        "rollout.workers=1: the learner maps the base of one generator, and a second one has its own", "set that",
+        ("rollout.workers",), lambda c: c.rollout.workers > 1,
+    ),
+    _not_shared(
+        "both roles on one card, or both on a CPU", "set cluster.gpus.generator=0.5 and cluster.gpus.learner=0.5", GPUS,
+        lambda c: not c.cluster.gpus.one_card and max(c.cluster.gpus.generator, c.cluster.gpus.learner) > 0,
+    ),
+    _not_shared(
+        "a generator that stays awake: the memory of one that sleeps cannot be mapped", "set memory.layout=slices",
+        ("memory.layout",), _takes_turns,
+    ),
+)  # fmt: skip
 
-RULES = (*LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY)
+RULES = (*LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY, *SHARED)

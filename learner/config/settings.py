@@ -42,6 +42,9 @@ class MemoryConfig(Frozen):
     nothing is held to a limit but the learner to `memory.learner`, if that is set."""
     layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
     """`separate` cards, two `slices` of one, or `alternating`: the generators sleep while the learner trains."""
+    base: Literal["own", "shared"] = "own"
+    """`shared`: one copy of the base for both roles; the generator owns it, the learner maps it. For LoRA with one
+    generator on the learner's card, where a second copy of the weights would not fit."""
     generator: BytesOrAuto = "auto"
     """The most that the plan may give a generator, all of it. Set it to divide a card by hand. Of vLLM the KV cache is
     held to the plan."""

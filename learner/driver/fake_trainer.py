@@ -8,6 +8,7 @@ import pyarrow as pa
 from cluster.files import Digest, digests_in
 from learner.trainer.service import TrainerService
 from rollout.fake_engine import FakeEngine
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
 from rollout.weight_sync import Answer
 
@@ -38,6 +39,12 @@ class FakeTrainer(TrainerService):
         engine = FakeEngine(self._vocab_size)
         await engine.load_adapter(self._adapter())
         return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
+
+    async def detach_base(self) -> None:
+        """It has none."""
+
+    async def attach_base(self, manifest: Manifest) -> None:
+        """It needs none."""
 
     async def release_cache(self) -> None:
         """It has none."""

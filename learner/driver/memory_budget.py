@@ -141,6 +141,8 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
 def _layouts(config: RunConfig) -> tuple[Layout, ...]:
     """The layouts that the run's placement allows, the preferred first; learner.config.rules has refused others."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
+    if config.memory.base == "shared":
+        return ("slices",)
     if wanted == "alternating":
         return ("alternating",)
     if gpus.own_cards:
@@ -186,6 +188,7 @@ def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
         offload=learner.offload_boundaries,
         base=model.base,
+        shared=sizes.base == "shared",
         checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,
         kv_bytes=None if kv == "auto" else kv,

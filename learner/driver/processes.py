@@ -16,6 +16,7 @@ from learner.driver.watched_learner import WatchedLearner
 from learner.trainer.service import TrainerService
 from rollout.engine import EngineSettings
 from rollout.service import RolloutService
+from rollout.shared_base.manifest import Manifest
 from rollout.supervised_worker import until_started
 from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
@@ -40,8 +41,12 @@ async def start_processes(
     ]
     settled = config.model_copy(update={"learner": prepared.budgets.learner})
     wanted = [settled, prepared.total_steps, prepared.budgets.learner_bytes]
-    spawn_trainer = partial(session.spawn, learner, make_trainer, wanted, {})
-    if config.cluster.gpus.learner == 0:  # nothing is shared: the two start-ups overlap
+    shares = config.memory.base == "shared"
+
+    def spawn_trainer(base: Manifest | None = None) -> "Remote[Trainer]":
+        return session.spawn(learner, make_trainer, [*wanted, base], {})
+
+    if config.cluster.gpus.learner == 0 and not shares:  # the two start-ups overlap
         started = spawn_trainer()
         async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
             for worker in workers:
@@ -52,7 +57,8 @@ async def start_processes(
             await _started(worker, start)
             if prepared.budgets.alternating:
                 await worker.call(RolloutService.sleep, start)
-        started = spawn_trainer()
+        base = await workers[0].call(RolloutService.share_base, start) if shares else None
+        started = spawn_trainer(base)
         await started.ready(start)
     trainer = WatchedLearner(started, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
@@ -87,6 +93,8 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             in_flight=rollout.in_flight,
             stop=rollout.stop,
             sleeps=budgets.alternating,
+            shares_base=config.memory.base == "shared",
+            room=_room(config, budgets),
         ),
         rewards=tuple(config.rewards),
         reward_workers=rollout.reward_workers,
@@ -95,8 +103,18 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
     )
 
 
-def make_trainer(config: RunConfig, total_steps: int, memory_bytes: int | None) -> "Trainer":
-    """The learner, built in its own process; `memory_bytes` is the most that it may hold."""
+def _room(config: RunConfig, budgets: Budgets) -> int:
+    """Bytes of the card that a generator whose base is shared waits for: the learner may still be letting go of those
+    of the one before."""
+    if config.memory.base != "shared" or budgets.plan is None:
+        return 0
+    return budgets.plan.generator["weights"] + budgets.kv_cache
+
+
+def make_trainer(
+    config: RunConfig, total_steps: int, memory_bytes: int | None, base: Manifest | None = None
+) -> "Trainer":
+    """The learner, built in its own process; `memory_bytes` is the most that it may hold, `base` the generator's."""
     # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from learner.trainer.trainer import Trainer
@@ -110,4 +128,5 @@ def make_trainer(config: RunConfig, total_steps: int, memory_bytes: int | None) 
         seed=config.seed,
         device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
         memory_bytes=memory_bytes,
+        base=base,
     )

@@ -26,6 +26,9 @@ class WeightSync:
         self._deadlines, self._dtype = config.cluster.deadlines, config.kv_dtype
         longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
+        # The learner may be without its base until a lost generator is replaced.
+        without = self._deadlines.start if config.memory.base == "shared" else 0.0
+        self._probe_s = self._deadlines.push + without
         self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
@@ -44,7 +47,7 @@ class WeightSync:
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
         with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):
-            answer = await self._trainer.call(TrainerService.probe, self._deadlines.push, list(ids))
+            answer = await self._trainer.call(TrainerService.probe, self._probe_s, list(ids))
         self._answered_s = answer.seconds
         return answer
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.actor import Actor, RevivableActor
 from cluster.buffer import Buffer
@@ -15,6 +16,7 @@ from learner.driver.loop import Loop
 from learner.driver.mismatch_guard import MismatchGuard
 from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.schedule import Schedule
+from learner.driver.shared_base import replacing_owner
 from learner.driver.step_metrics import Sinks, StepMetrics
 from learner.driver.updates import Updates
 from learner.driver.weight_sync import WeightSync
@@ -57,6 +59,9 @@ def wire(
     )
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
     producers = [Producer(generator, pipes, sampling_of(config), deadlines) for generator in generators]
+    if config.memory.base == "shared":
+        for producer in producers:
+            producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
     metrics, sync = StepMetrics(sinks, producers, pipes), WeightSync(config, trainer, producers, pipes)
     turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
     loop = Loop(

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from learner.config import ModelConfig
+from learner.model.mapped_base import MappedBase
 from learner.model.meta_base import without_weights
 from rollout.architecture import ArchitectureError, check_architecture
 
 
-def load_base(model: ModelConfig, device: torch.device, *, lora: bool) -> Any:
-    """The frozen causal language model of model.path in model.dtype, without dropout.
+def load_base(model: ModelConfig, device: torch.device, *, lora: bool, mapped: MappedBase | None = None) -> Any:
+    """The frozen causal language model of model.path in model.dtype, without dropout; on the weights of `mapped`, which
+    are the generator's, instead of those that are loaded.
 
     Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole.
     """
@@ -41,6 +43,8 @@ def load_base(model: ModelConfig, device: torch.device, *, lora: bool) -> Any:
         options |= {"quantization_config": nf4(dtype), "device_map": {"": device}}
     if device.type == "meta":  # no weights: learner.tools.meta_run asks what a step of this model would need
         return without_weights(config, dtype, options.get("quantization_config")).requires_grad_(False)
+    if mapped is not None:
+        return mapped.model(config, dtype, **options).requires_grad_(False)
     lm: Any = AutoModelForCausalLM.from_pretrained(
         model.path, config=config, dtype=dtype, trust_remote_code=False, **options
     )

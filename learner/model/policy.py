@@ -36,6 +36,7 @@ from learner.model.head_check import check_head
 from learner.model.logits import logits_of
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
 from learner.model.lora_merge import merged
+from learner.model.mapped_base import MappedBase
 from learner.model.reference import Reference
 from rollout.safetensors_stream import Source
 
@@ -44,7 +45,7 @@ class Policy:
     """Base model plus adapter; without `lora`, the whole model.
 
     Args:
-        attention: see learner.model.packing_check.enable.
+        attention: see learner.model.packing_check.enable. mapped: the base to use, instead of one of its own.
 
     Attributes:
         head: [V, H] output embedding; frozen with an adapter.
@@ -72,8 +73,9 @@ class Policy:
         keep_masters: bool = True,
         keep_reference: bool = False,
         attention: str | None = None,
+        mapped: MappedBase | None = None,
     ) -> None:
-        self._lm = load_base(model, device, lora=lora is not None)
+        self._lm = load_base(model, device, lora=lora is not None, mapped=mapped)
         self._offload = offload
         self.head = head_of(self._lm, model.path)
         self.logits = logits_of(self._lm.config.get_text_config())
@@ -99,8 +101,8 @@ class Policy:
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting, attention)
         if lora is None and keep_reference:
-            trial = torch.zeros(1, 2, dtype=torch.int64, device=device)
-            self._roles["reference"] = Reference(self._lm, model, partial(self.hidden, trial)).acting
+            trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
+            self._roles["reference"] = Reference(self._lm, model, trial).acting
 
     @property
     def model_type(self) -> str:
@@ -169,8 +171,7 @@ class Policy:
         self.sync()
 
     def merged(self) -> dict[str, Source]:
-        """The base's weights that the adapter changes, as they are with it (learner.model.lora_merge); the base's
-        stay."""
+        """The base's weights that the adapter changes, with it (learner.model.lora_merge); the base's own stay."""
         return merged(self._lm)
 
     def scalings(self) -> dict[str, float]:

@@ -95,12 +95,15 @@ class MemoryLimit:
     states and activations, but not the CUDA context (about 0.5 GB). On a CPU nothing can be refused in advance: the
     growth of the process's highest resident set since this object was made is compared with it by `check`.
 
+    mapped: bytes of the generator's base (memory.base: shared). They are no part of what the learner may hold. torch's
+    allocator does not count them; a CPU's resident set does, hence they are taken off.
+
     Raises:
         ValueError: more than the device has.
     """
 
-    def __init__(self, limit: int | None, device: torch.device) -> None:
-        self._limit, self._device = limit, device
+    def __init__(self, limit: int | None, device: torch.device, mapped: int = 0) -> None:
+        self._limit, self._device, self._mapped = limit, device, mapped
         self._warned = False
         self._start = peak_resident()
         if limit is not None and device.type == "cuda":
@@ -118,10 +121,11 @@ class MemoryLimit:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Bytes: on CUDA the allocator's peak in this step, else the process's highest resident set so far."""
+        """Bytes: on CUDA the allocator's peak in this step, else the process's highest resident set so far, without
+        what is mapped."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return peak_resident()
+        return peak_resident() - self._mapped
 
     def check(self) -> None:
         """To be called after a step: warns once from 90 % on; raises OutOfMemory beyond the limit."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from cluster.files import Digest
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
 from rollout.weight_sync import Answer
 
@@ -28,8 +29,9 @@ class TrainerService(Protocol):
         Returns:
             Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
             sampled by the present version, in nats; time/train in seconds; memory/learner_peak in bytes: on CUDA the
-            allocator's peak in this step, on CPU the highest resident set of the whole process since its start;
-            memory/oom_retries counts how often this step was taken again with half the token budget.
+            allocator's peak in this step, on CPU the highest resident set of the whole process since its start, without
+            a base that is mapped; memory/oom_retries counts how often this step was taken again with half the token
+            budget.
 
         Raises:
             ValueError: the groups are malformed or have token ids beyond the vocabulary.
@@ -64,12 +66,24 @@ class TrainerService(Protocol):
             ValueError: fewer than two tokens, or an id beyond the vocabulary.
         """
 
+    async def detach_base(self) -> None:
+        """Lets go of the generator's base (memory.base: shared), after the work that is under way; until attach_base,
+        what computes with it waits."""
+
+    async def attach_base(self, manifest: Manifest) -> None:
+        """Takes the base of the generator that has come in the place of the one before.
+
+        Raises:
+            BaseNotShared: it is another base, or cannot be mapped.
+        """
+
     async def release_cache(self) -> None:
         """Between two steps the device's free memory is others' (memory.layout: alternating)."""
 
     async def pulse(self) -> float:
         """A number that grows as long as a step gets on: micro-batches so far, and on a CPU, where one takes long,
-        seconds of computation (a thread that waits for a CUDA device computes, so there they would say nothing)."""
+        seconds of computation (a thread that waits for a CUDA device computes, so there they would say nothing), and
+        seconds in which it waits for a generator to bring the base."""
 
     async def sees(self, file: Path) -> bool:
         """Whether this process finds a file that another has made: on another node it may see another disk."""

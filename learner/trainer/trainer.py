@@ -22,8 +22,10 @@ from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model import activation_checkpointing
 from learner.model.export import update_of
+from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
 from learner.trainer import trainer_state
+from learner.trainer.base_thread import BaseThread
 from learner.trainer.forward_backward import Passes
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget
 from learner.trainer.nonfinite_guard import NonFiniteGuard
@@ -32,7 +34,7 @@ from learner.trainer.rng_state import random_state, set_random_state
 from learner.trainer.service import TrainerService
 from learner.trainer.stochastic_rounding import updater_for, wants_masters
 from learner.trainer.updates import Updates
-from learner.trainer.work_thread import WorkThread
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
 from rollout.weight_sync import Answer
 
@@ -50,9 +52,10 @@ class Trainer(TrainerService):
         device: cpu, cuda or cuda:<n>.
         memory_bytes: most that the learner may hold (see learner.trainer.memory_limit.MemoryLimit); None: no limit.
         attention: see learner.model.packing_check.enable.
+        base: the generator's, to be mapped; None: the learner loads one of its own.
 
     Raises:
-        ValueError: the model or adapter cannot be trained here (see learner.model.policy.Policy).
+        ValueError: model or adapter cannot be trained here (see learner.model.policy.Policy), or base not be mapped.
     """
 
     def __init__(
@@ -67,11 +70,14 @@ class Trainer(TrainerService):
         device: str,
         memory_bytes: int | None = None,
         attention: str | None = None,
+        base: Manifest | None = None,
     ) -> None:
         self._path, self._merged = model.path, learner.push == "merged"
         where = torch.device(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
-        self._memory, self._budget = MemoryLimit(memory_bytes, where), TokenBudget(tokens)
+        mapped = None if base is None else MappedBase(base, where)
+        self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
+        self._budget = TokenBudget(tokens)
         self._policy = Policy(
             model,
             learner.lora if learner.mode == "lora" else None,
@@ -82,6 +88,7 @@ class Trainer(TrainerService):
             keep_masters=wants_masters(learner),
             keep_reference=learner.loss.beta > 0,
             attention=attention,
+            mapped=mapped,
         )
         weights = list(self._policy.masters.values())
         self._updater = updater_for(weights, learner, dtype=model.dtype, device=where)
@@ -96,30 +103,33 @@ class Trainer(TrainerService):
         )
         self._guard = NonFiniteGuard()
         self._version = 0
-        self._thread = WorkThread()
+        self._thread = BaseThread(mapped)
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
-        return await self._thread.run(lambda: self._step(groups))
+        return await self._thread.compute(lambda: self._step(groups))
 
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
-        return await self._thread.run(lambda: self._rehearse(prompt_length))
+        return await self._thread.compute(lambda: self._rehearse(prompt_length))
 
     async def policy(self) -> tuple[Adapter | Weights, float]:
         build = partial(update_of, self._policy, merged=self._merged)
         return await self._thread.run(lambda: _timed(lambda: build(self._version)))
 
     async def probe(self, token_ids: list[int]) -> Answer:
-        return await self._thread.run(lambda: answer_of(self._policy, self._version, token_ids, merged=self._merged))
+        answer = partial(answer_of, self._policy, merged=self._merged)
+        return await self._thread.compute(lambda: answer(self._version, token_ids))
+
+    async def detach_base(self) -> None:
+        await self._thread.detach()
+
+    async def attach_base(self, manifest: Manifest) -> None:
+        await self._thread.attach(manifest)
 
     async def release_cache(self) -> None:
         await self._thread.run(torch.cuda.empty_cache)
 
     async def pulse(self) -> float:
-        return self._updates.passed + (self._thread.computed() if self._on_cpu else 0.0)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self._policy.head.device.type == "cpu"
+        return self._updates.passed + self._thread.progress(on_cpu=self._policy.head.device.type == "cpu")
 
     async def sees(self, file: Path) -> bool:
         return file.exists()
@@ -141,6 +151,7 @@ class Trainer(TrainerService):
         loss, norm = metrics["loss/total"], float(np.mean([update.norm for update in updates])) if updates else 0.0
         skipped = sum(not update.done for update in updates)
         self._version += 1
+        self._thread.check(self._version)
         self._memory.check()
         self._guard.after(
             skipped=0 < skipped == len(updates),
@@ -155,21 +166,14 @@ class Trainer(TrainerService):
             "loss/skipped_nonfinite": float(skipped),
             "reward/zero_variance_groups": float(sum(not has_signal(rewards) for rewards in rows.rewards)),
             "time/train": time.perf_counter() - started,
-            **self._memory_metrics(retries),
+            **_memory_metrics(self._memory, self._budget, retries),
         }
 
     def _rehearse(self, prompt_length: int) -> dict[str, float]:
         self._memory.start_step()
         self._updates.rehearse(prompt_length, self._version)
         self._memory.check()
-        return self._memory_metrics(0)
-
-    def _memory_metrics(self, retries_before: int) -> dict[str, float]:
-        return {
-            "memory/learner_peak": float(self._memory.peak()),
-            "memory/oom_retries": float(self._budget.retries - retries_before),
-            "memory/token_budget": float(self._budget.tokens),
-        }
+        return _memory_metrics(self._memory, self._budget, 0)
 
     def _save(self, folder: Path) -> dict[str, Digest]:
         state = {
@@ -185,6 +189,14 @@ class Trainer(TrainerService):
         self._updater.load_state_dict(state["updater"])
         self._version, self._guard.in_a_row = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._policy.head.device)
+
+
+def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: int) -> dict[str, float]:
+    return {
+        "memory/learner_peak": float(memory.peak()),
+        "memory/oom_retries": float(budget.retries - retries_before),
+        "memory/token_budget": float(budget.tokens),
+    }
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

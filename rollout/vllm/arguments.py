@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ from cluster.memory.kv_cache import BLOCK_CPU
 from rollout.engine import EngineSettings
 from rollout.vllm.startup import lora_arguments, shorten_start
 
+SHARED = "gleaner_shared_base"  # the load format of rollout.vllm.shared_base
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
 
 
@@ -49,6 +51,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         _check_cpu(settings)
     if settings.sleeps:
         arguments["enable_sleep_mode"] = True
+    if settings.shares_base:
+        arguments["load_format"] = SHARED
     if settings.base == "nf4":
         # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
@@ -116,13 +120,21 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     shorten_start(arguments["model"])
     preload = os.environ.get("LD_PRELOAD")
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        with _recorded() if arguments.get("load_format") == SHARED else nullcontext():
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
     finally:
         # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; reward processes
         # would inherit it from this one, tcmalloc's large reservations included.
         os.environ.pop("LD_PRELOAD", None)
         if preload is not None:
             os.environ["LD_PRELOAD"] = preload
+
+
+def _recorded() -> AbstractContextManager[None]:
+    """Inside of it vLLM knows the load format of a base that the learner maps."""
+    from rollout.vllm.shared_base import plain_linear_layers
+
+    return plain_linear_layers()
 
 
 def _check_bitsandbytes() -> None:

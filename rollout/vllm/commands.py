@@ -46,4 +46,11 @@ class Read:
     answer: Future[Any] = field(default_factory=Future)
 
 
-Command = Request | Load | Read | Rest
+@dataclass(slots=True)
+class Share:
+    """share_base()."""
+
+    answer: Future[Any] = field(default_factory=Future)
+
+
+Command = Request | Load | Read | Rest | Share

@@ -8,12 +8,14 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollout.engine import EngineSettings
+from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, Held, Sampling, Weights
 from rollout.vllm.arguments import check_can_continue, engine_arguments
-from rollout.vllm.commands import Load, Read, Request, Rest
+from rollout.vllm.commands import Load, Read, Request, Rest, Share
 from rollout.vllm.convert import (
     checked_prompt,
     completion_params,
@@ -23,6 +25,7 @@ from rollout.vllm.convert import (
     read_probe,
 )
 from rollout.vllm.environment import check_env
+from rollout.vllm.room import wait_for_room
 from rollout.vllm.thread import EngineThread
 
 
@@ -31,6 +34,7 @@ class VllmEngine:
 
     Raises:
         EngineEnvError: the process was not started with rollout.vllm.environment.required_env.
+        EngineError: the card has not the room that the settings ask for.
         ValueError: the adapter rank is above every rank vLLM supports; nf4, sleeps, or fp8 without AVX-512 on a CPU;
             in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.26 not).
     """
@@ -43,6 +47,8 @@ class VllmEngine:
         arguments = engine_arguments(settings, cuda)
         if settings.in_flight == "continue":
             check_can_continue()
+        if cuda and settings.room > 0:
+            wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
             from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
 
@@ -87,6 +93,11 @@ class VllmEngine:
         staged = await asyncio.to_thread(self._thread.window.stage, weights)
         digest: str = await self._thread.call(Load(staged, weights.payload))
         return digest
+
+    async def share_base(self) -> Manifest:
+        """See Engine.share_base. It waits for the current step; on a CPU it reads every weight, for their digests."""
+        manifest: Manifest = await self._thread.call(Share())
+        return manifest
 
     async def sleep(self) -> None:
         """See Engine.sleep."""

@@ -9,9 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 from rollout.engine import EngineSettings
+from rollout.shared_base.manifest import Manifest
 from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
-from rollout.vllm.commands import Command, Load, Read, Request, Rest
+from rollout.vllm.commands import Command, Load, Read, Request, Rest, Share
 from rollout.vllm.convert import lora_request
 from rollout.vllm.policies import Policies
 
@@ -24,7 +25,7 @@ class Turns:
         self.backlog: deque[Command] = deque()
         self.running: dict[str, Request] = {}
         self._policies = Policies(engine, settings, window)
-        self._adapters = settings.max_lora_rank > 0
+        self._adapters, self._shares = settings.max_lora_rank > 0, settings.shares_base
 
     @property
     def idle(self) -> bool:
@@ -71,11 +72,20 @@ class Turns:
                 settle(command.answer, None)
             elif isinstance(command, Read):
                 settle(command.answer, self._policies.held())
+            elif isinstance(command, Share):
+                settle(command.answer, self._share())
             elif not command.answer.cancelled():
                 self._add(command)
         except (EngineError, ValueError) as error:  # this call's fault; anything else ends the engine
             settle(command.answer, error)
         return True
+
+    def _share(self) -> Manifest:
+        if not self._shares:
+            raise EngineError("share_base: the engine must be started with shares_base=True; set it in EngineSettings")
+        from rollout.vllm.shared_base import manifest_of
+
+        return manifest_of(self.engine)
 
     def _add(self, request: Request) -> None:
         adapter = self._policies.newest()

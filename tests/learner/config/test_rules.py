@@ -12,6 +12,7 @@ FULL, CLIP = "learner.mode=full", "learner.loss.ratio=clip"
 GENERATOR_CARD, LEARNER_CARD = "cluster.gpus.generator=1", "cluster.gpus.learner=1"
 SHARED = ("cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5")
 TURNS = ("memory.layout=alternating", *SHARED)
+ONE_BASE = "memory.base=shared"
 PAGED = "learner.optimizer.kind=paged_adamw_8bit"
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
@@ -42,6 +43,13 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["memory.layout=alternating"], "memory.layout: alternating needs both roles on one CUDA card"),
     (["memory.layout=alternating", GENERATOR_CARD, LEARNER_CARD], "alternating needs both roles on one CUDA card"),
     ([*TURNS, "max_staleness=1"], "alternating needs max_staleness=0.*got max_staleness=1"),
+    ([ONE_BASE, FULL], "memory.base: shared needs learner.mode=lora: .* or memory.base=own .*mode=full"),
+    ([ONE_BASE, "learner.push=merged"], "memory.base: shared needs learner.push=adapter: whole weights.*push=merged"),
+    ([ONE_BASE, *SHARED, "model.base=nf4"], "memory.base: shared needs a base in 16 or 32 bits.*got model.base=nf4"),
+    ([ONE_BASE, "rollout.workers=2"], "memory.base: shared needs rollout.workers=1: .*got rollout.workers=2"),
+    ([ONE_BASE, GENERATOR_CARD, LEARNER_CARD], "memory.base: shared needs both roles on one card, or both on a CPU"),
+    ([ONE_BASE, GENERATOR_CARD], "memory.base: shared needs both roles on one card, .*generator=1.0, .*learner=0.0"),
+    ([ONE_BASE, *TURNS], "memory.base: shared needs a generator that stays awake.*got memory.layout=alternating"),
 ]
 ALLOWED = [
     [],
@@ -60,6 +68,8 @@ ALLOWED = [
     ["memory.device=16GiB", "memory.layout=slices"],
     ["memory.layout=separate", GENERATOR_CARD, LEARNER_CARD],
     [*TURNS],
+    [ONE_BASE],
+    [ONE_BASE, *SHARED, "memory.layout=slices", "memory.device=24GiB", "max_staleness=1"],
 ]
 
 

@@ -46,6 +46,24 @@ def test_two_slices_share_a_card_within_its_bytes() -> None:
     assert budgets.kv_cache == budgets.plan.kv_bytes
 
 
+def test_one_base_for_both_roles_is_counted_with_the_generator() -> None:
+    config, model = run("Llama-3.1-8B", memory={"device": "24GiB", "base": "shared"})
+    budgets = settle(config, model)
+    assert budgets.plan is not None
+    assert (budgets.plan.layout, budgets.plan.learner["weights"]) == ("slices", 0)
+    assert budgets.learner_bytes is not None
+    together = budgets.learner_bytes + units.CONTEXT + budgets.plan.generator_bytes
+    assert together == pytest.approx(USABLE * 24 * GIB)
+    spec = worker_spec(config, 0, budgets).engine
+    assert spec.shares_base
+    assert spec.room == 2 * SHAPES["Llama-3.1-8B"].params + budgets.kv_cache
+    own, _ = run("Llama-3.1-8B", memory={"device": "24GiB"})
+    with pytest.raises(MemoryPlanError, match="Change one of: .*memory.base=shared"):
+        settle(own, model)
+    config, model = run()
+    assert worker_spec(config, 0, settle(config, model)).engine.room == 0
+
+
 def test_a_card_for_each_role() -> None:
     config, model = run(memory={"device": "16GiB"}, cluster={"gpus": {"generator": 1, "learner": 1}})
     budgets = settle(config, model)

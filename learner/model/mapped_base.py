@@ -1,0 +1,157 @@
+"""The base model as the generator holds it: the learner maps its memory and has no copy (memory.base: shared)."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM
+
+from rollout.shared_base import cuda_ipc, shared_file
+from rollout.shared_base.checksum import digest_of_piece
+from rollout.shared_base.manifest import BaseNotShared, Manifest
+
+SHOWN = 3  # names in a message
+
+
+class MappedBase:
+    """Views of a generator's parameters, in the place of the weights of a model here.
+
+    On a card the memory can be written from here, and on a CPU a write ends the process. Nothing here writes to a
+    frozen base; `check` would say so. While the generator is replaced the model has no weights (`detach`), so that two
+    bases never lie in memory at once.
+
+    Args:
+        manifest: of the generator.
+        device: of the learner; the generator's.
+
+    Raises:
+        BaseNotShared: it cannot be mapped, or what is mapped is not what the generator loaded.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        self._device = device
+        self._manifest = manifest
+        self._pieces = _mapped(manifest, device)
+        self._weights: dict[str, nn.Parameter] = {}  # of the model, by the checkpoint's name
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is mapped; on a CPU the operating system counts them as memory of this process, too."""
+        types = [(piece, getattr(torch, piece.dtype)) for piece in self._manifest.pieces.values()]
+        return sum(piece.elements * dtype.itemsize for piece, dtype in types)
+
+    def model(self, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+        """The causal language model of a transformers config, on these weights. options: of `from_config`.
+
+        Raises BaseNotShared with the names of weights that the generator does not hold as the checkpoint has them.
+        """
+        with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint
+            lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, trust_remote_code=False, **options
+            )
+        lm.tie_weights()
+        wanted = dict(lm.named_parameters())  # one that is tied to another once
+        self._check_all_there(wanted, dtype)
+        for name in wanted:
+            module, _, leaf = name.rpartition(".")
+            weight = nn.Parameter(self._view(name), requires_grad=False)
+            setattr(lm.get_submodule(module), leaf, weight)
+            self._weights[name] = weight
+        lm.tie_weights()
+        return lm.to(self._device)  # the buffers; the weights are there
+
+    def _view(self, name: str) -> Tensor:
+        view = self._manifest.views[name]
+        piece = self._pieces[view.parameter]
+        return piece.as_strided(view.shape, view.strides, piece.storage_offset() + view.offset)
+
+    def _check_all_there(self, wanted: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
+        views, refused = self._manifest.views, self._manifest.refused
+        wrong = {name: refused.get(name, "the checkpoint has no such tensor") for name in wanted if name not in views}
+        for name in wanted.keys() & views.keys():
+            view, there = views[name], self._manifest.pieces[views[name].parameter].dtype
+            if view.shape != tuple(wanted[name].shape):
+                wrong[name] = f"it has the shape {list(view.shape)} there, and {list(wanted[name].shape)} here"
+            elif getattr(torch, there) != dtype:
+                wrong[name] = f"it is {there} there"
+        if wrong:
+            told = "; ".join(f"{name}: {wrong[name]}" for name in sorted(wrong)[:SHOWN])
+            raise BaseNotShared(
+                "memory.base: shared needs every weight of the model as a view of the generator's, and "
+                f"{len(wrong)} of {len(wanted)} are none ({told}); set memory.base=own"
+            )
+
+    def detach(self) -> None:
+        """Takes the weights from the model and ends the mapping. Nothing happens without one.
+
+        Raises RuntimeError if something still holds a part of it.
+        """
+        storages = {piece.untyped_storage()._cdata: piece.untyped_storage() for piece in self._pieces.values()}
+        mapped = [StorageWeakRef(storage) for storage in storages.values()]  # type: ignore[no-untyped-call]
+        self._pieces, storages = {}, {}
+        for weight in self._weights.values():
+            weight.data = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        if left := sum(not storage.expired() for storage in mapped):  # type: ignore[no-untyped-call]
+            raise RuntimeError(f"memory.base: {left} of {len(mapped)} mappings of the lost generator's base are in use")
+
+    def attach(self, manifest: Manifest) -> None:
+        """Gives the model the weights of a fresh generator.
+
+        Raises BaseNotShared if they are not those of the one before, bit for bit.
+        """
+        before = self._manifest
+        if manifest.generation == before.generation:
+            raise BaseNotShared("memory.base: the manifest is of the generator that was lost, not of the one after it")
+        if manifest.views != before.views or _digests(manifest) != _digests(before):
+            raise BaseNotShared(
+                "memory.base: shared: a fresh generator holds another base than the one before; the files of "
+                "model.path must not change while a run lasts; start the run again"
+            )
+        self._pieces, self._manifest = _mapped(manifest, self._device), manifest
+        for name, weight in self._weights.items():
+            weight.data = self._view(name)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the base is not what it was when the generator had loaded it."""
+        if changed := _changed(self._pieces, self._manifest):
+            raise RuntimeError(
+                f"memory.base: something has written to the shared base: {len(changed)} of the generator's parameters "
+                f"are not what they were, first {changed[0]}; start the run again, with memory.base=own"
+            )
+
+
+def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
+    """Each piece, once its content is what the generator says."""
+    here = cuda_ipc.card(device) if device.type == "cuda" else shared_file.machine()
+    if here != manifest.device:
+        raise BaseNotShared(
+            f"memory.base: shared needs generator and learner on one device, got {manifest.device} and {here}; set "
+            "memory.base=own"
+        )
+    if manifest.transport == "cuda_ipc":
+        pieces = cuda_ipc.map_pieces(manifest, device)
+    else:
+        pieces = shared_file.map_pieces(manifest)
+    if changed := _changed(pieces, manifest):
+        raise BaseNotShared(
+            f"memory.base: shared: {len(changed)} of the generator's parameters have another content here than there, "
+            f"first {changed[0]}; set memory.base=own"
+        )
+    return pieces
+
+
+def _changed(pieces: dict[str, Tensor], manifest: Manifest) -> list[str]:
+    return [name for name, piece in pieces.items() if digest_of_piece(piece) != manifest.pieces[name].digest]
+
+
+def _digests(manifest: Manifest) -> dict[str, str]:
+    return {name: piece.digest for name, piece in manifest.pieces.items()}

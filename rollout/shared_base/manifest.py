@@ -1,0 +1,63 @@
+"""What a generator tells the learner of its base: where each tensor of the checkpoint lies, and how to map the memory.
+
+The driver carries it from one process to the other, hence no torch here. How memory is mapped is a transport's affair:
+rollout.shared_base.cuda_ipc on a card, rollout.shared_base.shared_file on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Transport = Literal["cuda_ipc", "shared_file"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor of the checkpoint as elements of one of the engine's parameters.
+
+    Its element [i, j, ...] is element offset + i * strides[0] + j * strides[1] + ... of the parameter.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The memory of one of the engine's parameters: [elements] of a torch type, without gaps.
+
+    digest: of its content (rollout.shared_base.checksum). handle: what its transport maps it by.
+    """
+
+    dtype: str
+    elements: int
+    digest: str
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A base model that may be mapped.
+
+    Attributes:
+        transport: how; it decides what the handles are.
+        device: the card's UUID, or the machine; both processes must see the same.
+        generation: of the owner; no two processes have the same.
+        pieces: by the engine's name of the parameter.
+        views: by the checkpoint's name of the tensor.
+        refused: tensors of the checkpoint that are no view, and why.
+    """
+
+    transport: Transport
+    device: str
+    generation: str
+    pieces: dict[str, Piece]
+    views: dict[str, View]
+    refused: dict[str, str]
+
+
+class BaseNotShared(ValueError):
+    """The base cannot be shared, or is not what it was; the message names the tensor and the setting."""
