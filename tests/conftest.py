@@ -30,6 +30,7 @@ hypothesis.settings.register_profile(
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two processes (`-n 2 --dist loadgroup`): whole runs in one, which mostly wait for processes to start, the rest
     in the other. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
