@@ -49,7 +49,7 @@ check:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadscope
 
 test: setup
 	@$(MAKE) --no-print-directory check

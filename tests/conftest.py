@@ -3,10 +3,12 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from jaxtyping import install_import_hook
+from xdist.scheduler import LoadScopeScheduling
 
 from rollout.vllm.environment import required_env
 
@@ -30,13 +32,19 @@ hypothesis.settings.register_profile(
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook, too
+class InTwo(LoadScopeScheduling):  # type: ignore[misc]
+    """Two processes (`-n 2 --dist loadscope`): whole runs in one, which mostly wait for processes to start, the rest in
+    the other. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "whole runs" if nodeid.startswith("tests/flow/") else "the rest"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:
+    return InTwo(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes (`-n 2 --dist loadgroup`): whole runs in one, which mostly wait for processes to start, the rest
-    in the other. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
-    for item in items:
-        whole_runs = "flow" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("flow" if whole_runs else "rest"))
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
     if "__mutmut_" in mutant:
         likeliest_first(items, mutant)
