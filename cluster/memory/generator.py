@@ -35,9 +35,10 @@ class Serving:
 def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     """What vLLM holds while it generates.
 
-    weights: as the learner's base. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for each adapter
-      version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to 4096
-      tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them (estimate).
+    weights: the base; nf4 with float32 scales. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for
+      each adapter version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to
+      4096 tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them
+      (estimate).
     graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
       that arrive (cluster.memory.weight_push); on CUDA they do one layer at a time, while no step is run. context: one
       process.
@@ -46,7 +47,7 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     extra = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
     tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
     return {
-        "weights": base_bytes(shape, serving.base, b),
+        "weights": base_bytes(shape, serving.base, b, nested=False),
         "kv_cache": serving.kv_bytes,
         "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
         "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,

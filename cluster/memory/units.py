@@ -10,15 +10,22 @@ CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuB
 
 Parts = dict[str, int]  # bytes by part
 Checkpointing = Literal["none", "mlp", "full"] | int
+Optimizer = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
 
 
-def base_bytes(shape: Shape, base: str, b: int) -> int:
-    """The frozen base; embeddings and head are not quantised."""
+def base_bytes(shape: Shape, base: str, b: int, *, nested: bool = True) -> int:
+    """The frozen base; embeddings and head are not quantised.
+
+    nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, and a scale per 64 of them. `nested`, as the
+    learner holds it: the scale has 8 bits, with a float32 scale per 256 of those, and bitsandbytes keeps two code
+    tables of 272 floats per matrix. Otherwise, as vLLM holds it (it un-nests the scales as it loads): the scale is a
+    float32, 0.5625 bytes a weight in all, with one code table of 16 floats per matrix.
+    """
     if base == "none":
         return b * shape.params
-    linear = shape.linear_params
-    tables = 4 * 272 * len(LINEAR) * shape.layers
-    return b * (shape.params - linear) + linear // 2 + linear // 64 + 4 * linear // (64 * 256) + tables
+    linear, matrices = shape.linear_params, len(LINEAR) * shape.layers
+    scales = linear // 64 + 4 * linear // (64 * 256) + 4 * 272 * matrices if nested else linear // 16 + 64 * matrices
+    return b * (shape.params - linear) + linear // 2 + scales
 
 
 def total(*parts: Parts) -> int:

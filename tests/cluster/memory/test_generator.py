@@ -24,6 +24,9 @@ def test_a_generator_by_hand() -> None:
         "context": CONTEXT,
     }
     assert generator_bytes(LLAMA, Serving(kv_bytes=10**9)) == parts
+    # Half a byte and a float32 scale of 64 for each weight of the layers, two tables; the embedding in 16 bits.
+    nf4 = generator_bytes(LLAMA, Serving(base="nf4"))["weights"]
+    assert nf4 == 973_078_528 * 9 // 16 + 64 * 7 * 16 + 2 * (1_235_814_400 - 973_078_528)
     assert asleep(parts) == {name: parts[name] for name in ("workspace", "graphs", "context")}
     assert "graphs" not in generator_bytes(LLAMA, Serving(cuda=False))
 
