@@ -15,7 +15,7 @@ from typing import Literal
 from cluster.memory import terms
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.terms import Term
-from cluster.memory.units import CONTEXT, DTYPE_BYTES, Checkpointing, Parts, base_bytes
+from cluster.memory.units import CONTEXT, DTYPE_BYTES, Checkpointing, Optimizer, Parts, base_bytes
 from cluster.memory.weight_push import LEARNER_COPIES, merging_bytes, pushed_bytes
 
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
@@ -62,7 +62,7 @@ class Learning:
     targets: tuple[str, ...] = tuple(LINEAR)
     dtype: str = "bfloat16"
     base: Literal["none", "nf4"] = "none"
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    optimizer: Optimizer = "adamw"
     checkpointing: Checkpointing = "full"
     frozen_adapters: int = 0  # reference and other roles
     reference: ReferenceKind = "none"  # of mode full: a second set of weights
@@ -88,10 +88,9 @@ def learner_context(*, cuda: bool) -> int:
 def learner_static(shape: Shape, learning: Learning) -> Parts:
     """What is alive between two steps.
 
-    weights: b per parameter. nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, an 8-bit scale per 64
-      of them and a float32 scale per 256 of those; bitsandbytes keeps two code tables of 272 floats per matrix.
+    weights: b per parameter; nf4 as in cluster.memory.units.
     adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b n for
-      each frozen adapter. Full fine-tuning: 4 n masters, none with an 8-bit optimizer, which rounds (see
+      each frozen adapter. Full fine-tuning: 4 n masters with adamw; the other optimizers round (see
       learner.trainer.stochastic_rounding).
     gradients: 4 n, of the masters; b n without masters.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
@@ -104,7 +103,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     adapters = (4 if b < 4 and masters else 0) * n
     if learning.mode == "lora":
         adapters += (1 + learning.frozen_adapters) * b * n
-    states = {"adamw": 8 * n, "adamw_8bit": 2 * n + n // 32, "paged_adamw_8bit": 0}
+    states = {"adamw": 8 * n, "adamw_rounded": 8 * n, "adamw_8bit": 2 * n + n // 32, "paged_adamw_8bit": 0}
     return {
         "weights": base_bytes(shape, learning.base, b),
         "adapters": adapters,
@@ -136,8 +135,9 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
 
     The peak lies in the last layers, where the backward pass begins; with checkpointing=k possibly in layer k, too.
     `update`: what comes beyond that when the activations are gone. With float32 masters of a 16-bit model, all of this
-    micro-batch's gradients, b n, at the end of the backward pass; fused AdamW takes nothing. Without masters, 12 bytes
-    per weight of the largest matrix, which is updated in float32. Where a push is merged, that matrix in float32.
+    micro-batch's gradients, b n, at the end of the backward pass; fused AdamW takes nothing. Without masters, 6 bytes
+    per weight of the largest matrix: it and the random bits in float32's size, less its gradient. Where a push is
+    merged, that matrix in float32.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
@@ -168,7 +168,7 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
         return merging_bytes(shape) if learning.push == "merged" else 0
     if learning.optimizer == "adamw":
         return 0 if learning.dtype == "float32" else DTYPE_BYTES[learning.dtype] * shape.params
-    return 12 * shape.vocab * shape.hidden
+    return 6 * shape.vocab * shape.hidden
 
 
 def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:

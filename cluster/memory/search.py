@@ -148,7 +148,9 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         )
     if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and wish.base != "nf4" and work.generators == 1:
         changes.append(("memory.base=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
-    if wish.mode == "full" and wish.optimizer == "adamw":
+    if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
+        changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
+    if wish.mode == "full" and wish.optimizer in ("adamw", "adamw_rounded"):
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
     if wish.reference == "auto":
         changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))

@@ -7,6 +7,7 @@ from pydantic import Field
 from cluster.config import Frozen, Positive
 from learner.algo.loss_config import LossConfig
 
+OptimizerKind = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
 AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
 
 
@@ -34,10 +35,13 @@ class ScheduleConfig(Frozen):
 
 
 class OptimizerConfig(Frozen):
-    """AdamW, bitsandbytes' 8-bit AdamW, or the same with states that CUDA may page out to host memory."""
+    """AdamW, with float32 masters or without; bitsandbytes' 8-bit AdamW, or the same with states that CUDA may page out
+    to host memory."""
 
-    kind: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """The 8-bit kinds of AdamW save memory, which matters for full fine-tuning; the paged one needs CUDA."""
+    kind: OptimizerKind = "adamw"
+    """The others save memory, which matters for full fine-tuning: `adamw_rounded` updates bfloat16 weights without
+    float32 masters, rounded at random (12 bytes a weight in place of 20), the 8-bit kinds do so with states in 8 bits
+    (6 bytes); the paged one needs CUDA."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     """Decay of AdamW's averages of the gradient and of its square. A lower second one forgets peaks sooner."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -112,6 +112,13 @@ FULL = (
 )
 LEARNER = (
     Rule(
+        "learner.optimizer.kind: adamw_rounded",
+        "is for bfloat16 weights without float32 masters: an adapter's are few, and float32 weights are their own",
+        "set adamw, or learner.mode=full with model.dtype=bfloat16", ("learner.mode", "model.dtype"),
+        lambda c: c.learner.optimizer.kind == "adamw_rounded"
+        and (c.learner.mode != "full" or c.model.dtype != "bfloat16"),
+    ),
+    Rule(
         "learner.optimizer.kind: paged_adamw_8bit", "needs CUDA's unified memory",
         "set adamw_8bit, or cluster.gpus.learner=1", ("cluster.gpus.learner",),
         lambda c: c.learner.optimizer.kind == "paged_adamw_8bit" and c.cluster.gpus.learner == 0,

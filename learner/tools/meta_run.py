@@ -76,7 +76,7 @@ def footprint(
     Args:
         shape: of the model.
         learner: the configuration of the run; checkpointing and token_budget must not be auto, and the optimizer must
-            be adamw (the 8-bit kernels take no tensors without content).
+            be adamw or adamw_rounded (the 8-bit kernels take no tensors without content).
         cuda: as on a card, or as on a CPU (other attention kernels, float32 products in the head, exact bytes).
 
     Raises:
@@ -113,8 +113,8 @@ def _warm(trainer: Trainer) -> None:
             for weight in group["params"]:
                 optimizer.state[weight] = {
                     "step": torch.zeros((), device="meta"),
-                    "exp_avg": torch.zeros_like(weight),
-                    "exp_avg_sq": torch.zeros_like(weight),
+                    "exp_avg": torch.zeros_like(weight, dtype=torch.float32),
+                    "exp_avg_sq": torch.zeros_like(weight, dtype=torch.float32),
                 }
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
+from learner.config.learner import LearnerConfig, OptimizerConfig, OptimizerKind, ScheduleConfig
 
 # Half of torch's first guess, which the gradient of a small batch overflows.
 FIRST_LOSS_SCALE = 2.0**15
+# Of the device, per weight: two moments. Scales of 8-bit blocks are another 1 %; paged states may lie elsewhere.
+STATE_BYTES: dict[OptimizerKind, int] = {"adamw": 8, "adamw_rounded": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
 
 
 def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
@@ -63,10 +65,9 @@ class Updater:
 
     def missing_state_bytes(self) -> int:
         """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""
-        if self._optimizer.state or self._config.optimizer.kind == "paged_adamw_8bit":
+        if self._optimizer.state:
             return 0
-        size = 8 if self._config.optimizer.kind == "adamw" else 2  # two moments; block scales are another 1 %
-        return size * sum(weight.numel() for weight in self._weights)
+        return STATE_BYTES[self._config.optimizer.kind] * sum(weight.numel() for weight in self._weights)
 
     @property
     def may_overflow(self) -> bool:
@@ -101,7 +102,7 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
         )
         if own
     ]
-    if config.kind == "adamw":
+    if config.kind in ("adamw", "adamw_rounded"):
         # Fused: the same numbers to float32's rounding, without foreach's temporaries of 4 bytes per weight. It refuses
         # the meta device (learner.tools.meta_run).
         return torch.optim.AdamW(groups, fused=device.type != "meta", **settings)

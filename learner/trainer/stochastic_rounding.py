@@ -1,10 +1,12 @@
-"""The update of bfloat16 weights that have no float32 masters: 8-bit AdamW over a whole model at 6 bytes per weight.
+"""The update of bfloat16 weights that have no float32 masters: a whole model at 12 bytes per weight, or at 6.
 
-learner.mode full with an 8-bit optimizer: 2 bytes for the weight, 2 for its gradient, 2 for the states; float32 masters
-and their gradients would be another 8. An update of 1e-6 is lost when it is rounded to the nearest bfloat16 (2^-8 of
-the weight apart), so it is rounded up or down at random, with the chances that make the mean exact (Gupta et al. 2015,
-1502.02551; bfloat16 training without masters: 2010.06192). One weight at a time is float32 for the length of its
-update. What this costs: noise below the step from one bfloat16 to the next, and gradients summed in bfloat16.
+learner.mode full with adamw_rounded: 2 bytes for the weight, 2 for its gradient, 8 for AdamW's two float32 states; with
+an 8-bit optimizer the states take 2. Float32 masters and their gradients would be another 8. An update of 1e-6 is lost
+when it is rounded to the nearest bfloat16 (2^-8 of the weight apart), so it is rounded up or down at random, with the
+chances that make the mean exact (Gupta et al. 2015, 1502.02551; bfloat16 training without masters: 2010.06192). One
+weight at a time is float32 for the length of its update, and its gradient is given back right after it; none is given
+back before the norm of all of them is known, which their clip needs. What this costs: noise below the step from one
+bfloat16 to the next, and gradients summed in bfloat16.
 """
 
 import math
@@ -15,9 +17,7 @@ import torch
 from torch import Tensor
 
 from learner.config.learner import LearnerConfig
-from learner.trainer.optimizer import Updater, build_optimizer, restore
-
-STATE_BYTES = 2  # of 8-bit AdamW; scales of its blocks are another 1 %
+from learner.trainer.optimizer import STATE_BYTES, Updater, build_optimizer, restore
 
 
 class RoundedUpdater:
@@ -53,27 +53,32 @@ class RoundedUpdater:
             if weight.grad is None:
                 continue
             optimizer.param_groups[0]["lr"] = learning_rate
-            gradient, weight.grad = weight.grad, None
+            gradient = weight.grad.float().mul_(share)
+            weight.grad = None  # given back before the weight grows; and a gradient must be of its weight's type
             weight.data = weight.data.float()
-            weight.grad = gradient.float().mul_(share)
+            weight.grad = gradient
             optimizer.step()
+            del gradient
             weight.grad = None
             weight.data = rounded(weight.data)
         return norm, True
 
     def missing_state_bytes(self) -> int:
         """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""
-        if self._config.optimizer.kind == "paged_adamw_8bit" or any(o.state for o in self._optimizers):
+        if any(o.state for o in self._optimizers):
             return 0
-        return STATE_BYTES * sum(weight.numel() for weight in self._weights)
+        return STATE_BYTES[self._config.optimizer.kind] * sum(weight.numel() for weight in self._weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, one in zip(self._optimizers, state["optimizers"], strict=True):
+        for weight, optimizer, one in zip(self._weights, self._optimizers, state["optimizers"], strict=True):
+            own = weight.data
+            weight.data = own.float()  # as when the states were made: torch gives them the type of their weight
             restore(optimizer, one)
+            weight.data = own
 
 
 def rounded(values: Tensor) -> Tensor:
@@ -97,5 +102,5 @@ def updater_for(weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str,
 
 
 def wants_masters(config: LearnerConfig) -> bool:
-    """False where float32 masters would undo what the 8-bit states save: they are 8 of 14 bytes per weight."""
+    """False where a whole model is to take less: float32 masters and their gradients are 8 bytes per weight."""
     return config.mode == "lora" or config.optimizer.kind == "adamw"

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.memory.learner import Learning, Micro, ReferenceKind, learner_static, step_bytes
 from cluster.memory.shape import SHAPES
-from cluster.memory.units import Checkpointing, total
+from cluster.memory.units import Checkpointing, Optimizer, total
 from learner.config.learner import LearnerConfig
 from learner.tools.meta_run import footprint
 
@@ -46,23 +46,27 @@ def test_the_model_is_the_step(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "policy", "reference"),
+    ("name", "layers", "policy", "reference", "optimizer"),
     [
-        ("Llama-3.1-8B", 2, "full", "none"),
-        ("Qwen2.5-0.5B", 8, "none", "none"),
-        ("Qwen3-0.6B", 8, "none", "auto"),
-        ("Gemma-3-1B", 8, "none", "none"),
-        ("Llama-3.1-8B", 2, "full", "int8"),
+        ("Llama-3.1-8B", 2, "full", "none", "adamw"),
+        ("Qwen2.5-0.5B", 8, "none", "none", "adamw"),
+        ("Qwen3-0.6B", 8, "none", "auto", "adamw"),
+        ("Gemma-3-1B", 8, "none", "none", "adamw"),
+        ("Llama-3.1-8B", 2, "full", "int8", "adamw"),
+        ("Llama-3.1-8B", 2, "full", "none", "adamw_rounded"),
     ],
 )
-def test_full_fine_tuning(name: str, layers: int, policy: Checkpointing, reference: ReferenceKind) -> None:
+def test_full_fine_tuning(
+    name: str, layers: int, policy: Checkpointing, reference: ReferenceKind, optimizer: Optimizer
+) -> None:
     shape = replace(SHAPES[name], layers=layers)
     settings: dict[str, Any] = {"mode": "full", "checkpointing": policy, "token_budget": 3396}
+    settings["optimizer"] = {"kind": optimizer}
     settings["loss"] = {"beta": 0.04 if reference != "none" else 0}
     kind = "int8" if reference == "int8" else "auto"
     groups = [(256, [786] * 4), (257, [785] * 4)]
     fake = footprint(shape, LearnerConfig.model_validate(settings), groups, reference_dtype=kind)
-    learning = Learning(mode="full", checkpointing=policy, reference=reference)
+    learning = Learning(mode="full", checkpointing=policy, reference=reference, optimizer=optimizer)
     static = learner_static(shape, learning)
     assert static["weights"] + static["reference"] == pytest.approx(fake.weights, rel=0.01)
     predicted = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))

@@ -13,7 +13,7 @@ GENERATOR_CARD, LEARNER_CARD = "cluster.gpus.generator=1", "cluster.gpus.learner
 SHARED = ("cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5")
 TURNS = ("memory.layout=alternating", *SHARED)
 ONE_BASE = "memory.base=shared"
-PAGED = "learner.optimizer.kind=paged_adamw_8bit"
+PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
 BROKEN = [  # what breaks one rule, and the sentence's parts that name it
@@ -29,6 +29,8 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([FULL, "model.adapter=x"], "learner.mode: full does not go with model.adapter"),
     ([FULL, "model.base=nf4", GENERATOR_CARD], "learner.mode: full does not go with model.base=nf4"),
     ([FULL, "model.dtype=float16"], "learner.mode: full does not go with model.dtype=float16"),
+    ([ROUNDED], "learner.optimizer.kind: adamw_rounded is for bfloat16.*got learner.mode=lora, model.dtype=bfloat16"),
+    ([ROUNDED, FULL, "model.dtype=float32"], "learner.optimizer.kind: adamw_rounded is for.*got.*model.dtype=float32"),
     ([PAGED], "learner.optimizer.kind: paged_adamw_8bit needs CUDA.*got cluster.gpus.learner=0"),
     ([*OFFLOAD], "learner.offload_boundaries: true needs.*checkpointing=full, cluster.gpus.learner=0"),
     ([OFFLOAD[0], LEARNER_CARD], "learner.offload_boundaries: true needs.*checkpointing=auto, cluster.gpus.learner=1"),
@@ -60,6 +62,7 @@ ALLOWED = [
     ["model.reference=x", "learner.loss.beta=0.1"],
     [FULL, "model.reference_dtype=int8", "learner.loss.beta=0.1", "learner.optimizer.kind=adamw_8bit"],
     [PAGED, LEARNER_CARD],
+    [ROUNDED, FULL],
     [*OFFLOAD, LEARNER_CARD],
     ["learner.updates_per_batch=8", CLIP, "learner.loss.cap=2"],
     ["learner.loss.ratio=gspo", "learner.loss.epsilon=[0.1, 0.1]"],

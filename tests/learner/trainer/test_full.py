@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
-from learner.config.learner import LearnerConfig, OptimizerConfig
+from learner.config.learner import LearnerConfig, OptimizerConfig, OptimizerKind
 from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights
 from tests.learner import naive
@@ -77,14 +77,15 @@ def test_random_rounding_is_right_in_the_mean() -> None:
     assert torch.equal(rounded(torch.tensor([torch.inf, -torch.inf])), torch.tensor([torch.inf, -torch.inf]).bfloat16())
 
 
-async def test_8_bit_states_need_no_masters_and_lose_no_update(tiny_path: str) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("adamw_8bit", 2), ("adamw_rounded", 8)])
+def test_without_masters_no_update_is_lost(kind: OptimizerKind, size: int) -> None:
     """200 updates of 1e-5 on weights whose bfloat16 neighbours are 2e-3 away: rounded to nearest, none would stay."""
-    config = LearnerConfig(mode="full", optimizer=OptimizerConfig(kind="adamw_8bit", max_grad_norm=1e9))
+    config = LearnerConfig(mode="full", optimizer=OptimizerConfig(kind=kind, max_grad_norm=1e9))
     torch.manual_seed(0)
     weight = torch.full((8192,), 0.5, dtype=torch.bfloat16).requires_grad_()
     updater = updater_for([weight], config, dtype="bfloat16", device=torch.device("cpu"))
     assert isinstance(updater, RoundedUpdater)
-    assert updater.missing_state_bytes() == 2 * 8192
+    assert updater.missing_state_bytes() == size * 8192
     for _ in range(200):
         weight.grad = torch.ones_like(weight)
         norm, updated = updater.step(1e-5, loss_is_finite=True)
@@ -99,9 +100,48 @@ async def test_8_bit_states_need_no_masters_and_lose_no_update(tiny_path: str) -
     assert updater.missing_state_bytes() == 0
 
 
-async def test_8_bit_training_of_a_whole_model_resumes_bit_for_bit(tiny_path: str, tmp_path: Path) -> None:
+def test_states_without_masters_are_float32_and_as_adamws() -> None:
+    """The same gradients, with masters and without: the same states, and weights apart by their rounding alone."""
+    torch.manual_seed(0)
+    first, gradients = torch.randn(64, 64), [torch.randn(64, 64).bfloat16() for _ in range(10)]
+    rounding, plain = first.bfloat16().requires_grad_(), first.bfloat16().float().requires_grad_()
+    optimizers = []
+    for weight, kind in ((rounding, "adamw_rounded"), (plain, "adamw")):
+        config = LearnerConfig.model_validate({"mode": "full", "optimizer": {"kind": kind, "max_grad_norm": 1e9}})
+        updater = updater_for([weight], config, dtype="bfloat16", device=torch.device("cpu"))
+        for one in gradients:
+            weight.grad = one.to(weight.dtype)
+            updater.step(1e-3, loss_is_finite=True)
+        (optimizer,) = updater.optimizers
+        optimizers.append(optimizer.state[weight])
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert optimizers[0][name].dtype == torch.float32
+        assert torch.allclose(optimizers[0][name], optimizers[1][name], rtol=1e-6)
+    assert float((rounding.detach().float() - plain.detach()).abs().mean()) < 5e-3  # steps of bfloat16: 4e-3 at 1
+
+
+async def test_a_model_moves_as_it_does_with_masters(tiny_path: str) -> None:
+    """20 steps of 1e-4 along the same way as far: rounded to the nearest bfloat16 it would come a third of it."""
     groups = groups_near(AutoModelForCausalLM.from_pretrained(tiny_path))
-    settings: dict[str, Any] = {"dtype": "bfloat16", "optimizer": OptimizerConfig(kind="adamw_8bit")}
+    moves = []
+    for kind in ("adamw", "adamw_rounded"):
+        optimizer = OptimizerConfig.model_validate({"kind": kind})
+        trainer = make_trainer(tiny_path, dtype="bfloat16", optimizer=optimizer, **FULL | {"learning_rate": 1e-4})
+        before = masters(trainer)
+        for _ in range(20):
+            await trainer.step(groups)
+        after = masters(trainer)
+        moves.append(torch.cat([(after[name].float() - before[name].float()).flatten() for name in after]))
+    with_masters, without = moves
+    assert float(without @ with_masters / with_masters.square().sum()) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_rounded"])
+async def test_training_without_masters_resumes_bit_for_bit(
+    kind: OptimizerKind, tiny_path: str, tmp_path: Path
+) -> None:
+    groups = groups_near(AutoModelForCausalLM.from_pretrained(tiny_path))
+    settings: dict[str, Any] = {"dtype": "bfloat16", "optimizer": OptimizerConfig(kind=kind)}
     trainer, other = (make_trainer(tiny_path, **settings, **FULL) for _ in range(2))
     before = masters(trainer)
     await trainer.step(groups)
