@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.model import group, make_trainer, steps, utilisation
 from benchmarks.gpu.rows import Found, Row
-from benchmarks.learner.memory_table import FIVE, LENGTHS, PUBLISHED
+from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
 from cluster.memory import learner as learner_memory
 from cluster.memory import units
 from cluster.memory.learner import Learning, Micro
@@ -23,13 +23,14 @@ from learner.config.learner import LearnerConfig
 GROUPS = 4  # per step, a micro-batch each, as in the published table
 METHODS: dict[str, Learning] = {
     "full": Learning(mode="full", checkpointing="none"),
+    "full-rounded": Learning(mode="full", optimizer="adamw_rounded", checkpointing="none"),
     "full-8bit": Learning(mode="full", optimizer="adamw_8bit", checkpointing="none"),
     "full-8bit-ckpt": Learning(mode="full", optimizer="adamw_8bit", checkpointing="full"),
     "lora": Learning(checkpointing="none"),
     "lora-auto": Learning(checkpointing="full"),  # what the planner chooses for the card takes the place of `full`
     "qlora": Learning(base="nf4", checkpointing="full"),
 }
-ROWS_OF_PUBLISHED = dict(zip(("full", "full-8bit", "full-8bit-ckpt", "lora"), PUBLISHED.values(), strict=True))
+ROWS_OF_PUBLISHED = dict(zip(("full-rounded", "full-8bit", "full-8bit-ckpt", "lora"), GRPO_TABLE.values(), strict=True))
 
 
 def rows(tiny: Shape | None) -> list[Row]:
@@ -103,13 +104,13 @@ def table(found: dict[str, Found]) -> tuple[list[str], list[list[str]]]:
         if one["status"] != "ok":
             lines.append([name, one["status"], *[""] * 6])
             continue
-        published = ROWS_OF_PUBLISHED.get(one["method"], ("",) * 5)
         same = one["generations"] == 4 and one["shape"] in FIVE
+        published = ROWS_OF_PUBLISHED.get(one["method"]) if same else None
         lines.append(
             [
                 name, _gb(one["allocated"]) + (" (budget halved)" if one["oom_retries"] else ""), _gb(one["reserved"]),
                 _gb(one["predicted"]), f"{one['allocated'] / one['predicted']:.2f}",
-                published[FIVE.index(one["shape"])] if same else "",
+                "" if published is None else str(published[FIVE.index(one["shape"])] or "> 80"),
                 f"{one['step_seconds']:.3f}", "" if one["mfu"] is None else f"{one['mfu']:.0%}",
             ]
         )  # fmt: skip

@@ -12,50 +12,52 @@ from __future__ import annotations
 
 import argparse
 import gc
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
+from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
 from cluster.memory.learner import FRAGMENTATION, Learning, Micro, learner_bytes
 from cluster.memory.plan import Workload
 from cluster.memory.shape import SHAPES, Shape
 from cluster.memory.units import CONTEXT, GB, total
 from learner.config.learner import LearnerConfig
 
-LENGTHS = Workload(generations=4, prompt=256, completion=786)
-FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
-# Oxen.ai, GRPO-With-Cargo-Feedback, images/memory-usage.png; GB, - where it ran out of 80
-PUBLISHED = {
-    "full fine-tune, AdamW": ("25", "38", "58", "-", "-"),
-    "+ 8-bit Adam": ("16", "26", "52", "-", "-"),
-    "+ 8-bit Adam + checkpointing": ("15", "24", "41", "72", "-"),
-    "LoRA (q, k, o, up, down)": ("13", "16", "32", "58", "69"),
-}
 METHODS: dict[str, Learning] = {
     "full, AdamW": Learning(mode="full", checkpointing="none"),
+    "full, AdamW rounded": Learning(mode="full", optimizer="adamw_rounded", checkpointing="none"),
+    "full, 8-bit Adam": Learning(mode="full", optimizer="adamw_8bit", checkpointing="none"),
     "full, 8-bit Adam, all twice": Learning(mode="full", optimizer="adamw_8bit", checkpointing="full"),
     "LoRA": Learning(checkpointing="none"),
     "LoRA, MLPs twice": Learning(checkpointing="mlp"),
     "LoRA, all twice": Learning(checkpointing="full"),
     "QLoRA, all twice": Learning(base="nf4", checkpointing="full"),
 }
+MANY, COUNTS = "Llama-3.2-1B", (4, 8, 16, 32, 64)  # completions per problem
+# Token budget of that table: that of the published lengths, or the whole group.
+BUDGETS: dict[str, Callable[[Workload], int]] = {
+    f"{LENGTHS.group} tokens": lambda _: LENGTHS.group,
+    "a group": lambda work: work.group,
+}
 
 
-def measure(shape: Shape, learning: Learning) -> dict[str, Any]:
+def measure(shape: Shape, learning: Learning, work: Workload = LENGTHS, budget: int = LENGTHS.group) -> dict[str, Any]:
     """Bytes: of the fake run (none for 8-bit optimizers, whose kernels take no tensors without content), and of the
     memory model, both with context and fragmentation."""
-    micro = Micro.of(LENGTHS.prompt, LENGTHS.completion, LENGTHS.generations, LENGTHS.group)
+    micro = Micro.of(work.prompt, work.completion, work.generations, budget)
     result: dict[str, Any] = {"model": total(learner_bytes(shape, learning, micro)), "fake": None}
-    if learning.optimizer != "adamw":
+    if learning.optimizer.endswith("8bit"):
         return result
     from learner.tools.meta_run import (
         footprint,  # here: it needs bitsandbytes, and others import the tables of this module
     )
 
-    settings = {"mode": learning.mode, "checkpointing": learning.checkpointing, "token_budget": LENGTHS.group}
-    groups = [(LENGTHS.prompt, [LENGTHS.completion] * LENGTHS.generations)] * 2
+    settings: dict[str, Any] = {"mode": learning.mode, "checkpointing": learning.checkpointing, "token_budget": budget}
+    settings["optimizer"] = {"kind": learning.optimizer}
+    groups = [(work.prompt, [work.completion] * work.generations)] * 2
 
     def run() -> None:
         found = footprint(shape, LearnerConfig.model_validate(settings), groups, base=learning.base)
@@ -70,10 +72,24 @@ def cell(one: dict[str, Any]) -> str:
     return f"{one['fake'] / GB:.1f}" if one["fake"] else f"({one['model'] / GB:.1f})"
 
 
-def report(found: dict[str, dict[str, Any]], told: dict[str, Any]) -> str:
+def by_generations() -> list[list[str]]:
+    """GB of the 1B's LoRA learner for more and more completions of a problem."""
+    lines = []
+    for method in ("LoRA", "LoRA, all twice"):
+        for words, budget in BUDGETS.items():
+            works = [replace(LENGTHS, generations=count) for count in COUNTS]
+            peaks = [measure(SHAPES[MANY], METHODS[method], work, budget(work)) for work in works]
+            lines.append([method, words, *map(cell, peaks)])
+    return lines
+
+
+def report(found: dict[str, dict[str, Any]], many: list[list[str]], told: dict[str, Any]) -> str:
     rows = [[name, f"{SHAPES[name].params / 1e9:.2f}", *map(cell, methods.values())] for name, methods in found.items()]
     ours = [["gleaner: " + m, *(cell(found[name][m]) for name in FIVE if name in found)] for m in METHODS]
-    theirs = [["published: " + name, *numbers] for name, numbers in PUBLISHED.items()]
+    theirs = [
+        ["published: " + name, *("-" if size is None else str(size) for size in sizes)]
+        for name, sizes in GRPO_TABLE.items()
+    ]
     runs = [one for methods in found.values() for one in methods.values() if one["fake"]]
     apart = max(abs(one["model"] / one["fake"] - 1) for one in runs)
     slowest = max(one["cpu_seconds"] for one in runs)
@@ -88,6 +104,9 @@ def report(found: dict[str, dict[str, Any]], told: dict[str, Any]) -> str:
         "Numbers without brackets are from a run of learner.trainer.trainer.Trainer on tensors without content "
         "(learner.tools.meta_run), without weights or a GPU; the memory model that the planner uses is at most "
         f"{apart:.1%} from them. The slowest took {slowest:.0f} CPU-seconds. Nothing here was measured on a card.\n\n"
+        f"GB of {MANY} with num_generations from 4 to 64. A group beyond the token budget is split, so what a step "
+        "takes depends on the budget and not on the number of completions:\n\n"
+        f"{as_table(['method', 'micro-batch', *map(str, COUNTS)], many)}\n\n"
         f"Conditions: {as_text(told).replace('float32.', 'bfloat16.')}\n"
     )
 
@@ -105,7 +124,8 @@ def main() -> None:
             found[name][method] = measure(SHAPES[name], learning)
             print(name, method, cell(found[name][method]), flush=True)
             gc.collect()
-    save("memory_table", {"conditions": told, "peaks": found}, report(found, told))
+    many = by_generations()
+    save("memory_table", {"conditions": told, "peaks": found, "by_generations": many}, report(found, many, told))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,21 @@
+"""The plan beside published measurements: near them where settings are the same, nowhere above the GRPO table."""
+
+from benchmarks.learner.published_memory import BEGIN, DOCUMENT, END, grpo_cells, report, rows
+from cluster.memory.units import GB
+
+
+def test_every_row_of_the_same_thing_is_within_a_tenth() -> None:
+    same = [row for row in rows() if not row.apart]
+    assert len(same) == 12
+    assert {row.what: row.difference for row in same if abs(row.difference) > 0.1} == {}
+
+
+def test_no_cell_of_the_published_table_is_exceeded() -> None:
+    cells = [(size, own) for row in grpo_cells().values() for size, own in row]
+    assert len(cells) == 20
+    assert all(own <= size * GB for size, own in cells if size is not None)
+
+
+def test_the_document_has_the_table_as_it_is_made() -> None:
+    text = DOCUMENT.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0] == report(rows())
