@@ -11,7 +11,7 @@ from rewards.memory import DEFAULT
 
 USAGE = """\
 usage: gleaner run --config FILE [key=value ...]
-       gleaner plan --gpu SIZE [--model MODEL | --all] [--help]
+       gleaner plan --gpu CARD [--model MODEL | --all] [--help]
        gleaner rewards try REWARD --rollouts DIR [--help]"""
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cluster.memory.shape import SHAPES
+from learner.config import RunConfig
+from learner.driver.memory_budget import settle
 from learner.tools.cli import main
 
 
@@ -80,16 +83,56 @@ def test_an_architecture_that_is_not_known_is_one_sentence(capsys: pytest.Captur
     assert "memory of model_type 'qwen3_moe' is not known; known: llama" in line
 
 
-def test_a_number_without_a_unit_and_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--gpu", "24"]) == 2
+def test_no_card_and_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "rtx490"]) == 2
     assert capsys.readouterr().err == (
-        "error: --gpu: must be a size of at least 1MiB, got 24 bytes; write the unit, for example 24GiB\n"
+        "error: --gpu: must be a card or its size, for example 24GiB, 24 (GB as cards are sold) or rtx4090, got "
+        "'rtx490'; did you mean rtx4090 or a40?\n"
     )
+    assert main(["plan", "--gpu", "t4", "--kv-cache-dtype", "fp8"]) == 2
+    assert "fp8 needs a card of compute capability 8.9, t4 has 7.5; set auto" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--gpu", "24GiB", "--generations", "0"])
     assert "must be a whole number from 1 to 999999999, got '0'" in capsys.readouterr().err
     assert main(["rnu"]) == 2
     assert "must be followed by run, plan or rewards try, got rnu; did you mean run?" in capsys.readouterr().err
+
+
+CHOSEN = [
+    ("16", "Llama-3.2-1B", []),
+    ("t4", "Qwen2.5-0.5B", []),
+    ("rtx4090", "Llama-3.1-8B", []),
+    ("24GiB", "Llama-3.1-8B", ["--cards", "2", "--kv-cache-dtype", "fp8", "--staleness", "1"]),
+    ("16GiB", "Llama-3.1-8B", ["--rank", "8"]),
+    ("24GiB", "Llama-3.1-8B", ["--base", "shared"]),
+]
+
+
+@pytest.mark.parametrize(("card", "model", "words"), CHOSEN)
+def test_the_block_to_paste_is_the_plan(
+    card: str, model: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of this configuration plans the same, and finds that it fits."""
+    asked = ["plan", "--gpu", card, "--model", model, *words]
+    assert main(asked) == 0
+    block = yaml.safe_load(capsys.readouterr().out.partition("to paste into a configuration:\n")[2])
+    assert main([*asked, "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)[0]["chosen"]
+    config = RunConfig.model_validate(block | {"data": {"path": "x.jsonl"}, "rewards": [{"use": "format"}]})
+    assert config.model.dtype == ("float16" if card == "t4" else "bfloat16")
+    found = settle(config, SHAPES[model].to_config()).plan
+    assert found is not None
+    for name in ("layout", "base", "checkpointing", "token_budget", "kv_bytes", "sequences", "device_bytes"):
+        assert getattr(found, name) == chosen[name], name
+
+
+def test_main_memory_is_planned_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "48GiB", "--model", "Qwen2.5-7B", "--ram", "8GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "passing 14.2" in out
+    assert "the machine has 8.0: the kernel would end a process" in out
+    assert main(["plan", "--gpu", "48GiB", "--model", "Qwen2.5-7B", "--ram", "64GiB"]) == 0
+    assert "the machine has" not in capsys.readouterr().out
 
 
 def test_one_unit_in_one_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,46 @@
+"""What a run on cards takes of the machine's main memory, in bytes, by part. On a CPU the plan itself is of it."""
+
+from cluster.memory.generator import ENGINE_PROCESS
+from cluster.memory.learner import LEARNER_PROCESS
+from cluster.memory.plan import Plan, Wish
+from cluster.memory.units import DTYPE_BYTES, Parts
+from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
+
+# Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
+# the driver; Ray's own processes together; one reward process.
+DRIVER, RAY, REWARD = 330 * 10**6, 360 * 10**6, 150 * 10**6
+CUDA_LIBRARIES = 1500 * 10**6  # of each process on a card, beside torch: cuBLAS, kernels, pinned buffers (estimate)
+
+
+def host_bytes(found: Plan, wish: Wish, *, object_store: int, reward_processes: int = 1) -> Parts:
+    """Main memory of one machine that runs the plan.
+
+    driver, ray, rewards (`reward_processes` beside each generator; a function that loads a model takes its own on top,
+      up to rollout.reward_memory): measured. learner, generators: their processes without a model, measured on a CPU,
+      and CUDA's libraries (estimate).
+    object_store: what it may take; Ray keeps it in /dev/shm.
+    asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
+    offloaded: learner.offload_boundaries. paged: the states of paged_adamw_8bit, once the card is full.
+    passing: the most of what comes and goes: the learner's weights as they are loaded (4-bit ones one matrix at a
+      time), copies of a push of whole weights, or of the weights that a checkpoint of a whole model writes. vLLM reads
+      mapped files: those pages are cache, and given back when memory is wanted.
+    """
+    shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
+    whole = wish.mode == "full"
+    loading = b * n if found.base == "none" else b * shape.vocab * shape.hidden
+    loading = 0 if wish.shared else loading  # the generator's are mapped
+    pushing = LEARNER_COPIES * pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
+    saving = (4 if found.learner["adapters"] else b) * n if whole else 0
+    asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
+    return {
+        "driver": DRIVER,
+        "ray": RAY,
+        "object_store": object_store,
+        "rewards": found.generators * reward_processes * REWARD,
+        "learner": LEARNER_PROCESS + CUDA_LIBRARIES,
+        "generators": found.generators * (ENGINE_PROCESS + CUDA_LIBRARIES),
+        "asleep": found.generators * asleep,
+        "offloaded": shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
+        "paged": 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
+        "passing": max(loading, pushing, saving),
+    }

@@ -1,0 +1,35 @@
+"""Main memory of a run on cards: what grows with what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.memory.host import host_bytes
+from cluster.memory.plan import Wish, Workload
+from cluster.memory.search import least
+from cluster.memory.shape import SHAPES
+from cluster.memory.units import Parts
+
+LLAMA, N = SHAPES["Llama-3.2-1B"], 1_235_814_400
+
+
+def host(wish: Wish, *, rewards: int = 1, generators: int = 1) -> Parts:
+    found = least(LLAMA, 80 * 2**30, Workload(generators=generators), wish)
+    return host_bytes(found, wish, object_store=2**28, reward_processes=rewards)
+
+
+def test_by_hand() -> None:
+    slices = Wish(base="none", checkpointing="full", token_budget=2048, layouts=("slices",))
+    plain = host(slices)
+    assert plain["passing"] == 2 * N  # the learner's weights as they are loaded
+    assert (plain["asleep"], plain["offloaded"], plain["paged"]) == (0, 0, 0)
+    asleep = host(replace(slices, layouts=("alternating",)))
+    assert asleep["asleep"] == 2 * N + 2 * 2 * LLAMA.lora_params(16)  # two adapter versions
+    assert host(replace(slices, base="nf4"))["passing"] == 2 * 128_256 * 2048
+    assert host(replace(slices, offload=True))["offloaded"] == 16 * 2 * 2048 * 2048
+    whole = replace(slices, mode="full", optimizer="paged_adamw_8bit")
+    assert host(whole)["paged"] == 2 * N
+    assert host(whole)["passing"] == 3 * 2 * N  # copies of a push
+    many = host(slices, rewards=3, generators=2)
+    assert many["rewards"] == 6 * plain["rewards"]
+    assert many["generators"] == 2 * plain["generators"]
