@@ -59,8 +59,8 @@ class DeadlineConfig(Frozen):
     step: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds for one training step, or one checkpoint. Raise it for large batches on slow hardware."""
     push: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds for a policy to reach a generator, and for the answer to the probe. Raise it with `learner.mode: full` on
-    a slow network."""
+    """Seconds for a policy to reach a generator, and for the answer to the probe; one more is given for each 50 MB of
+    it. Raise it on a slow network."""
     heartbeat: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that a learner may go without a finished micro-batch (on a CPU: without any computation) before it counts
     as hung. Raise it if one micro-batch may take longer."""

@@ -7,7 +7,8 @@ in one {GPU: 1} bundle (two fractional bundles of one group may land on differen
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from cluster.nvml import visible_cards
 
 
 class PlacementError(ValueError):
@@ -63,8 +64,7 @@ def pack(roles: Sequence[Role]) -> Placement:
 def local_node(min_cpus: float) -> dict[str, float]:
     """What a private cluster on this machine offers. Cores are only counted here: more processes than cores is slow,
     not wrong."""
-    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return {"CPU": max(float(os.cpu_count() or 1), min_cpus), "GPU": float(cards)}
+    return {"CPU": max(float(os.cpu_count() or 1), min_cpus), "GPU": float(len(visible_cards()))}
 
 
 def _check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:

@@ -7,6 +7,7 @@ a function that runs after `connect` has set that environment.
 import asyncio
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from cluster.ray_private import SYSTEM_CONFIG, check_doors, close_doors
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
-OBJECT_STORE_BYTES = 256 * 2**20  # groups are kilobytes and adapters megabytes
+GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
+SHM = Path("/dev/shm")
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 
 # Set for every role, since its output reaches the driver: no progress bars, no warnings meant for library authors.
@@ -135,8 +137,9 @@ def in_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def connect(address: str, min_cpus: float) -> Session:
-    """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`.
+def connect(address: str, min_cpus: float, policy_bytes: int = 0) -> Session:
+    """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`, with an object
+    store for policies of that many bytes.
 
     Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
     """
@@ -158,7 +161,7 @@ def connect(address: str, min_cpus: float) -> Session:
             address="local",
             include_dashboard=False,
             num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=store_bytes(policy_bytes, shutil.disk_usage(SHM).free),
             logging_level=logging.WARNING,
             log_to_driver=True,
             _temp_dir=str(folder.ray),
@@ -169,6 +172,12 @@ def connect(address: str, min_cpus: float) -> Session:
         raise
     check_doors(ray)
     return Session("local", folder)
+
+
+def store_bytes(policy_bytes: int, free: int) -> int:
+    """Room for two policies, one on its way and the one before it, which is still held. What finds no room is written
+    to disk, at a third of the speed; and with more than `free`, the bytes left in shared memory, so is everything."""
+    return max(GROUPS_BYTES, min(GROUPS_BYTES + 2 * policy_bytes, int(0.9 * free)))
 
 
 def _check_listening(address: str) -> None:

@@ -52,11 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     # heavy imports wait until the configuration is known to be right
-    from learner.driver import assumed_cards, launch, preflight, run_lock
+    from learner.driver import cards as known_cards
+    from learner.driver import launch, preflight, run_lock
 
     try:
         if args.dry_run:
-            cards = None if args.assume_gpus is None else assumed_cards.parse(args.assume_gpus)
+            cards = None if args.assume_gpus is None else known_cards.parse(args.assume_gpus)
             print(preflight.report(preflight.rehearse(config, cards), cards))
             return 0
         config = preflight.place_output(config)

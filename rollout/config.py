@@ -37,6 +37,7 @@ def parse_size(value: object) -> int:
 
 
 DEFAULT_KV = 256 * 2**20  # bytes of a generator's KV cache without a plan
+DEFAULT_SEQUENCES = 128  # that a generator decodes at once, likewise
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
@@ -118,14 +119,15 @@ class RolloutConfig(Frozen):
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Of sampling; the learner scores the same distribution. Raise it where the completions of a group are too alike to
     learn from."""
-    kv_cache: BytesOrAuto = DEFAULT_KV
+    kv_cache: BytesOrAuto = "auto"
     """Bytes of each generator's KV cache; `auto`: by the memory plan, 256MiB without one. More: more sequences at
     once."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """`auto`: the model's type. `fp8`: twice the tokens of bfloat16 in the same bytes, sampled a little further from
     what the learner scores, which the ratio corrects (the demo learns the same; its `policy/mismatch_k3` is 0.001)."""
-    max_num_seqs: Annotated[int, Field(ge=1)] = 128
-    """Sequences that a generator decodes at once, at most. Lower it where memory is short."""
+    max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Sequences that a generator decodes at once, at most; `auto`: 128, and on a card as many of a step's completions
+    as the memory plan has room for, up to 256. Lower it where memory is short."""
     in_flight: Literal["finish", "continue"] = "finish"
     """What completions under way do when a newer policy arrives: `finish` under theirs, or `continue` under the new one
     from the next token on, with a version per token. `continue` needs `max_staleness` of at least 1; it keeps long
@@ -137,3 +139,8 @@ class RolloutConfig(Frozen):
     dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by others before the update. Set it where
     `reward/zero_variance_groups` is most of a batch."""
+
+    @property
+    def sequences(self) -> int:
+        """max_num_seqs; of auto, before a plan has put a number there, what is taken without one."""
+        return DEFAULT_SEQUENCES if self.max_num_seqs == "auto" else self.max_num_seqs

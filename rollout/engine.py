@@ -54,6 +54,8 @@ class EngineSettings:
         max_num_seqs: sequences decoded at once.
         max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
             adapters, weights are replaced by load_weights.
+        lora_targets: the last part of the names of the layers that an adapter changes; (): of all linear layers but
+            the output embedding.
         adapter_window: adapter versions resident at once. With in_flight "finish" at least 2: load_adapter waits while
             all others are in use, and max_staleness + 2 is enough. With "continue" 1.
         seed: must differ from worker to worker: two engines with one seed sample the same tokens.
@@ -86,6 +88,7 @@ class EngineSettings:
     adapter_window: int
     seed: int
     base: str = "none"
+    lora_targets: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     in_flight: str = "finish"
     stop_ids: tuple[int, ...] = ()

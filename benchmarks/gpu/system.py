@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks.common import as_table
 from benchmarks.gpu.rows import Found, Row, folder_for, run_all, run_here
 from cluster.memory.shape import SHAPES, Shape
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = Shape("tiny", "llama", 128, 256, 2, 4, 4, 32, 1024, tied=True)
 SLICES = ["cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5", "memory.layout=slices"]
 TURNS = [*SLICES[:2], "memory.layout=alternating"]
@@ -96,22 +96,15 @@ def bare(options: argparse.Namespace, shape: Shape, device: str) -> Found:
 
 def model(options: argparse.Namespace, shape: Shape) -> Path:
     """A folder with random weights of the shape in bfloat16, made once."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
     folder = Path(options.models) / shape.name
-    if (folder / "done").exists():
-        return folder
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer)
-    settings = replace(shape, vocab=max(shape.vocab, len(tokenizer))).to_config()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
-    with torch.device(options.device):
-        lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    lm.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "done").touch()
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "shape.json").write_text(json.dumps(asdict(shape)))
+        command = [
+            sys.executable, "-m", "benchmarks.gpu.random_folder", str(folder / "shape.json"), str(folder),
+            "--tokenizer", options.tokenizer, "--device", options.device,
+        ]  # fmt: skip
+        subprocess.run(command, check=True, cwd=ROOT)
     return folder
 
 

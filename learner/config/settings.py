@@ -38,8 +38,9 @@ class MemoryConfig(Frozen):
     learner.checkpointing, learner.token_budget and rollout.kv_cache where these are auto."""
 
     device: Bytes | None = None
-    """Memory of one card (on a CPU: of what both roles may have). Set it, and the plan is made for it and kept; null:
-    nothing is held to a limit but the learner to `memory.learner`, if that is set."""
+    """Memory of one card (on a CPU: of what both roles may have), for which the plan is made, and to which it is kept.
+    null: on cards what is free on them; on a CPU nothing is held to a limit but the learner to `memory.learner`, if
+    that is set. Set it to leave a part of a card to others."""
     layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
     """`separate` cards, two `slices` of one, or `alternating`: the generators sleep while the learner trains."""
     base: Literal["own", "shared"] = "own"

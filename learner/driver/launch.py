@@ -48,7 +48,8 @@ async def run(prepared: Prepared) -> int:
         for note in (prepared.budgets.note, *prepared.notes):
             progress.note(note)
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
-        session = connect(config.cluster.address, min_cpus=sum(role.cpus for role in roles(config)))
+        cpus = sum(role.cpus for role in roles(config))
+        session = connect(config.cluster.address, cpus, prepared.budgets.policy_bytes)
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
             while (loop := await _attempt(restarts, session, progress, stop)) is None:

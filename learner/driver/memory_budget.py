@@ -6,25 +6,24 @@ under another plan.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.memory import learner as learner_memory
 from cluster.memory import units
 from cluster.memory.generator import asleep
-from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
+from cluster.memory.plan import USABLE, Layout, Misfit, Plan, gib
 from cluster.memory.search import plan
-from cluster.memory.shape import LINEAR, Shape
-from cluster.placement import pack
-from learner.config import RunConfig, roles
+from cluster.memory.shape import Shape
+from learner.config import RunConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, under_way, wish_of, workload
 from rollout.config import DEFAULT_KV
 
 log = logging.getLogger("learner")
 
 NO_LIMIT = 2**60
+PUSH_RATE = 50e6  # bytes a second of a policy that is pushed, at the least: copied, hashed twice, loaded layer by layer
 
 
 class MemoryPlanError(ValueError):
@@ -38,7 +37,9 @@ class Budgets:
     Attributes:
         learner: the configuration with everything settled that the plan settles.
         kv_cache: bytes of each generator.
+        sequences: most that a generator decodes at once.
         learner_bytes: most that the learner's allocator may hold, without the CUDA context; None: no limit.
+        policy_bytes: of a policy on its way to the generators, as far as that is known before there is one.
         layout: where the roles live.
         plan: what was planned, by role and part; None for an architecture that the memory model does not know.
         note: one line for the user.
@@ -46,7 +47,9 @@ class Budgets:
 
     learner: LearnerConfig
     kv_cache: int
+    sequences: int
     learner_bytes: int | None
+    policy_bytes: int
     layout: Layout
     plan: Plan | None
     note: str
@@ -57,11 +60,12 @@ class Budgets:
         return self.layout == "alternating"
 
 
-def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
+def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None) -> Budgets:
     """The budgets of a run.
 
     Args:
         model: the content of the model's config.json.
+        card: bytes of the card that both roles are on; taken where memory.device is null.
 
     Raises:
         MemoryPlanError: the message names the settings to change.
@@ -70,11 +74,10 @@ def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
         shape = Shape.from_config(model, config.model.path)
     except ValueError as error:
         return _unplanned(config, str(error))
-    if config.memory.device is None:
+    device = config.memory.device or card
+    if device is None:
         return _unlimited(config, shape)
-    found = plan(shape, config.memory.device, _workload(config), _wish(config, _layouts(config)))
-    if isinstance(found, Misfit):
-        raise MemoryPlanError(str(found))
+    found, sequences = _plan(config, shape, device)
     _check_cache(config, found)
     chosen = config.learner.model_copy(
         update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
@@ -84,7 +87,27 @@ def settle(config: RunConfig, model: Mapping[str, Any]) -> Budgets:
         f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
         f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
     )
-    return Budgets(chosen, found.kv_bytes, _learner_cap(config, found), found.layout, found, note)
+    note += _waiting(found.sequences, min(sequences, under_way(config)))
+    cap, sent = _learner_cap(config, found), policy_bytes(config, shape)
+    return Budgets(chosen, found.kv_bytes, sequences, cap, sent, found.layout, found, note)
+
+
+def _plan(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int]:
+    """What fits, and the sequences that a generator decodes at once: of those that may be, the number of which most
+    find room in the KV cache. Raises MemoryPlanError."""
+    wish = wish_of(config, layouts(config))
+    found = {count: plan(shape, device, workload(config, count), wish) for count in sequence_counts(config)}
+    fitting = [(one, count) for count, one in found.items() if isinstance(one, Plan)]
+    if not fitting:
+        raise MemoryPlanError(str(found[min(found)]))
+    return max(fitting, key=lambda pair: pair[0].sequences)
+
+
+def _waiting(cached: int, asked: int) -> str:
+    """A generator that holds fewer sequences than could be decoded at once is slower than it might be."""
+    if cached >= asked:
+        return ""
+    return f"; {asked} are generated at once: those that find no room wait, unless they end early"
 
 
 def _unplanned(config: RunConfig, reason: str) -> Budgets:
@@ -94,24 +117,29 @@ def _unplanned(config: RunConfig, reason: str) -> Budgets:
     kv = config.rollout.kv_cache
     cap = None if sizes.learner == "auto" else sizes.learner
     kv_bytes = DEFAULT_KV if kv == "auto" else kv
-    return Budgets(config.learner, kv_bytes, cap, _layouts(config)[0], None, f"memory: no plan ({reason})")
+    note = f"memory: no plan ({reason})"
+    if kv == "auto" and config.cluster.gpus.generator > 0:
+        note += f"; the KV cache has {gib(DEFAULT_KV)}, which is little on a card: set rollout.kv_cache"
+    return Budgets(config.learner, kv_bytes, config.rollout.sequences, cap, 0, layouts(config)[0], None, note)
 
 
 def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
-    """The settings as they stand; what they will take is planned all the same, to be compared with."""
+    """Without a card that both roles are on: the settings as they stand; what they will take is planned all the same,
+    to be compared with."""
     learner, kv = config.learner, config.rollout.kv_cache
     cuda = config.cluster.gpus.learner > 0
-    settled = {
+    chosen = {
         "checkpointing": ("full" if cuda else "none") if learner.checkpointing == "auto" else learner.checkpointing,
         "token_budget": AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget,
     }
     fixed = config.model_copy(
         update={
-            "learner": learner.model_copy(update=settled),
+            "learner": learner.model_copy(update=chosen),
             "rollout": config.rollout.model_copy(update={"kv_cache": DEFAULT_KV if kv == "auto" else kv}),
         }
     )
-    found = plan(shape, NO_LIMIT, _workload(config), _wish(fixed, _layouts(config)[:1]))
+    sequences = config.rollout.sequences
+    found = plan(shape, NO_LIMIT, workload(config, sequences), wish_of(fixed, layouts(config)[:1]))
     if isinstance(found, Misfit):
         raise MemoryPlanError(str(found))
     _check_cache(config, found)
@@ -120,7 +148,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
         f"memory: memory.device is null, so no limit is applied; planned: learner {gib(found.learner_bytes)}, "
         f"generator {gib(found.generator_bytes)}"
     )
-    return Budgets(learner, found.kv_bytes, cap, found.layout, found, note)
+    return Budgets(learner, found.kv_bytes, sequences, cap, policy_bytes(config, shape), found.layout, found, note)
 
 
 def _check_cache(config: RunConfig, found: Plan) -> None:
@@ -138,68 +166,6 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
         )
 
 
-def _layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's placement allows, the preferred first; learner.config.rules has refused others."""
-    wanted, gpus = config.memory.layout, config.cluster.gpus
-    if config.memory.base == "shared":
-        return ("slices",)
-    if wanted == "alternating":
-        return ("alternating",)
-    if gpus.own_cards:
-        return ("separate",)
-    in_turns = gpus.one_card and config.max_staleness == 0
-    return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
-
-
-def _workload(config: RunConfig) -> Workload:
-    rollout = config.rollout
-    return Workload(
-        generations=rollout.num_generations,
-        prompt=rollout.max_prompt_length,
-        completion=rollout.max_completion_length,
-        sequences=rollout.max_num_seqs,
-        adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
-        generators=_generators_a_card(config),
-        groups=config.learner.groups_per_step,
-    )
-
-
-def _generators_a_card(config: RunConfig) -> int:
-    """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
-    generators = roles(config)[:-1]
-    if config.cluster.gpus.generator == 0:
-        return len(generators)
-    bundle_of = pack(roles(config)).bundle_of
-    return max(Counter(bundle_of[role.name] for role in generators).values())
-
-
-def _wish(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
-    model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
-    targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
-    known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
-    return Wish(
-        mode=learner.mode,
-        push=learner.push,
-        rank=learner.lora.rank,
-        targets=known or tuple(LINEAR),
-        dtype=model.dtype,
-        optimizer=learner.optimizer.kind,
-        frozen_adapters=int(learner.mode == "lora" and (model.adapter is not None or model.reference is not None)),
-        reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
-        offload=learner.offload_boundaries,
-        base=model.base,
-        shared=sizes.base == "shared",
-        checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
-        token_budget=None if learner.token_budget == "auto" else learner.token_budget,
-        kv_bytes=None if kv == "auto" else kv,
-        kv_dtype=config.kv_dtype,
-        layouts=layouts,
-        cuda=cuda,
-        learner_cap=None if sizes.learner == "auto" else sizes.learner + learner_memory.learner_context(cuda=cuda),
-        generator_cap=None if sizes.generator == "auto" else sizes.generator,
-    )
-
-
 def _learner_cap(config: RunConfig, found: Plan) -> int:
     """memory.learner, or else all that the generators leave, since only the learner's need grows with the batch."""
     if config.memory.learner != "auto":
@@ -210,3 +176,15 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
     elif found.layout == "alternating":
         others = found.generators * units.total(asleep(found.generator))
     return round(USABLE * found.device_bytes) - others - found.learner["context"]
+
+
+def settled(config: RunConfig, budgets: Budgets) -> RunConfig:
+    """The configuration with the plan's rollout.max_num_seqs, by which generators and evaluation go, and with the
+    seconds that the bytes of a policy take on their way."""
+    deadlines = config.cluster.deadlines
+    patient = deadlines.model_copy(update={"push": deadlines.push + budgets.policy_bytes / PUSH_RATE})
+    updates = {
+        "rollout": config.rollout.model_copy(update={"max_num_seqs": budgets.sequences}),
+        "cluster": config.cluster.model_copy(update={"deadlines": patient}),
+    }
+    return config.model_copy(update=updates)

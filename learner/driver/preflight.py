@@ -13,12 +13,12 @@ from learner.config import RunConfig, roles
 from learner.config.learner import LoraConfig
 from learner.driver import checkpoint
 from learner.driver.absolute_paths import absolute
-from learner.driver.assumed_cards import Cards, planned_for
+from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
-from learner.driver.memory_budget import Budgets, MemoryPlanError, settle
+from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.trials import ENGINE, LEARNER, LOSS, Trial
@@ -104,9 +104,10 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     config, notes = followed or (absolute(config), ())
     chat = found.of(_chat, config)
     found.of(_check_weights, config, adapters=followed is not None)
-    budgets = None
-    if chat is not None and (planned := config if cards is None else found.of(planned_for, config, cards)):
-        budgets = found.of(settle, planned, chat.config)
+    cards = cards or present()
+    card, budgets = found.of(size_for, config, cards), None
+    if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
+        config = settled(config, budgets)
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
     found.of(_check_accuracy, config)
@@ -130,7 +131,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         changed=changed,
         fingerprints=fingerprints,
         budgets=budgets,
-        notes=notes,
+        notes=(*notes, *([cards.note] if card and cards and cards.note else ())),
     )
 
 

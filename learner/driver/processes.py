@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this o
 
 log = logging.getLogger("learner")
 
+# Micro-batches differ in size: with segments of fixed size the allocator keeps blocks that the next one cannot use. Of
+# the learner alone: vLLM's sleep has an allocator of its own, which refuses this.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
 
 async def start_processes(
     prepared: Prepared, session: Session, note: Callable[[str], None]
@@ -44,7 +48,7 @@ async def start_processes(
     shares = config.memory.base == "shared"
 
     def spawn_trainer(base: Manifest | None = None) -> "Remote[Trainer]":
-        return session.spawn(learner, make_trainer, [*wanted, base], {})
+        return session.spawn(learner, make_trainer, [*wanted, base], ALLOCATOR if learner.gpus > 0 else {})
 
     if config.cluster.gpus.learner == 0 and not shares:  # the two start-ups overlap
         started = spawn_trainer()
@@ -75,7 +79,7 @@ async def _started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
 
 def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
     """What generator number `rank` is built from."""
-    rollout = config.rollout
+    rollout, targets = config.rollout, config.learner.lora.targets
     return WorkerSpec(
         rank=rank,
         run_id=config.run_dir.name,
@@ -84,8 +88,9 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             dtype=config.model.dtype,
             max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
             kv_cache_bytes=budgets.kv_cache,
-            max_num_seqs=rollout.max_num_seqs,
+            max_num_seqs=rollout.sequences,
             max_lora_rank=config.learner.lora.rank if config.learner.pushes_adapters else 0,
+            lora_targets=() if targets == "all-linear" else tuple(target.rpartition(".")[2] for target in targets),
             adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
             seed=config.seed * 1000 + rank,
             base=config.model.base,

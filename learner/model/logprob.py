@@ -33,6 +33,7 @@ class _How(NamedTuple):
     temperature: float
     token_tile: int
     vocab_tile: int
+    cuda: bool  # asked for outside of autograd.Function: learner.tools.meta_run answers there alone
 
 
 def policy_logprobs(
@@ -58,7 +59,7 @@ def policy_logprobs(
         float32, nats.
     """
     kind = _TrainedHead if head.requires_grad else _FrozenHead
-    how = _How(logits, temperature, token_tile, vocab_tile)
+    how = _How(logits, temperature, token_tile, vocab_tile, hidden.is_cuda)
     logprobs, entropy = kind.apply(hidden, head, targets, how)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -76,7 +77,7 @@ def token_logprobs(
 ) -> Float[Tensor, " N"]:
     """float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
     out = torch.empty(len(targets), device=hidden.device)
-    how = _How(logits, temperature, token_tile, vocab_tile)
+    how = _How(logits, temperature, token_tile, vocab_tile, hidden.is_cuda)
     for rows in _tiles(len(targets), token_tile):
         out[rows] = _fold(hidden[rows], head, targets[rows], how, "logprob").logprob
     return out
@@ -134,14 +135,14 @@ class _TrainedHead(torch.autograd.Function):
         for words in _tiles(len(head), how.vocab_tile):
             weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
             for rows in _tiles(len(targets), how.token_tile):
-                logits = how.logits.of_(_product(hidden[rows], weight.t()), how.temperature)
+                logits = how.logits.of_(_product(hidden[rows], weight.t(), how), how.temperature)
                 bend = None if how.logits.cap is None else how.logits.bend_(logits.clone(), how.temperature)
                 logits.sub_(top[rows, None]).sub_(log_total[rows, None]).exp_().mul_(-slope[rows])
                 place, inside = _within(targets[rows], words)
                 logits.scatter_add_(1, place, torch.where(inside, slope[rows], 0.0))
                 rounded = (logits if bend is None else logits.mul_(bend)).to(head.dtype)
-                grad_hidden[rows] += _product(rounded, weight)
-                total += _product(rounded.t(), hidden[rows])
+                grad_hidden[rows] += _product(rounded, weight, how)
+                total += _product(rounded.t(), hidden[rows], how)
                 del logits, bend, rounded  # before the next tile is made
             grad_head[words] = total.to(head.dtype)
         return grad_hidden.to(hidden.dtype), grad_head, None, None
@@ -171,7 +172,7 @@ def _fold(
     mean = torch.zeros(n, hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
     bent = want == "mean_row" and how.logits.cap is not None
     for words in _tiles(len(head), how.vocab_tile):
-        logits = how.logits.of_(_product(hidden, head[words].t()), how.temperature)
+        logits = how.logits.of_(_product(hidden, head[words].t(), how), how.temperature)
         place, inside = _within(targets, words)
         label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]  # of the same product, so errors cancel
         higher = torch.maximum(top, logits.amax(-1))
@@ -185,7 +186,7 @@ def _fold(
         if bent:
             weights.mul_(how.logits.bend_(logits.add_(higher[:, None]), how.temperature))
         if want == "mean_row":
-            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words]))
+            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words], how))
         top = higher
         del logits, weights  # before the next tile is made
     log_total = total.log()
@@ -203,10 +204,10 @@ def _tiles(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
-def _product(a: Float[Tensor, "I J"], b: Float[Tensor, "J K"]) -> Float[Tensor, "I K"]:
+def _product(a: Float[Tensor, "I J"], b: Float[Tensor, "J K"], how: _How) -> Float[Tensor, "I K"]:
     """a b in float32: logits rounded to bfloat16 would put an error of 2e-2 nats on a logprob."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.is_cuda:
+    if how.cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # no CPU kernel has half inputs and a float32 output

@@ -12,6 +12,7 @@ packed rows, which would wait for the device. learner.model.packing_check proves
 this. Letters: N tokens of the row, D head dimension, S segments, P tokens of a prefix, M tokens of a block.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from learner.batch.layout import Block, Layout, block_mask
 from learner.model.capped_attention import capped
 
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
+ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without a word
 
 # What models hand to every attention function and what changes nothing here; any other argument that is set stands for
 # arithmetic (sinks, position biases) that is not done here.
@@ -71,9 +73,10 @@ def _by_varlen(
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
     reach = -1 if window is None else window - 1  # the kernel counts the keys before the query's own
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKS_FOR_GROUPS else {}
     output = varlen_attn(
         q, k, v, ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key,
-        scale=scale, window_size=(reach, 0), enable_gqa=query.shape[1] != key.shape[1],
+        scale=scale, window_size=(reach, 0), **grouped,
     )  # fmt: skip
     assert isinstance(output, Tensor)  # a tuple only if the logsumexp is asked for
     return output[None]

@@ -59,6 +59,8 @@ def enable(
         except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
             reasons.append(str(error) if isinstance(error, NotImplementedError) else f"{name}: {error!r}")
         if reasons[-1] == "":
+            if slower := "; ".join(filter(None, reasons)):
+                log.warning("%s is packed by %s, which is slower: %s", config.model_type, name, slower)
             return True
     lm.set_attn_implementation(own)
     log.warning("%s cannot be packed (%s): completions are padded, each with its own prompt", config.model_type,

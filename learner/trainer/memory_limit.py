@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from cluster.memory.plan import gib
 from cluster.telemetry import peak_resident
 from learner.batch.micro_batch import MicroBatch
 from learner.batch.rows import Rows
@@ -88,12 +89,20 @@ def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows
     )
 
 
+def device_of(name: str) -> torch.device:
+    """A card by its number: what sets a limit for the allocator takes no other."""
+    device = torch.device(name)
+    unnumbered = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
+
+
 class MemoryLimit:
     """The bytes that the learner may hold; None: as many as there are.
 
     On CUDA it is the cap of torch's allocator, which raises torch.OutOfMemoryError beyond it: weights, adapters,
     states and activations, but not the CUDA context (about 0.5 GB). On a CPU nothing can be refused in advance: the
     growth of the process's highest resident set since this object was made is compared with it by `check`.
+    A card that has less free than the limit when this object is made lowers it: the generators took more than planned.
 
     mapped: bytes of the generator's base (memory.base: shared). They are no part of what the learner may hold. torch's
     allocator does not count them; a CPU's resident set does, hence they are taken off.
@@ -113,7 +122,16 @@ class MemoryLimit:
                     f"memory.learner: must be at most the {total / 2**20:.0f} MiB of {device}, got "
                     f"{limit / 2**20:.0f} MiB"
                 )
-            torch.cuda.set_per_process_memory_fraction(limit / total, device)
+            self._limit = min(limit, torch.cuda.mem_get_info(device)[0])
+            if self._limit < limit:
+                log.warning(
+                    "memory.learner: only %s of the planned %s are free on %s; set memory.device or rollout.kv_cache "
+                    "lower",
+                    gib(self._limit),
+                    gib(limit),
+                    device,
+                )
+            torch.cuda.set_per_process_memory_fraction(self._limit / total, device)
 
     def start_step(self) -> None:
         """Peaks are counted from here (on CUDA; a CPU knows the peak of the whole process only)."""

@@ -27,7 +27,7 @@ from learner.model.policy import Policy
 from learner.trainer import trainer_state
 from learner.trainer.base_thread import BaseThread
 from learner.trainer.forward_backward import Passes
-from learner.trainer.memory_limit import MemoryLimit, TokenBudget
+from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
 from learner.trainer.nonfinite_guard import NonFiniteGuard
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
@@ -73,7 +73,7 @@ class Trainer(TrainerService):
         base: Manifest | None = None,
     ) -> None:
         self._path, self._merged = model.path, learner.push == "merged"
-        where = torch.device(device)
+        where = device_of(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
         mapped = None if base is None else MappedBase(base, where)
         self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)

@@ -5,10 +5,9 @@ token, tokens x rank x width floats per layer, and applies the adapter in the la
 -1). vLLM already sorts a step's tokens into runs of one adapter; here every run is two matrix products, and rows
 without an adapter are left alone. In decode there is nearly always one run.
 
-The head is another matter: its op takes one row per sequence of the step for granted, so a probe, whose prompt logprobs
-are one row per token, kills the engine as soon as it shares a step with completions. The embedding's op again gathers
-rank x width floats per token (230 MB for a prefill of 4096 tokens of a 0.5B model), to add zeros. No adapter of ours
-touches head or embedding, hence both ops do nothing here, in every release.
+Head and embedding get no LoRA kernels at all (rollout.vllm.startup.lora_arguments), for speed, and since the head's
+takes one row per sequence of the step for granted: a probe, whose prompt logprobs are one row per token, would kill the
+engine as soon as it shares a step with completions.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def install_fast_cpu_lora() -> bool:
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     wrapper: Any = PunicaWrapperCPU
-    wrapper.add_lora_logits = wrapper.add_lora_embedding = _add_nothing
     release = _release(vllm.__version__)
     if not _KNOWN[0] <= release <= _KNOWN[1]:
         log.warning(
@@ -86,10 +84,6 @@ def serve_experts() -> None:
 
         select.gleaner = True  # type: ignore[attr-defined]
         method.select_unquantized_moe_backend = select
-
-
-def _add_nothing(*_: Any, **__: Any) -> None:
-    """Leaves the output as it is: the learner refuses adapters of the embeddings."""
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:
     """Runs in vLLM's worker."""
-    worker.model_runner.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
+    worker.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
     model = worker.model_runner.get_model()
     head: Any = getattr(model, "lm_head", None)
     if not hasattr(head, "cpu_linear") or not any(name.endswith(_EMBEDDINGS) for name in names):

@@ -1,8 +1,9 @@
-"""What makes vLLM's start shorter; benchmarks/engine/engine_settings.py measures it."""
+"""What makes vLLM's start shorter, and what it must know of a model's adapters before it."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 from rollout.architecture import ATTENTION, ArchitectureError, has_experts
@@ -32,8 +33,11 @@ def know_model(model: str) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def lora_arguments(model: str) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs for the adapters of a model: of one with experts only the attention is adapted.
+def lora_arguments(model: str, targets: Sequence[str]) -> dict[str, Any]:
+    """Keywords of vllm.EngineArgs for the adapters of a model: which layers get LoRA kernels. Without them vLLM would
+    put these around the output embedding too, and run them in every step.
+
+    targets: as of EngineSettings.lora_targets; of a model with experts only the attention is adapted.
 
     Raises ArchitectureError if vLLM does not serve the model with LoRA. Known to it are names that it may serve by
     transformers' own code, so only one of its own classes can be asked.
@@ -47,7 +51,22 @@ def lora_arguments(model: str) -> dict[str, Any]:
         entry = ModelRegistry.models.get(name)
         if entry is not None and not supports_lora(entry.load_model_cls()):
             raise ArchitectureError(without_lora(name, model))
-    return {"lora_target_modules": list(ATTENTION)} if has_experts(config.to_dict()) else {}
+    if has_experts(config.to_dict()):
+        return {"lora_target_modules": list(ATTENTION)}
+    return {"lora_target_modules": list(targets) or _linear_layers(config)}
+
+
+def _linear_layers(config: Any) -> list[str]:
+    """The last part of the names of all linear layers but the output embedding, from a model without weights."""
+    from torch import device, nn
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    with device("meta"):
+        lm = auto.from_config(config)
+    head = lm.get_output_embeddings()
+    linear = (name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def without_lora(name: str, model: str) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.assumed_cards import Cards, parse
+from learner.driver.cards import Cards, parse
 from learner.driver.findings import PreflightError
 from learner.driver.trials import Trial
 from learner.main import main

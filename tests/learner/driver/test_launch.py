@@ -58,7 +58,7 @@ def test_each_group_is_sampled_as_configured_with_a_seed_of_its_own() -> None:
 
 def test_a_generator_is_built_from_its_settings() -> None:
     config = config_of("m")
-    budgets = Budgets(config.learner, 12345, None, "separate", None, "")
+    budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
     spec = worker_spec(config, 4, budgets)
     assert (spec.rank, spec.run_id, spec.rewards) == (4, "seeded3", tuple(config.rewards))
     assert (spec.reward_workers, spec.reward_memory) == (2, 5 * 2**30)

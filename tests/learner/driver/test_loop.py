@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actor import ActorDied, Local
+from cluster.actor import ActorDied, Local, Unusable
 from learner.driver import checkpoint
 from rollout import ledger
 from rollout.service import RolloutService
@@ -136,6 +136,33 @@ async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works
     assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
     assert trainer.cached == 0
     assert not any(engine._asleep for engine in engines)
+
+
+async def test_a_generator_that_is_lost_asleep_takes_the_card_again_when_the_learner_has_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody calls it before its turn, so nobody starts another into the learner's peak."""
+    wakes, cached = itertools.count(1), list[int]()
+
+    class Mortal(Worker):
+        async def wake(self) -> None:
+            if next(wakes) == 3:
+                raise Unusable("killed while it slept")
+            await super().wake()
+
+    worker = Local("generator-0", Mortal, [1e-4, None])
+    loop = build(tmp_path, configure(), 5, workers=[worker], alternating=True)
+    trainer, revive = loop.trainer._object, worker.revive  # type: ignore[attr-defined]
+
+    async def noted(deadline_s: float) -> None:
+        cached.append(trainer.cached)
+        await revive(deadline_s)
+
+    monkeypatch.setattr(worker, "revive", noted)
+    await worker.call(RolloutService.sleep, 1)
+    await finish(loop)
+    assert cached == [0]  # once, and after TrainerService.release_cache
+    assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
 
 
 async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:

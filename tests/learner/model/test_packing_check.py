@@ -186,13 +186,21 @@ def plain_varlen(
     return torch.cat(outputs)
 
 
+def without_groups(*tensors: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """torch 2.11's, which is not asked for grouped heads, and takes them."""
+    grouped = tensors[0].shape[1] != tensors[1].shape[1]
+    return plain_varlen(*tensors, scale=scale, window_size=window_size, enable_gqa=grouped)
+
+
+@pytest.mark.parametrize("asks_for_groups", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_both_kernels_are_the_plain_attention(
-    window: int | None, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, kv_heads: int, asks_for_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for the CUDA kernel, so that what it is given is tested here."""
-    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen)
+    """With a stand-in for the CUDA kernel, so that what it is given is tested here; torch 2.11 has no enable_gqa."""
+    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen if asks_for_groups else without_groups)
+    monkeypatch.setattr(packed_attention, "ASKS_FOR_GROUPS", asks_for_groups)
     layout = Layout([Segment(0, 4), Segment(4, 7, 0, 4), Segment(7, 8, 0, 4), Segment(8, 13)])
     seen = torch.zeros(13, 13, dtype=torch.bool)
     for own in layout.segments:

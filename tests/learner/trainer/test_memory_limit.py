@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
 from learner.trainer import memory_limit
-from learner.trainer.memory_limit import MemoryLimit, OutOfMemory
+from learner.trainer.memory_limit import MemoryLimit, OutOfMemory, device_of
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import adapter_of, distance, gradient, make_trainer, masters
@@ -165,3 +166,46 @@ async def test_the_limit_is_checked_after_each_step(tiny_path: str, monkeypatch:
     now[0] = 2**21
     with pytest.raises(OutOfMemory, match="memory.learner"):
         await trainer.step(GROUPS)
+
+
+class Card:
+    """torch.cuda's part in the limit; the real functions refuse a device without a number, as this does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, total: int, free: int) -> None:
+        self.fraction = 0.0
+
+        def numbered(device: torch.device) -> None:
+            if device.index is None:
+                raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
+
+        def capped(fraction: float, device: torch.device) -> None:
+            numbered(device)
+            self.fraction = fraction
+
+        def properties(device: torch.device) -> Any:
+            return SimpleNamespace(total_memory=total)
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", capped)
+
+
+@pytest.mark.parametrize(("free", "fraction"), [(70, 0.6), (40, 0.4)])
+def test_the_limit_on_a_card_is_what_is_planned_or_what_is_left(
+    free: int, fraction: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gib = 2**30
+    card = Card(monkeypatch, total=100 * gib, free=free * gib)
+    with caplog.at_level(logging.WARNING, "learner"):
+        MemoryLimit(60 * gib, device_of("cuda"))
+    assert card.fraction == pytest.approx(fraction)
+    assert [r.message.partition(" are free")[0] for r in caplog.records] == (
+        [] if free > 60 else ["memory.learner: only 40.0 GiB of the planned 60.0 GiB"]
+    )
+    with pytest.raises(ValueError, match="must be at most the 102400 MiB of cuda:0"):
+        MemoryLimit(101 * gib, device_of("cuda"))
+
+
+def test_devices_that_need_no_number_keep_their_name() -> None:
+    assert [str(device_of(name)) for name in ("cpu", "meta", "cuda:3")] == ["cpu", "meta", "cuda:3"]

@@ -6,6 +6,7 @@ What finish does is in test_vllm_engine.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -93,8 +94,15 @@ def check_one_adapter_stays(case: EngineCase) -> None:
 
 
 def test_a_vllm_that_labels_no_tokens_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.27 to 0.31, which take a version and do not say it of the tokens."""
+    from vllm import outputs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    monkeypatch.delattr(LLMEngine, "set_weight_version")
+    @dataclasses.dataclass
+    class CompletionOutput:
+        token_ids: list[int]
+
+    assert hasattr(LLMEngine, "set_weight_version")
+    monkeypatch.setattr(outputs, "CompletionOutput", CompletionOutput)
     with pytest.raises(ValueError, match="in_flight=continue needs a vLLM that labels tokens"):
         VllmEngine(settings(Path("/nowhere"), in_flight="continue", adapter_window=1))

@@ -18,6 +18,8 @@ from tests.learner.model.test_families import adapted
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats; measured 2e-6
+ATTENTION = {"qkv_proj", "o_proj"}
+LAYERS = {"qwen3_moe": ATTENTION, "glm4": {*ATTENTION, "gate_up_proj", "down_proj"}}  # as vLLM fuses them
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4"])
@@ -27,6 +29,10 @@ def test_sampler_and_learner_are_one_policy(name: str, tmp_path: Path) -> None:
     assert isinstance(update, Adapter)
     engine = VllmEngine(settings(tmp_path / "model"))
     assert run(engine.load_adapter(update)) == update.digest
+    (wrapped,) = engine._thread._turns.engine.collective_rpc(
+        lambda worker: list(worker.model_runner.lora_manager._adapter_manager.modules)
+    )
+    assert {module.rpartition(".")[2] for module in wrapped} == LAYERS[name]  # no embedding, no head
     assert run(engine.held()) == held_of(policy, 0, merged=False)
     for completion in run(engine.generate(PROMPT, Sampling(n=2, max_tokens=24, seed=0))):
         ids = torch.tensor(PROMPT + completion.token_ids.tolist())

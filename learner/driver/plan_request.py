@@ -1,0 +1,100 @@
+"""What a run's settings ask of the memory planner, as values of cluster.memory.plan."""
+
+from collections import Counter
+from math import ceil
+
+from cluster.memory import learner as learner_memory
+from cluster.memory import units
+from cluster.memory.plan import Layout, Wish, Workload
+from cluster.memory.shape import LINEAR, Shape
+from cluster.memory.weight_push import pushed_bytes
+from cluster.placement import pack
+from learner.config import RunConfig, roles
+from rollout.config import DEFAULT_SEQUENCES
+
+MOST_SEQUENCES = 256  # decoded at once; vLLM captures CUDA graphs of up to twice as many tokens, at most 512
+
+
+def sequence_counts(config: RunConfig) -> list[int]:
+    """What rollout.max_num_seqs may be, the preferred first: each sequence costs the logits of its next token."""
+    if config.rollout.max_num_seqs != "auto" or config.cluster.gpus.generator == 0:
+        return [config.rollout.sequences]
+    most = min(max(under_way(config), DEFAULT_SEQUENCES), MOST_SEQUENCES)
+    return [most, *(count for count in (128, 64, 32, 16, 8) if count < most)]
+
+
+def under_way(config: RunConfig) -> int:
+    """The most completions that one generator has at once for training."""
+    slots = config.learner.groups_per_step * (config.max_staleness + 1)
+    return ceil(slots / config.rollout.workers) * config.rollout.num_generations
+
+
+def layouts(config: RunConfig) -> tuple[Layout, ...]:
+    """The layouts that the run's placement allows, the preferred first; learner.config.rules has refused others."""
+    wanted, gpus = config.memory.layout, config.cluster.gpus
+    if config.memory.base == "shared":
+        return ("slices",)
+    if wanted == "alternating":
+        return ("alternating",)
+    if gpus.own_cards:
+        return ("separate",)
+    in_turns = gpus.one_card and config.max_staleness == 0
+    return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
+
+
+def workload(config: RunConfig, sequences: int) -> Workload:
+    """sequences: decoded at once by a generator."""
+    rollout = config.rollout
+    return Workload(
+        generations=rollout.num_generations,
+        prompt=rollout.max_prompt_length,
+        completion=rollout.max_completion_length,
+        sequences=sequences,
+        adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
+        generators=_generators_a_card(config),
+        groups=config.learner.groups_per_step,
+    )
+
+
+def policy_bytes(config: RunConfig, shape: Shape) -> int:
+    """Of a policy on its way to the generators."""
+    wish = wish_of(config, layouts(config))
+    b = units.DTYPE_BYTES[wish.dtype]
+    return pushed_bytes(shape, wish.mode, wish.push, wish.targets, b) or b * shape.lora_params(wish.rank, wish.targets)
+
+
+def _generators_a_card(config: RunConfig) -> int:
+    """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
+    generators = roles(config)[:-1]
+    if config.cluster.gpus.generator == 0:
+        return len(generators)
+    bundle_of = pack(roles(config)).bundle_of
+    return max(Counter(bundle_of[role.name] for role in generators).values())
+
+
+def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
+    """What the settings fix, and what they leave to the planner."""
+    model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
+    targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
+    known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
+    return Wish(
+        mode=learner.mode,
+        push=learner.push,
+        rank=learner.lora.rank,
+        targets=known or tuple(LINEAR),
+        dtype=model.dtype,
+        optimizer=learner.optimizer.kind,
+        frozen_adapters=int(learner.mode == "lora" and (model.adapter is not None or model.reference is not None)),
+        reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
+        offload=learner.offload_boundaries,
+        base=model.base,
+        shared=sizes.base == "shared",
+        checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
+        token_budget=None if learner.token_budget == "auto" else learner.token_budget,
+        kv_bytes=None if kv == "auto" else kv,
+        kv_dtype=config.kv_dtype,
+        layouts=layouts,
+        cuda=cuda,
+        learner_cap=None if sizes.learner == "auto" else sizes.learner + learner_memory.learner_context(cuda=cuda),
+        generator_cap=None if sizes.generator == "auto" else sizes.generator,
+    )

@@ -1,0 +1,85 @@
+"""Which cards a process would see. The driver's library is replaced at its functions, since no machine here has it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from cluster import nvml
+from cluster.placement import local_node
+
+CARDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
+PART = "MIG-7777"
+
+
+@pytest.fixture
+def three_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Card i has i + 1 GiB and capability 8.i; of the first one a MIG part of 100 MiB."""
+
+    def capability(handle: str) -> list[int]:
+        if handle == PART:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [8, CARDS.index(handle)]
+
+    def by_uuid(name: str) -> str:
+        if name != PART:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return name
+
+    def memory(handle: str) -> Any:
+        total = 100 * 2**20 if handle == PART else (CARDS.index(handle) + 1) * 2**30
+        return SimpleNamespace(total=total, free=total - 2**20)
+
+    stands_for: dict[str, Any] = {
+        "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: len(CARDS),
+        "nvmlDeviceGetHandleByIndex": CARDS.__getitem__, "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetUUID": lambda handle: handle, "nvmlDeviceGetName": lambda handle: f"NVIDIA {handle}",
+        "nvmlDeviceGetMemoryInfo": memory, "nvmlDeviceGetCudaComputeCapability": capability,
+        "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: CARDS[0],
+    }  # fmt: skip
+    for name, function in stands_for.items():
+        monkeypatch.setattr(pynvml, name, function)
+
+
+@pytest.mark.usefixtures("three_cards")
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        (None, CARDS),
+        ("", []),
+        ("2,0", ["GPU-cc33", "GPU-aa11"]),
+        ("1, 7, 0", ["GPU-ab22"]),  # CUDA stops at the first name of no card
+        ("-1,0", []),
+        ("GPU-cc,GPU-ab22", ["GPU-cc33", "GPU-ab22"]),
+        ("GPU-a", []),  # two begin so
+        (PART, [PART]),
+        ("MIG-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(named: str | None, wanted: list[str]) -> None:
+    environ = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
+    assert [card.uuid for card in nvml.visible_cards(environ)] == wanted
+
+
+@pytest.mark.usefixtures("three_cards")
+def test_what_is_said_of_a_card() -> None:
+    _, second, third = nvml.visible_cards({})
+    assert (second.name, second.size, second.free) == ("NVIDIA GPU-ab22", 2 * 2**30, 2 * 2**30 - 2**20)
+    assert third.capability == (8, 2)
+    (part,) = nvml.visible_cards({"CUDA_VISIBLE_DEVICES": PART})
+    assert (part.size, part.capability) == (100 * 2**20, (8, 0))
+
+
+@pytest.mark.usefixtures("three_cards")
+def test_a_private_cluster_has_the_cards_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert local_node(1)["GPU"] == 2.0
+
+
+def test_no_driver_is_no_card() -> None:
+    """This machine's own answer; a machine with a card says so with its driver."""
+    assert bool(nvml.visible_cards({})) == (nvml.driver_version() is not None)

@@ -1,0 +1,32 @@
+"""What vLLM is asked for on a card, and which layers it gives LoRA kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.random_families import make_family
+from rollout.vllm.arguments import engine_arguments
+from rollout.vllm.startup import lora_arguments
+from tests.rollout.engine_case import settings
+
+
+def test_on_a_card_the_logits_are_float32_as_the_learner_s() -> None:
+    assert engine_arguments(settings(Path("m")), cuda=True)["hf_overrides"] == {"head_dtype": "float32"}
+    assert "hf_overrides" not in engine_arguments(settings(Path("m")), cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "layers"),
+    [
+        ("gemma2", (), ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        ("phi3", (), ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]),
+        ("gemma2", ("q_proj", "v_proj"), ["q_proj", "v_proj"]),
+        ("qwen3_moe", (), ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    ],
+)
+def test_only_layers_that_an_adapter_changes_get_lora_kernels(
+    tmp_path: Path, name: str, targets: tuple[str, ...], layers: list[str]
+) -> None:
+    assert lora_arguments(str(make_family(tmp_path, name)), targets) == {"lora_target_modules": layers}
