@@ -57,13 +57,19 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     if settings.base == "nf4":
         # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
-    if cuda:
+    return arguments | (_cuda_arguments(settings) if cuda else _cpu_arguments(settings))
+
+
+def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
         # Logits in float32, as the learner's: in bfloat16 their rounding alone is 0.04 to 0.07 nats (rms).
-        return arguments | {
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "hf_overrides": {"head_dtype": "float32"},
-        }
-    return arguments | {
+        "hf_overrides": {"head_dtype": "float32"},
+    }
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+    return {
         # LoRA switches compilation off on CPU anyway, after half a minute of compiling.
         "enforce_eager": True,
         # A seeded request whose prefill is split kills the engine: "CPU Generator does not use offset".
