@@ -122,8 +122,13 @@ def make_trainer(
     """The learner, built in its own process; `memory_bytes` is the most that it may hold, `base` the generator's."""
     # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
+    from learner.trainer.float32_products import choose_library
     from learner.trainer.trainer import Trainer
 
+    on_card = config.cluster.gpus.learner > 0
+    if not on_card:
+        choose_library()
     return Trainer(
         config.model,
         config.learner,
@@ -131,7 +136,7 @@ def make_trainer(
         max_completion_length=config.rollout.max_completion_length,
         total_steps=total_steps,
         seed=config.seed,
-        device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
+        device="cuda" if on_card else "cpu",
         memory_bytes=memory_bytes,
         base=base,
     )

@@ -1,0 +1,64 @@
+"""Which library multiplies float32 matrices on a CPU: settled when the learner's process starts, by trying both.
+
+torch's wheels hold two, MKL and oneDNN. MKL is the default, and on some processors the slower one by far: on AMD's
+Zen 5 115 GFLOP/s a core, where oneDNN does 260. torch gives float32 products to oneDNN only where it is told that less
+than float32 will do. A processor without matrix units for bfloat16 computes in float32 all the same; one that has them
+(AMX) may round. So one product is compared with float64, and the setting stays only if nothing was rounded and time is
+saved.
+
+It holds for every product of the process: only learner.driver.processes.make_trainer calls this, for a process that is
+the learner's alone.
+"""
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("learner")
+
+LESS = "bf16"  # torch.backends.mkldnn.matmul.fp32_precision: products may go to oneDNN
+EXACT = 1e-6  # relative norm of a product's error; float32 has 2e-7 to 5e-7, bfloat16 3e-3
+FASTER = 1.2  # a gain worth having; with less of one, noise would choose, and a resumed run could differ in rounding
+SHAPE = 1024, 512, 1024  # rows, summed, columns: a small layer's products
+TURNS = 5
+
+
+def choose_library() -> bool:
+    """True if float32 products go to oneDNN from now on; else the setting is as it was. A line in the log says which.
+
+    About 0.1 s of one core.
+    """
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    if not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows, summed, columns = SHAPE
+    a, b = torch.randn(rows, summed, generator=generator), torch.randn(summed, columns, generator=generator)
+    seconds: dict[str, list[float]] = {before: [], LESS: []}
+    try:
+        for _ in range(TURNS):  # in turns, since other processes start beside this one
+            for way, taken in seconds.items():
+                setting.fp32_precision = way
+                started = time.perf_counter()
+                product = a @ b
+                taken.append(time.perf_counter() - started)
+        error = _error(product, a, b)
+    finally:
+        setting.fp32_precision = before
+    gain = min(seconds[before]) / min(seconds[LESS])
+    chosen = error < EXACT and gain >= FASTER
+    if chosen:
+        setting.fp32_precision = LESS
+    log.info(
+        "float32 products: %s (oneDNN takes 1/%.2f of the time of torch's default, relative error %.0e)",
+        "oneDNN" if chosen else "torch's default", gain, error,
+    )  # fmt: skip
+    return chosen
+
+
+def _error(product: Tensor, a: Tensor, b: Tensor) -> float:
+    exact = a.double() @ b.double()
+    return float((product - exact).norm() / exact.norm())
