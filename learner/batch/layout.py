@@ -21,6 +21,16 @@ class Segment(NamedTuple):
     prefix_stop: int = 0
 
 
+class Tile(NamedTuple):
+    """Queries [start, stop) of a segment that begins at `own`; they see the prefix and the segment up to themselves."""
+
+    start: int
+    stop: int
+    own: int
+    prefix_start: int
+    prefix_stop: int
+
+
 class Block(NamedTuple):
     """Neighbouring segments that share a prefix, or one segment without."""
 
@@ -34,10 +44,14 @@ class Layout:
 
     Args:
         segments: tile the row from 0, in order, none empty; a prefix is a whole segment without a prefix.
+
+    Attributes:
+        reach: most tokens that a query sees, itself included.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = list(segments)
+        self.reach = max(own.stop - own.start + own.prefix_stop - own.prefix_start for own in self.segments)
         self.blocks = _blocks(self.segments)
         self.sizes = [sum(block.lengths) for block in self.blocks]
         self._made: dict[Any, Any] = {}
@@ -52,6 +66,14 @@ class Layout:
             self._made[key] = block_mask(block, window, like)
         made: Tensor = self._made[key]
         return made
+
+    def tiles(self, size: int) -> list[Tile]:
+        """The queries of each segment, `size` at a time."""
+        return [
+            Tile(start, min(start + size, own.stop), own.start, own.prefix_start, own.prefix_stop)
+            for own in self.segments
+            for start in range(own.start, own.stop, size)
+        ]
 
     def ragged(self, device: torch.device) -> "Ragged":
         """The same for FlashAttention."""

@@ -6,7 +6,8 @@ is exact: that of the prefix's keys and values sums over the completions (Prefix
 
 It reaches a model through transformers' AttentionInterface, under two names, and no model is patched:
     gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16 bit
-    gleaner_segments  scaled_dot_product_attention per block of segments; everywhere else
+    gleaner_segments  everywhere else: on a CPU tiles of queries (learner.model.segment_attention); on a card, and where
+                      a window or a cap limits what is seen, scaled_dot_product_attention per block of segments
 No mask function is registered beside them: transformers then makes no mask, and does not search the positions for
 packed rows, which would wait for the device. learner.model.packing_check proves at start-up that a model honours all
 this. Letters: N tokens of the row, D head dimension, S segments, P tokens of a prefix, M tokens of a block.
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 
 from learner.batch.layout import Block, Layout, block_mask
 from learner.model.capped_attention import capped
+from learner.model.segment_attention import attend_tiles
 
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
 ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without a word
@@ -39,6 +41,21 @@ def kernels(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _by_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
+    all_is_seen = cap is None and (window is None or window >= layout.reach)
+    if all_is_seen and not query.is_cuda:
+        return attend_tiles(query, key, value, layout, scale)
+    return _by_blocks(query, key, value, layout, scale, window, cap)
+
+
+def _by_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,0 +1,103 @@
+"""Attention in tiles of queries against the plain formula in float64, over any segments, heads and widths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.batch.layout import Layout, Segment
+from learner.model.segment_attention import TILE, attend_tiles
+from tests.peak import peak_bytes
+
+Family = tuple[int, list[int]]  # tokens of a prompt, tokens of its completions
+
+
+def layout_of(families: list[Family]) -> Layout:
+    segments, end = [], 0
+    for prompt, completions in families:
+        prefix = end, end + prompt
+        segments.append(Segment(*prefix))
+        end += prompt
+        for length in completions:
+            segments.append(Segment(end, end + length, *prefix))
+            end += length
+    return Layout(segments)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    """softmax(scale q k + mask) v with the whole mask, one head at a time as the other heads were not there."""
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    mask = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype)
+    for own in layout.segments:
+        for token in range(own.start, own.stop):
+            mask[token, own.prefix_start : own.prefix_stop] = 0
+            mask[token, own.start : token + 1] = 0
+    heads = [
+        (scale * query[0, i] @ key[0, i // groups].t() + mask).softmax(-1) @ value[0, i // groups]
+        for i in range(query.shape[1])
+    ]
+    return torch.stack(heads, 1)[None]
+
+
+def slopes(output: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return torch.autograd.grad(output, inputs, weights)
+
+
+def made(
+    layout: Layout, kv_heads: int, groups: int, widths: tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as a model makes them: [1, tokens, heads, width], transposed."""
+    torch.manual_seed(len(layout.segments))
+    tokens = layout.segments[-1].stop
+    shapes = ((kv_heads * groups, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1]))
+    q, k, v = (torch.randn(1, tokens, *shape).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+@settings(max_examples=40)
+@given(
+    families=st.lists(st.tuples(st.integers(1, 7), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=3),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    widths=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    tile=st.integers(1, 8),
+)
+def test_values_and_gradients_are_the_plain_formulas(
+    families: list[Family], kv_heads: int, groups: int, widths: tuple[int, int], tile: int
+) -> None:
+    layout = layout_of(families)
+    for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
+        inputs = made(layout, kv_heads, groups, widths, dtype)
+        exact = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+        found, wanted = attend_tiles(*inputs, layout, 0.6, tile), plain(*exact, layout, 0.6)
+        assert found.dtype == dtype
+        assert torch.allclose(found.double(), wanted, atol=bound, rtol=bound)
+        for one, other in zip(slopes(found, inputs), slopes(wanted, exact), strict=True):
+            assert (one - other).norm() <= bound * (1 + other.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    """As if everything were in float32 until the end, over several tiles of the real size."""
+    layout = layout_of([(150, [40, 300, 1])])
+    half = made(layout, 2, 3, (16, 16), dtype)
+    exact = tuple(tensor.detach().double().requires_grad_() for tensor in half)
+    found, wanted = attend_tiles(*half, layout, 0.25), plain(*exact, layout, 0.25)
+    for one, other in ((found, wanted), *zip(slopes(found, half), slopes(wanted, exact), strict=True)):
+        assert one.dtype == dtype
+        assert (one - other).norm() <= 0.6 * torch.finfo(dtype).eps * other.norm()
+
+
+def test_memory_is_gradients_and_tiles() -> None:
+    """No [tokens, tokens] scores: beside what it gives, a few tiles of queries x keys."""
+    layout = layout_of([(200, [300] * 12)])
+    inputs = made(layout, 2, 2, (8, 8), torch.float32)
+    weights = torch.randn(1, layout.segments[-1].stop, 4, 8)
+    tile = TILE * 4 * 500 * 4
+    given_back = 4 * (2 * weights.numel() + 2 * inputs[1].numel())  # output and gradients
+    found = peak_bytes(lambda: torch.autograd.grad(attend_tiles(*inputs, layout, 0.3), inputs, weights))
+    assert found < given_back + 4.5 * tile
