@@ -35,6 +35,7 @@ from learner.model.base import head_of, load_base, to_eval
 from learner.model.head_check import check_head
 from learner.model.logits import logits_of
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
+from learner.model.lora_groups import fuse
 from learner.model.lora_merge import merged
 from learner.model.mapped_base import MappedBase
 from learner.model.reference import Reference
@@ -97,11 +98,13 @@ class Policy:
         if model.adapter is not None:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)
+        trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
+        if lora is not None:
+            fuse(self._lm, trial)
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting, attention)
         if lora is None and keep_reference:
-            trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
             self._roles["reference"] = Reference(self._lm, model, trial).acting
 
     @property

@@ -1,0 +1,197 @@
+"""Fused LoRA layers against PEFT's own in float64: values, gradients, what is kept, and who computes what when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from learner.config import ModelConfig
+from learner.learner_config import LoraConfig
+from learner.model import lora_groups
+from learner.model.fused_lora import Adapted, adapted_linear
+from learner.model.lora import acting_as
+from learner.model.policy import Policy
+from tests.learner.model.test_policy import SMALL, make_policy, save_model
+
+
+class Block(nn.Module):
+    """Layers that read one tensor, each with the sizes and rank of a row of `sizes`."""
+
+    def __init__(self, width: int, sizes: list[tuple[int, bool]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, out, bias=bias) for out, bias in sizes)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def adapted(block: Block, ranks: list[int], alpha: float) -> Any:
+    names = {f"layers.{i}": rank for i, rank in enumerate(ranks)}
+    config = peft.LoraConfig(
+        r=1, lora_alpha=alpha, target_modules=list(names), rank_pattern=names, init_lora_weights=False
+    )  # fmt: skip
+    return peft.get_peft_model(block, config).double()
+
+
+def in_type(layer: Any, dtype: torch.dtype) -> Adapted:
+    """A PEFT layer's weights in another type, those of the adapter to be differentiated in."""
+    base, a, b = layer.base_layer, layer.lora_A.default.weight, layer.lora_B.default.weight
+    bias = None if base.bias is None else base.bias.detach().to(dtype)
+    trained = (weight.detach().to(dtype).requires_grad_() for weight in (a, b))
+    return Adapted(base.weight.detach().to(dtype), bias, *trained, layer.scaling["default"])
+
+
+@settings(max_examples=25)
+@given(
+    width=st.integers(1, 9),
+    layers=st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(1, 4)), min_size=1, max_size=4),
+    alpha=st.sampled_from([1.0, 3.7]),
+    batch=st.sampled_from([(5,), (1, 6), (2, 3)]),
+    first=st.booleans(),  # the model's first layers, whose input wants no gradient
+)
+def test_values_and_gradients_are_pefts(
+    width: int, layers: list[tuple[int, bool, int]], alpha: float, batch: tuple[int, ...], first: bool
+) -> None:
+    torch.manual_seed(width)
+    model = adapted(Block(width, [layer[:2] for layer in layers]), [rank for *_, rank in layers], alpha)
+    own = list(model.base_model.model.layers)
+    wanted_of = [weight for layer in own for weight in (layer.lora_A.default.weight, layer.lora_B.default.weight)]
+    exact = torch.randn(*batch, width).double().requires_grad_(not first)
+    wanted = [layer(exact) for layer in own]
+    pulls = [torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape) for y in wanted]
+    slopes = torch.autograd.grad(wanted, wanted_of if first else [*wanted_of, exact], pulls)
+    for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 3e-6)):
+        x = exact.detach().to(dtype).requires_grad_(not first)
+        rows = [in_type(layer, dtype) for layer in own]
+        found = adapted_linear(x, rows)
+        found_of = [weight for row in rows for weight in (row.a, row.b)]
+        found_slopes = torch.autograd.grad(found, found_of if first else [*found_of, x], [p.to(dtype) for p in pulls])
+        for one, other in zip((*found, *found_slopes), (*wanted, *slopes), strict=True):
+            assert one.dtype == dtype
+            assert (one - other).norm() <= bound * (1 + other.norm())
+
+
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    "qwen2": transformers.Qwen2Config(**SMALL),  # biases
+    "cohere": transformers.CohereConfig(**SMALL),  # attention and MLP read one tensor
+}
+GROUPS = ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"]
+IDS = torch.tensor([[5, 6, 7, 8, 9, 3]])
+
+
+def filled(policy: Policy) -> Policy:
+    """With an adapter of which no part is zero."""
+    with torch.no_grad():
+        for i, master in enumerate(policy.masters.values()):
+            master.copy_(torch.randn(master.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
+    policy.sync()
+    return policy
+
+
+def run(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    policy.clear_gradients()
+    states = policy.hidden(IDS)
+    torch.autograd.backward(states.square().sum())
+    return states.detach(), {name: w.grad.clone() for name, w in policy._cast if w.grad is not None}
+
+
+def unfused(policy: Policy) -> None:
+    """PEFT's own forward passes again."""
+    for module in policy._lm.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.__dict__.pop("forward", None)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "mlp"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_computes_as_with_peft(
+    name: str, checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    plain = adapted_linear
+
+    def watched(x: Tensor, layers: Any) -> Any:
+        seen.append(" ".join(names[id(layer.a)] for layer in layers))
+        return plain(x, layers)
+
+    policy = filled(make_policy(save_model(CONFIGS[name], tmp_path), checkpointing=checkpointing))
+    policy._lm.double()
+    names = {
+        id(module.lora_A["default"].weight): path.rpartition(".")[2]
+        for path, module in policy._lm.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
+    }  # fmt: skip
+    monkeypatch.setattr(lora_groups, "adapted_linear", watched)
+    found, found_grads = run(policy)
+    assert sorted(set(seen)) == sorted(GROUPS)
+    unfused(policy)
+    wanted, wanted_grads = run(policy)
+    assert torch.allclose(found, wanted, atol=1e-12)
+    assert found_grads.keys() == wanted_grads.keys() != set()
+    assert all(torch.allclose(found_grads[key], wanted_grads[key], atol=1e-12) for key in wanted_grads)
+
+
+def test_roles_take_the_adapter_they_are(tiny_path: str, adapter_path: str) -> None:
+    """The reference's adapter, and the base alone, through the same layers; then the policy's again."""
+    policy = make_policy(tiny_path, adapter=adapter_path)
+    before = policy.hidden(IDS).detach()
+    filled(policy)
+    told: dict[bool, list[Tensor]] = {}
+    for fused in (True, False):
+        told[fused] = [policy.hidden(IDS).detach()]
+        for name in ("reference", None):
+            with torch.no_grad(), acting_as(policy._peft, name):
+                told[fused].append(policy.hidden(IDS))
+        unfused(policy)
+    for one, other in zip(told[True], told[False], strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert torch.equal(told[True][1], before)  # it is the adapter that training started from: a KL of exactly 0
+    assert not torch.allclose(told[True][0], told[True][2], atol=1e-2)
+
+
+def test_a_pass_that_broke_off_leaves_nothing(tmp_path: Path) -> None:
+    """What it had made for the next layer would keep its whole graph, when memory has just run out."""
+    policy = filled(make_policy(save_model(CONFIGS["llama"], tmp_path)))
+    wanted = policy.hidden(IDS)
+    key = policy._lm.model.layers[0].self_attn.k_proj
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    handle = key.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.hidden(IDS)
+    handle.remove()
+    ready = key.forward.args[2]
+    assert ready._outputs
+    seen: list[Any] = []
+    policy._lm.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(dict(ready._outputs)))
+    assert torch.equal(policy.hidden(IDS), wanted)
+    assert seen == [{}]
+    assert ready._input is None
+
+
+def test_fewer_targets_make_smaller_groups(tmp_path: Path) -> None:
+    policy = make_policy(save_model(CONFIGS["llama"], tmp_path), targets=["q_proj", "v_proj", "down_proj"])
+    attention = policy._lm.model.layers[0].self_attn
+    assert attention.q_proj.forward.args[1] == [attention.q_proj, attention.v_proj]
+    assert "forward" not in vars(attention.k_proj)
+
+
+def test_four_bit_layers_stay_with_their_own_forward(tmp_path: Path) -> None:
+    path = save_model(CONFIGS["llama"], tmp_path)
+    policy = Policy(
+        ModelConfig(path=path, dtype="bfloat16", base="nf4"), LoraConfig(rank=8, alpha=16), checkpointing="none",
+        seed=0, device=torch.device("cpu"),
+    )  # fmt: skip
+    layers = [module for module in policy._lm.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    assert len(layers) == 7
+    assert not any("forward" in vars(layer) for layer in layers)
