@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from learner.config import ModelConfig
-from learner.learner_config import LoraConfig
+from learner.config.learner import LoraConfig
 from learner.model import lora_groups
 from learner.model.fused_lora import Adapted, adapted_linear
 from learner.model.lora import acting_as
