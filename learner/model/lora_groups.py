@@ -6,7 +6,7 @@ it made. Everything else is left to PEFT: layers in 4 bits, or of another kind t
 adapter that is switched off, merged, or not on every layer of the group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,13 @@ class _Ready:
 
 
 def fuse(lm: Any, run: Callable[[], object]) -> None:
-    """Makes the LoRA layers of `lm` compute in groups. `run`: one pass through the model."""
+    """Makes the LoRA layers of `lm` compute in groups, if it has any. `run`: one pass through the model."""
+    homes = {layer: name.rpartition(".")[0] for name, layer in lm.named_modules() if _is_plain(layer)}
+    if not homes:
+        return
     ready = _Ready()
     lm.base_model.register_forward_pre_hook(ready.clear)
-    for group in _groups(lm, run):
+    for group in _groups(homes, run):
         for layer in group:
             # On the instance, as learner.model.activation_checkpointing does it: no name changes.
             layer.forward = partial(_forward, layer, group, ready)
@@ -79,10 +82,9 @@ def _adapter(group: Sequence[Any]) -> str | None:
     return name if all(name in layer.lora_A for layer in group) else None
 
 
-def _groups(lm: Any, run: Callable[[], object]) -> Iterator[list[Any]]:
-    """The layers that can be fused, in the order in which a pass calls them."""
+def _groups(homes: Mapping[Any, str], run: Callable[[], object]) -> Iterator[list[Any]]:
+    """Of the layers, each with the name of its module, in the order in which a pass calls them."""
     inputs: dict[nn.Module, list[Tensor]] = {}
-    homes = {layer: name.rpartition(".")[0] for name, layer in lm.named_modules() if _is_plain(layer)}
     hooks = [layer.register_forward_pre_hook(lambda layer, args: inputs.setdefault(layer, []).append(args[0]))
              for layer in homes]  # fmt: skip
     try:

@@ -99,8 +99,7 @@ class Policy:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)
         trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
-        if lora is not None:
-            fuse(self._lm, trial)
+        fuse(self._lm, trial)
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting, attention)
@@ -110,8 +109,7 @@ class Policy:
     @property
     def model_type(self) -> str:
         """transformers' name of the architecture."""
-        name: str = self._lm.config.get_text_config().model_type
-        return name
+        return str(self._lm.config.get_text_config().model_type)
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
