@@ -73,7 +73,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _layers(tensors: Sequence[Tensor], scales: list[float]) -> list[Adapted]:
-    return [Adapted(*tensors[4 * i : 4 * i + 4], scale) for i, scale in enumerate(scales)]
+    quarters = (tensors[i::4] for i in range(4))
+    return [Adapted(*layer) for layer in zip(*quarters, scales, strict=True)]
 
 
 def _below(layers: list[Adapted]) -> Tensor:

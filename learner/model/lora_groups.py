@@ -62,7 +62,7 @@ def _forward(layer: Any, group: Sequence[Any], ready: _Ready, x: Tensor, *args: 
         return output
     wanted = group if layer is group[0] else [layer]
     outputs = dict(zip(wanted, adapted_linear(x, [_adapted(one, name) for one in wanted]), strict=True))
-    own = outputs.pop(layer)
+    own: Tensor = outputs.pop(layer)
     if outputs:
         ready.keep(x, outputs)
     return own

@@ -79,13 +79,13 @@ class _Row:
 
     def fold(self, part: Tensor) -> Tensor:
         """[K R, T, X] -> [K, T R, X], a copy."""
-        grouped = part.unflatten(0, (len(self._key), -1)).transpose(1, 2)
+        grouped = part.view(len(self._key), -1, *part.shape[1:]).transpose(1, 2)
         return torch.empty(grouped.shape, dtype=self.dtype, device=part.device).copy_(grouped).flatten(1, 2)
 
     def unfold(self, rows: Tensor, place: Tensor) -> None:
         """[K, T R, X] -> into [K R, T, X]."""
-        grouped = place.unflatten(0, (len(self._key), -1)).transpose(1, 2)
-        grouped.copy_(rows.unflatten(1, grouped.shape[1:3]))
+        grouped = place.view(len(self._key), -1, *place.shape[1:]).transpose(1, 2)
+        grouped.copy_(rows.view(grouped.shape))
 
     def _gather(self, tensor: Tensor, tile: Tile) -> Tensor:
         own = tensor[:, tile.own : tile.stop]

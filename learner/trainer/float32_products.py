@@ -12,6 +12,7 @@ the learner's alone.
 
 import logging
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,11 @@ def choose_library() -> bool:
 
     About 0.1 s of one core.
     """
-    setting = torch.backends.mkldnn.matmul
-    before = setting.fp32_precision
-    if not torch.backends.mkldnn.is_available():
+    library: Any = torch.backends.mkldnn
+    if not library.is_available():
         return False
+    setting = library.matmul
+    before: str = setting.fp32_precision
     generator = torch.Generator().manual_seed(0)
     rows, summed, columns = SHAPE
     a, b = torch.randn(rows, summed, generator=generator), torch.randn(summed, columns, generator=generator)

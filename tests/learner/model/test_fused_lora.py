@@ -36,7 +36,8 @@ class Block(nn.Module):
 def adapted(block: Block, ranks: list[int], alpha: float) -> Any:
     names = {f"layers.{i}": rank for i, rank in enumerate(ranks)}
     config = peft.LoraConfig(
-        r=1, lora_alpha=alpha, target_modules=list(names), rank_pattern=names, init_lora_weights=False
+        r=1, lora_alpha=alpha,  # type: ignore[arg-type]
+        target_modules=list(names), rank_pattern=names, init_lora_weights=False
     )  # fmt: skip
     return peft.get_peft_model(block, config).double()
 
@@ -45,8 +46,8 @@ def in_type(layer: Any, dtype: torch.dtype) -> Adapted:
     """A PEFT layer's weights in another type, those of the adapter to be differentiated in."""
     base, a, b = layer.base_layer, layer.lora_A.default.weight, layer.lora_B.default.weight
     bias = None if base.bias is None else base.bias.detach().to(dtype)
-    trained = (weight.detach().to(dtype).requires_grad_() for weight in (a, b))
-    return Adapted(base.weight.detach().to(dtype), bias, *trained, layer.scaling["default"])
+    a, b = (weight.detach().to(dtype).requires_grad_() for weight in (a, b))
+    return Adapted(base.weight.detach().to(dtype), bias, a, b, layer.scaling["default"])
 
 
 @settings(max_examples=25)

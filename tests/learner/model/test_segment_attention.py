@@ -27,8 +27,9 @@ def layout_of(families: list[Family]) -> Layout:
     return Layout(segments)
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+def plain(inputs: tuple[Tensor, ...], layout: Layout, scale: float) -> Tensor:
     """softmax(scale q k + mask) v with the whole mask, one head at a time as the other heads were not there."""
+    query, key, value = inputs
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype)
     for own in layout.segments:
@@ -73,7 +74,7 @@ def test_values_and_gradients_are_the_plain_formulas(
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
         inputs = made(layout, kv_heads, groups, widths, dtype)
         exact = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
-        found, wanted = attend_tiles(*inputs, layout, 0.6, tile), plain(*exact, layout, 0.6)
+        found, wanted = attend_tiles(*inputs, layout, 0.6, tile), plain(exact, layout, 0.6)
         assert found.dtype == dtype
         assert torch.allclose(found.double(), wanted, atol=bound, rtol=bound)
         for one, other in zip(slopes(found, inputs), slopes(wanted, exact), strict=True):
@@ -86,7 +87,7 @@ def test_types_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
     layout = layout_of([(150, [40, 300, 1])])
     half = made(layout, 2, 3, (16, 16), dtype)
     exact = tuple(tensor.detach().double().requires_grad_() for tensor in half)
-    found, wanted = attend_tiles(*half, layout, 0.25), plain(*exact, layout, 0.25)
+    found, wanted = attend_tiles(*half, layout, 0.25), plain(exact, layout, 0.25)
     for one, other in ((found, wanted), *zip(slopes(found, half), slopes(wanted, exact), strict=True)):
         assert one.dtype == dtype
         assert (one - other).norm() <= 0.6 * torch.finfo(dtype).eps * other.norm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from learner.trainer import float32_products
 from learner.trainer.float32_products import LESS, choose_library
 from tests.learner.trainers import make_trainer as trainer_of_a_test
 
-SETTING = torch.backends.mkldnn.matmul
+SETTING: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
