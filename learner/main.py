@@ -24,7 +24,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print config and placement, stop")
     parser.add_argument(
-        "--assume-gpus", metavar="SIZE", help="with --dry-run: check as if cards of 80GiB, or 2x24GiB, were here"
+        "--assume-gpus", metavar="SIZE", help="with --dry-run: check as if cards were here: h100, 80GiB, 2x24GiB"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of the file")
     args, more = parser.parse_known_args(argv)

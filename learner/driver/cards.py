@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cluster.memory.plan import gib
 from cluster.nvml import visible_cards
 from learner.config import RunConfig
+from learner.driver import card_size
 from learner.driver.findings import PreflightError
-from rollout.config import parse_size
 
 TAKEN = 0.05  # of a card, by others than this run, from which on it is said
 
@@ -24,12 +24,12 @@ class Cards:
 
 
 def parse(text: str) -> Cards:
-    """`80GiB` or `2x24GiB`. Raises PreflightError."""
+    """`h100`, `80GiB` or `2x24GiB`. Raises PreflightError."""
     match = re.fullmatch(r"(?:([1-9][0-9]{0,2})x)?(.+)", text, flags=re.ASCII | re.DOTALL)
     try:
         if match is None:
-            raise ValueError("must be a size, got nothing; write for example 80GiB or 2x24GiB")
-        return Cards(int(match[1] or 1), parse_size(match[2]))
+            raise ValueError("must be a card or its size, got nothing; write for example h100, 80GiB or 2x24GiB")
+        return Cards(int(match[1] or 1), card_size.parse(match[2]).bytes)
     except ValueError as error:
         raise PreflightError(f"--assume-gpus: {error}") from None
 

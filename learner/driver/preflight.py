@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.memory.plan import gib
-from cluster.placement import PlacementError, local_node, place
+from cluster.placement import PlacementError
 from cluster.ray_cluster import in_job
 from learner.config import RunConfig, roles
 from learner.config.learner import LoraConfig
@@ -18,6 +18,7 @@ from learner.driver.config_io import to_yaml
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
+from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, machine_notes
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.run_lock import RunFolderInUse
@@ -36,8 +37,9 @@ from rollout.schema import Problem
 TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 PROBLEMS = (
-    PreflightError, PlacementError, MemoryPlanError, ArchitectureError, RewardError, ChatError, ProblemsError,
-    checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError, WeightsError,
+    PreflightError, PlacementError, MachineError, MemoryPlanError, ArchitectureError, RewardError, ChatError,
+    ProblemsError, checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError,
+    WeightsError,
 )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     Raises PreflightError with one line per mistake.
     """
     found = Findings(PROBLEMS)
-    found.of(_check_placement, config, cards)
+    found.of(check_placement, config, cards)
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
     followed = found.of(_follow_adapter, absolute(config))
     config, notes = followed or (absolute(config), ())
@@ -108,6 +110,8 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     card, budgets = found.of(size_for, config, cards), None
     if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
         config = settled(config, budgets)
+    if budgets is not None and not (cards and cards.assumed):
+        notes += (*machine_notes(config), *(found.of(check_main_memory, config, budgets) or ()))
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
     found.of(_check_accuracy, config)
@@ -161,14 +165,6 @@ def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
     return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
-
-
-def _check_placement(config: RunConfig, cards: Cards | None) -> None:
-    cpus = sum(role.cpus for role in roles(config))
-    if cards is not None:
-        place(roles(config), [{"CPU": float(cpus), "GPU": float(cards.count)}])
-    elif config.cluster.address == "local" and not in_job():  # a cluster is asked once we are connected to it
-        place(roles(config), [local_node(cpus)])
 
 
 def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:

@@ -1,5 +1,5 @@
-"""gleaner: the console script. `gleaner run` is python -m learner.main; `gleaner plan` says what fits a card;
-`gleaner rewards try` scores saved rollouts."""
+"""gleaner: the console script. `gleaner run` is python -m learner.main; `gleaner plan` says what fits a card, `gleaner
+doctor` what a machine lacks; `gleaner rewards try` scores saved rollouts."""
 
 import argparse
 import difflib
@@ -12,6 +12,7 @@ from rewards.memory import DEFAULT
 USAGE = """\
 usage: gleaner run --config FILE [key=value ...]
        gleaner plan --gpu CARD [--model MODEL | --all] [--help]
+       gleaner doctor [--json] [--help]
        gleaner rewards try REWARD --rollouts DIR [--help]"""
 
 
@@ -26,14 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from learner.tools.plan import main as plan
 
         return plan(words[1:])
+    if words[:1] == ["doctor"]:
+        from learner.tools.doctor import main as doctor
+
+        return doctor(words[1:])
     if words[:2] == ["rewards", "try"]:
         return _rewards_try(words[2:])
     if words in (["--help"], ["-h"]):
         print(USAGE)
         return 0
     given = " ".join(words)
-    wrong = f"error: gleaner: must be followed by run, plan or rewards try, got {given or 'nothing'}"
-    near = difflib.get_close_matches(given.partition(" ")[0], ("run", "plan", "rewards"), n=1)
+    wrong = f"error: gleaner: must be followed by run, plan, doctor or rewards try, got {given or 'nothing'}"
+    near = difflib.get_close_matches(given.partition(" ")[0], ("run", "plan", "doctor", "rewards"), n=1)
     print(f"{wrong}; did you mean {near[0]}?" if near else wrong, file=sys.stderr)
     print(USAGE, file=sys.stderr)
     return 2

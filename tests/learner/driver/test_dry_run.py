@@ -92,7 +92,7 @@ def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = "\n".join(lines)
     for pattern in (
         "output_dir: ~nosuchuser is no folder",
-        "placement: the run needs .* 1 GPU",
+        "(placement|cluster.gpus): the run needs .*1 GPU",
         "model.path: .*model.safetensors must have [0-9]+ bytes by its header, got",
         "returned 1 values for 2 completions",
         "mine.py has no function 'two'; functions there: ok, one",
@@ -117,7 +117,7 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
     (line,) = refused(config, "--dry-run", "--assume-gpus", "80GiB", "rollout.workers=3", capsys=capsys)
     assert "placement: the run needs" in line
     (line,) = refused(config, "--dry-run", capsys=capsys)
-    assert "placement: the run needs" in line
+    assert "cluster.gpus: the run needs 1 GPU, and no NVIDIA driver answers; install one" in line
     (line,) = refused(config, "--assume-gpus", "80GiB", capsys=capsys)
     assert line == "error: --assume-gpus: a run needs the cards themselves; give it with --dry-run"
     (line,) = refused(config_of(model), "--dry-run", "--assume-gpus", "80GiB", capsys=capsys)
@@ -125,12 +125,19 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("text", "cards"), [("80GiB", Cards(1, 80 * 2**30)), ("2x24GB", Cards(2, 24 * 10**9)), (" 1x 1GiB", None)]
+    ("text", "cards"),
+    [
+        ("80GiB", Cards(1, 80 * 2**30)),
+        ("2x24GB", Cards(2, 24 * 10**9)),
+        ("2xrtx4090", Cards(2, (24564 - 640) * 2**20)),
+        ("24", Cards(1, (23028 - 640) * 2**20)),
+        (" 1x 1GiB", None),
+    ],
 )
 def test_cards(text: str, cards: Cards | None) -> None:
     if cards is not None:
         assert parse(text) == cards
-    for wrong in ("", "80", "0x24GiB", "x24GiB", "2x", "2y24GiB", "9999x1GiB"):
+    for wrong in ("", "79", "a100", "0x24GiB", "x24GiB", "2x", "2y24GiB", "9999x1GiB"):
         with pytest.raises(PreflightError, match="^--assume-gpus: "):
             parse(wrong)
 

