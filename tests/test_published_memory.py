@@ -1,6 +1,8 @@
 """The plan beside published measurements: near them where settings are the same, nowhere above the GRPO table."""
 
-from benchmarks.learner.published_memory import BEGIN, DOCUMENT, END, grpo_cells, report, rows
+import pytest
+
+from benchmarks.learner.published_memory import BEGIN, DOCUMENT, END, by_generations, grpo_cells, report, rows
 from cluster.memory.units import GB
 
 
@@ -14,6 +16,12 @@ def test_no_cell_of_the_published_table_is_exceeded() -> None:
     cells = [(size, own) for row in grpo_cells().values() for size, own in row]
     assert len(cells) == 20
     assert all(own <= size * GB for size, own in cells if size is not None)
+
+
+def test_a_step_follows_the_budget_and_not_the_number_of_completions() -> None:
+    kept, whole, *_ = by_generations().values()
+    assert max(kept) == pytest.approx(min(kept), rel=0.01)
+    assert whole[-1] > 8 * whole[0]
 
 
 def test_the_document_has_the_table_as_it_is_made() -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ import torch
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
 from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
 from cluster.memory.learner import FRAGMENTATION, Learning, Micro, learner_bytes
-from cluster.memory.plan import Workload
 from cluster.memory.shape import SHAPES, Shape
 from cluster.memory.units import CONTEXT, GB, total
 from learner.config.learner import LearnerConfig
@@ -36,18 +34,12 @@ METHODS: dict[str, Learning] = {
     "LoRA, all twice": Learning(checkpointing="full"),
     "QLoRA, all twice": Learning(base="nf4", checkpointing="full"),
 }
-MANY, COUNTS = "Llama-3.2-1B", (4, 8, 16, 32, 64)  # completions per problem
-# Token budget of that table: that of the published lengths, or the whole group.
-BUDGETS: dict[str, Callable[[Workload], int]] = {
-    f"{LENGTHS.group} tokens": lambda _: LENGTHS.group,
-    "a group": lambda work: work.group,
-}
 
 
-def measure(shape: Shape, learning: Learning, work: Workload = LENGTHS, budget: int = LENGTHS.group) -> dict[str, Any]:
+def measure(shape: Shape, learning: Learning) -> dict[str, Any]:
     """Bytes: of the fake run (none for 8-bit optimizers, whose kernels take no tensors without content), and of the
     memory model, both with context and fragmentation."""
-    micro = Micro.of(work.prompt, work.completion, work.generations, budget)
+    micro = Micro.of(LENGTHS.prompt, LENGTHS.completion, LENGTHS.generations, LENGTHS.group)
     result: dict[str, Any] = {"model": total(learner_bytes(shape, learning, micro)), "fake": None}
     if learning.optimizer.endswith("8bit"):
         return result
@@ -55,9 +47,13 @@ def measure(shape: Shape, learning: Learning, work: Workload = LENGTHS, budget: 
         footprint,  # here: it needs bitsandbytes, and others import the tables of this module
     )
 
-    settings: dict[str, Any] = {"mode": learning.mode, "checkpointing": learning.checkpointing, "token_budget": budget}
+    settings: dict[str, Any] = {
+        "mode": learning.mode,
+        "checkpointing": learning.checkpointing,
+        "token_budget": LENGTHS.group,
+    }
     settings["optimizer"] = {"kind": learning.optimizer}
-    groups = [(work.prompt, [work.completion] * work.generations)] * 2
+    groups = [(LENGTHS.prompt, [LENGTHS.completion] * LENGTHS.generations)] * 2
 
     def run() -> None:
         found = footprint(shape, LearnerConfig.model_validate(settings), groups, base=learning.base)
@@ -72,18 +68,7 @@ def cell(one: dict[str, Any]) -> str:
     return f"{one['fake'] / GB:.1f}" if one["fake"] else f"({one['model'] / GB:.1f})"
 
 
-def by_generations() -> list[list[str]]:
-    """GB of the 1B's LoRA learner for more and more completions of a problem."""
-    lines = []
-    for method in ("LoRA", "LoRA, all twice"):
-        for words, budget in BUDGETS.items():
-            works = [replace(LENGTHS, generations=count) for count in COUNTS]
-            peaks = [measure(SHAPES[MANY], METHODS[method], work, budget(work)) for work in works]
-            lines.append([method, words, *map(cell, peaks)])
-    return lines
-
-
-def report(found: dict[str, dict[str, Any]], many: list[list[str]], told: dict[str, Any]) -> str:
+def report(found: dict[str, dict[str, Any]], told: dict[str, Any]) -> str:
     rows = [[name, f"{SHAPES[name].params / 1e9:.2f}", *map(cell, methods.values())] for name, methods in found.items()]
     ours = [["gleaner: " + m, *(cell(found[name][m]) for name in FIVE if name in found)] for m in METHODS]
     theirs = [
@@ -104,9 +89,6 @@ def report(found: dict[str, dict[str, Any]], many: list[list[str]], told: dict[s
         "Numbers without brackets are from a run of learner.trainer.trainer.Trainer on tensors without content "
         "(learner.tools.meta_run), without weights or a GPU; the memory model that the planner uses is at most "
         f"{apart:.1%} from them. The slowest took {slowest:.0f} CPU-seconds. Nothing here was measured on a card.\n\n"
-        f"GB of {MANY} with num_generations from 4 to 64. A group beyond the token budget is split, so what a step "
-        "takes depends on the budget and not on the number of completions:\n\n"
-        f"{as_table(['method', 'micro-batch', *map(str, COUNTS)], many)}\n\n"
         f"Conditions: {as_text(told).replace('float32.', 'bfloat16.')}\n"
     )
 
@@ -124,8 +106,7 @@ def main() -> None:
             found[name][method] = measure(SHAPES[name], learning)
             print(name, method, cell(found[name][method]), flush=True)
             gc.collect()
-    many = by_generations()
-    save("memory_table", {"conditions": told, "peaks": found, "by_generations": many}, report(found, many, told))
+    save("memory_table", {"conditions": told, "peaks": found}, report(found, told))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ arrangement are not the same or not known, the row says so and no comparison is 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.memory.generator import Serving, generator_bytes
@@ -37,6 +37,7 @@ GRPO_TABLE: dict[str, tuple[int | None, ...]] = {
     "+ 8-bit Adam + checkpointing": (15, 24, 41, 72, None),
     "LoRA (q, k, o, up, down)": (13, 16, 32, 58, 69),
 }
+MANY, COUNTS = "Llama-3.2-1B", (4, 8, 16, 32, 64)  # completions of a problem
 # With what ours is compared: the same weights trained, the same recomputation.
 SAME: dict[str, Learning] = {
     "full fine-tune, AdamW": Learning(mode="full", optimizer="adamw_rounded", checkpointing="none"),
@@ -141,8 +142,28 @@ def grpo_cells() -> dict[str, list[tuple[int | None, int]]]:
     return {method: list(zip(sizes, ours[method], strict=True)) for method, sizes in GRPO_TABLE.items()}
 
 
+def by_generations() -> dict[str, list[int]]:
+    """Bytes of the 1B's LoRA learner for COUNTS completions of a problem, by recomputation and micro-batch."""
+    found = {}
+    ways = {"every layer kept": Learning(checkpointing="none"), "every layer twice": Learning(checkpointing="full")}
+    for words, learning in ways.items():
+        works = [replace(LENGTHS, generations=count) for count in COUNTS]
+        for micro, budgets in (
+            (f"{LENGTHS.group} tokens", [LENGTHS.group] * len(COUNTS)),
+            ("a whole group", [work.group for work in works]),
+        ):
+            batches = [
+                Micro.of(work.prompt, work.completion, work.generations, budget)
+                for work, budget in zip(works, budgets, strict=True)
+            ]
+            found[f"{words}, micro-batch of {micro}"] = [
+                total(learner_bytes(SHAPES[MANY], learning, batch)) for batch in batches
+            ]
+    return found
+
+
 def report(found: Sequence[Row]) -> str:
-    """Markdown: the rows that are comparable, those that are not with what sets them apart, the published table."""
+    """Markdown: rows beside the plan, or what sets them apart; the published table; more and more completions."""
     lines = ["| published | by | GiB | plan, GiB | plan is |", "| --- | --- | --- | --- | --- |"]
     lines += [
         f"| {row.what} | {row.source} | {row.published / GIB:.1f} | {total(row.planned) / GIB:.1f} | "
@@ -153,13 +174,17 @@ def report(found: Sequence[Row]) -> str:
     for method, cells in grpo_cells().items():
         texts = [f"{'> 80' if size is None else size} / {own / GB:.1f}" for size, own in cells]
         lines.append(f"| {method} | {' | '.join(texts)} |")
+    lines += ["", f"| GB of {MANY} with LoRA, `num_generations` | {' | '.join(map(str, COUNTS))} |"]
+    lines.append("| --- " * (1 + len(COUNTS)) + "|")
+    for words, sizes in by_generations().items():
+        lines.append(f"| {words} | {' | '.join(f'{size / GB:.1f}' for size in sizes)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Writes the result and the document's table."""
     found = rows()
-    told = {"rows": [asdict(row) for row in found], "grpo_table": grpo_cells()}
+    told = {"rows": [asdict(row) for row in found], "grpo_table": grpo_cells(), "generations": by_generations()}
     RESULT.write_text(json.dumps(told, indent=2) + "\n")
     text = DOCUMENT.read_text()
     DOCUMENT.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}{report(found)}{END}", text, flags=re.DOTALL))
