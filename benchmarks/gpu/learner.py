@@ -7,7 +7,7 @@
 
 Needs torch, transformers, peft, accelerate, pyarrow, pydantic, numpy, safetensors; neither ray, vllm nor datasets. Rows
 that need bitsandbytes (8-bit states, 4-bit bases), liger-kernel or trl say so where it is missing. Each row is a
-process of its own and a JSON under benchmarks/results/gpu-<card>-<date>/; rows that are there are not run again.
+process of its own and a JSON under benchmarks/results/gpu/<card>-<date>/; rows that are there are not run again.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ class Missing(Exception):
 
 
 def folder_for(device: str, tiny: bool) -> Path:
-    """benchmarks/results/gpu-<card>-<date>; of a rehearsal build/rehearsal, which is not committed."""
+    """benchmarks/results/gpu/<card>-<date>; of a rehearsal build/rehearsal, which is not committed."""
     if tiny:
         return Path("build") / "rehearsal"
     card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    return RESULTS / f"gpu-{card.lower().replace(' ', '-')}-{time.strftime('%Y-%m-%d')}"
+    return RESULTS / "gpu" / f"{card.lower().replace(' ', '-')}-{time.strftime('%Y-%m-%d')}"
 
 
 def told_of(device: str) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Which classes the untyped objects are that our code gets from vLLM, Ray and bitsandbytes.
+
+A path is a name as the code has it, with `[]` for an item and `()` for what a call returns. More than one class: it may
+be any of them, so each must have what is used. PLAIN: a container, a number, a tensor, or an object of ours.
+"""
+
+from __future__ import annotations
+
+from packaging.specifiers import SpecifierSet
+
+PLAIN: tuple[str, ...] = ()
+
+_ENGINE = ("vllm.v1.engine.llm_engine.LLMEngine",)
+# On CUDA vLLM takes its second model runner where it can, on a CPU the first.
+_RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
+_OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
+
+OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "rollout/vllm/": {
+        "engine": _ENGINE,
+        "self.engine": _ENGINE,
+        "self._engine": _ENGINE,
+        "engine.engine_core": ("vllm.v1.engine.core_client.InprocClient",),
+        "engine.vllm_config": ("vllm.config.VllmConfig",),
+        "engine.vllm_config.model_config": ("vllm.config.ModelConfig",),
+        "processor": ("vllm.v1.engine.output_processor.OutputProcessor",),
+        "processor.external_req_ids": PLAIN,
+        "processor.request_states[]": ("vllm.v1.engine.output_processor.RequestState",),
+        "parents": PLAIN,
+        "parent": ("vllm.v1.engine.parallel_sampling.ParentRequest",),
+        "output": ("vllm.outputs.RequestOutput",),
+        "part": ("vllm.outputs.CompletionOutput",),
+        "span": ("vllm.outputs.WeightVersionSpan",),
+        "logprobs": ("vllm.logprobs.FlatLogprobs",),
+        "worker": ("vllm.v1.worker.gpu_worker.Worker",),
+        "worker.model_runner": _RUNNERS,
+        "worker.model_runner.lora_manager": ("vllm.lora.worker_manager.LRUCacheWorkerLoRAManager",),
+        "manager": ("vllm.lora.model_manager.LRUCacheLoRAModelManager",),
+        "manager.lora_index_to_id": PLAIN,
+        "manager.modules": PLAIN,
+        "manager.packed_modules": PLAIN,
+        "layer": ("vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",),
+        # One of many: what each of vLLM's plain transformers has.
+        "model": ("vllm.model_executor.models.llama.LlamaForCausalLM",),
+        "model.model": ("vllm.model_executor.models.llama.LlamaModel",),
+        "model.model.embed_tokens": PLAIN,
+        "model.config": PLAIN,
+        "model.packed_modules_mapping": PLAIN,
+        "mapper": ("vllm.model_executor.models.utils.WeightsMapper",),
+        "renames": ("vllm.model_executor.models.utils.WeightsMapper",),
+        "module": ("vllm.model_executor.layers.linear.LinearBase",),
+        "head": ("vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead",),
+        "entry": ("vllm.model_executor.models.registry._BaseRegisteredModel",),
+        "ModelRegistry.models": PLAIN,
+        **dict.fromkeys(
+            ("a[]", "b[]", "stack", "weight", "parts", "module.bias", "module.weight", "head.weight"), PLAIN
+        ),
+    },
+    "rollout/vllm/cpu_lora.py": {
+        "wrapper": ("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",),
+        "method": ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",),
+        "part": PLAIN,
+        "self": PLAIN,
+    },
+    "cluster/ray_": {
+        "node": ("ray._private.node.Node",),
+        "self._node": ("ray._private.node.Node",),
+        "process": PLAIN,  # of the standard library
+        "ray.remote()": ("ray.actor.ActorClass",),
+        "actor_class": ("ray.actor.ActorClass",),
+        "self._group": ("ray.util.placement_group.PlacementGroup",),
+    },
+    "cluster/ray_private.py": {"ray": ("ray",), "ray.util": ("ray.util",)},
+    "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},
+    "learner/model/base.py": {"library": PLAIN, "library.nn": ("bitsandbytes.nn",)},
+    "learner/model/meta_base.py": {"name2qmap": PLAIN},
+}
+
+# Functions whose dictionaries become the keywords of a call.
+CALLED_WITH = {
+    "rollout/vllm/arguments.py:engine_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/arguments.py:_policy_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/startup.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",
+}
+
+# Environment variables, by how their names begin, and what holds their names. Ray's are read in many places: of those
+# is asked only that some file has the name.
+TEXT = "TEXT"
+VARIABLES = {
+    "VLLM_": "vllm.envs.environment_variables",
+    **dict.fromkeys(("RAY_", "AUTOSCALER_METRIC_", "DASHBOARD_METRIC_"), f"ray.{TEXT}"),
+}
+
+# Attributes that no class of the package names: torch's own of a module, and parameters that are registered by name.
+MADE_BY_NAME = {
+    "vllm.model_executor.layers.linear.LinearBase": {"weight", "bias", "cpu_linear"},
+    "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead": {"weight", "cpu_linear"},
+    "vllm.model_executor.models.llama.LlamaForCausalLM": {"named_modules"},
+}
+
+# What our code uses only where it is there, and the versions in which it is.
+ONLY_IN = {
+    "vllm.outputs.CompletionOutput.weight_versions": SpecifierSet(">=0.32"),
+}

@@ -1,0 +1,8 @@
+"""`make kernels`: vLLM's Triton kernels in Triton's interpreter. Without it nothing here is collected: Triton is no part
+of the environment, since a vLLM for CPUs that finds it takes other paths."""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]

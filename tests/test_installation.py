@@ -1,0 +1,83 @@
+"""The installations: what the lists pin is what pyproject.toml allows and the contracts know; the Dockerfiles run the
+commands of the Makefile, on a Python and with the system packages that those ask for. No network, no Docker."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.contracts.contract import contracts_of
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {"cpu": ("cpu", "demo", "dev"), "gpu": ("gpu", "nf4", "demo", "dev")}
+DOCKERFILES = {"cpu": "docker/cpu.Dockerfile", "gpu": "docker/cuda.Dockerfile"}
+
+
+def pinned(kind: str) -> dict[str, Version]:
+    lines = (ROOT / "requirements" / f"{kind}.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def wanted(kind: str) -> list[Requirement]:
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in EXTRAS[kind] for line in PROJECT["optional-dependencies"][extra]),
+    ]
+    return [Requirement(line) for line in lines]
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_a_list_pins_what_the_project_asks_for(kind: str) -> None:
+    found = pinned(kind)
+    makefile = (ROOT / "Makefile").read_text()
+    if kind == "cpu":  # which the Makefile installs by itself
+        (version,) = re.findall(r"^TORCH := torch==(.+)$", makefile, re.MULTILINE)
+        found["torch"] = Version(version)
+    for one in wanted(kind):
+        assert found[canonicalize_name(one.name)] in one.specifier, one
+    assert {"pip", "setuptools"} <= found.keys()
+
+
+def test_the_cuda_list_is_of_versions_with_a_contract() -> None:
+    found = pinned("gpu")
+    for package in ("vllm", "torch", "ray", "bitsandbytes", "vllm-bnb-plugin"):
+        assert str(found[package]) in [one.version for one in contracts_of(package)], package
+    (vllm,) = [one for one in contracts_of("vllm") if one.version == str(found["vllm"])]
+    for name, specifier in vllm.requires.items():
+        assert found[canonicalize_name(name)] in Requirement(f"{name}{specifier}").specifier, name
+    assert f"VLLM := vllm=={found['vllm']}\n" in (ROOT / "Makefile").read_text()
+
+
+def commands(kind: str) -> list[list[str]]:
+    """RUN and CMD of a Dockerfile that call make."""
+    lines = (ROOT / DOCKERFILES[kind]).read_text().splitlines()
+    run = [line.removeprefix("RUN ").split() for line in lines if line.startswith("RUN make")]
+    (last,) = [re.findall(r'"(\S+?)"', line) for line in lines if line.startswith("CMD")]
+    return [*run, last]
+
+
+@pytest.mark.parametrize("kind", DOCKERFILES)
+def test_a_dockerfile_runs_what_the_makefile_has(kind: str) -> None:
+    (first, last), text = commands(kind), (ROOT / DOCKERFILES[kind]).read_text()
+    assert first == ["make", "setup", *(["GPU=1"] if kind == "gpu" else [])]
+    for command in (first, last):
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # not of `make test`
+        told = subprocess.run([*command, "-n"], cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+        assert told.returncode == 0, told.stderr
+    (python,) = re.findall(r"^FROM python:([\d.]+)-slim", text, re.MULTILINE)
+    assert Version(python) in Requirement(f"x{PROJECT['requires-python']}").specifier
+    if kind == "gpu":
+        assert f"for Python {python} " in (ROOT / "requirements" / "gpu.txt").read_text()
+    assert re.search(r"apt-get install .* gcc .*\bmake\b", text)  # what `make setup` asks for
+    hosts = re.findall(r"https?://\S+", text)
+    assert hosts == []
