@@ -19,7 +19,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 VLLM := vllm==0.32.0
 UV := uv==0.13.8
-GPU_TARGET := --python-version 3.12 --python-platform x86_64-manylinux_2_28
+GPU_TARGET := --python-version 3.12 --python-platform x86_64-manylinux_2_31
 
 # The stamp holds the digest of what the set-up was made from; equal digest: nothing to do, no network.
 # .venv/.unfinished marks a set-up that was cut short: pip takes a half-written package for a whole one, so start afresh.
@@ -28,6 +28,8 @@ setup:
 	if [ "$$(cat .venv/.stamp 2>/dev/null)" = "$$wanted" ]; then exit 0; fi
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
 	    echo "setup: needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); run: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	if [ -n "$(GPU)" ]; then $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || {
+	    echo "setup: requirements/gpu.txt is for Python 3.12, $(PYTHON) is $$($(PYTHON) -V 2>&1); run: make setup GPU=1 PYTHON=/path/to/python3.12" >&2; exit 1; }; fi
 	command -v cc >/dev/null || {
 	    echo "setup: needs a C compiler and found no cc: pycosat, which reasoning_gym imports, has no wheel; install gcc" >&2; exit 1; }
 	if [ -e .venv/.unfinished ]; then echo "setup: the last one was cut short, starting afresh"; rm -rf .venv; fi

@@ -101,4 +101,16 @@ def parameters(node: Function) -> list[str]:
         found.append("*" if own.vararg is None else f"*{own.vararg.arg}")
     for arg, default in zip(own.kwonlyargs, own.kw_defaults, strict=True):
         found.append(f"{arg.arg}{'' if default is None else '='}")
-    return found if own.kwarg is None else [*found, f"**{own.kwarg.arg}"]
+    if own.kwarg is None:
+        return found
+    popped = [f"{name}=" for name in _popped(node, own.kwarg.arg)]
+    return [*found, *popped] if popped else [*found, f"**{own.kwarg.arg}"]
+
+
+def _popped(node: Function, kwargs: str) -> Iterator[str]:
+    """Keywords that a function takes out of its **kwargs by name."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == f"{kwargs}.pop" and call.args:
+            key = call.args[0]
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value

@@ -23,7 +23,7 @@ FETCHED = ROOT / "build" / "contracts"
 # Of each minor version the newest. Those that pyproject.toml does not allow show why its bounds are where they are.
 VERSIONS = {
     "vllm": ["0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"],
-    "torch": ["2.11.0", "2.12.0", "2.13.0", "2.14.0"],
+    "torch": ["2.11.0", "2.12.1", "2.13.0", "2.14.0"],
     "ray": ["2.59.0", "2.60.0"],
     "bitsandbytes": ["0.50.2"],
     "vllm-bnb-plugin": ["0.0.3"],
@@ -65,13 +65,13 @@ def fetched(package: str, version: str) -> Path:
 
 def contract(package: str, version: str, files: Path) -> Contract:
     """What our sources use of the package, as this version has it."""
-    uses = uses_of(package.replace("-", "_"))
+    uses = uses_of(package)
     with ZipFile(files) as wheel:
         names = set(wheel.namelist())
         source = Source(lambda name: wheel.read(name).decode() if name in names else None)
         texts = [wheel.read(name).decode(errors="replace") for name in names if name.endswith(".py")]
-        metadata = wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
-    return Contract(package, version, symbols_in(source, uses, texts), choices_in(source, uses), requires(metadata))
+        asked = requires(wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode())
+        return Contract(package, version, symbols_in(source, uses, texts), choices_in(source, uses), asked)
 
 
 def requires(metadata: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ PLAIN: tuple[str, ...] = ()
 _ENGINE = ("vllm.v1.engine.llm_engine.LLMEngine",)
 # On CUDA vLLM takes its second model runner where it can, on a CPU the first.
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
+_NF4_IN_VLLM = "vllm.model_executor.layers.quantization.bitsandbytes"
 _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
 
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -92,6 +93,12 @@ VARIABLES = {
     **dict.fromkeys(("RAY_", "AUTOSCALER_METRIC_", "DASHBOARD_METRIC_"), f"ray.{TEXT}"),
 }
 
+# Modules that our code asks for by name, and what it counts on there.
+ASKED_FOR = {
+    "vllm_bnb_plugin": "vllm_bnb_plugin.register",
+    _NF4_IN_VLLM: f"{_NF4_IN_VLLM}.BitsAndBytesConfig",
+}
+
 # Attributes that no class of the package names: torch's own of a module, and parameters that are registered by name.
 MADE_BY_NAME = {
     "vllm.model_executor.layers.linear.LinearBase": {"weight", "bias", "cpu_linear"},
@@ -100,6 +107,12 @@ MADE_BY_NAME = {
 }
 
 # What our code uses only where it is there, and the versions in which it is.
+_MAPPER, _SPAN = "vllm.model_executor.models.utils.WeightsMapper", "vllm.outputs.WeightVersionSpan"
 ONLY_IN = {
+    "vllm.v1.engine.llm_engine.LLMEngine.set_weight_version": SpecifierSet(">=0.27"),
     "vllm.outputs.CompletionOutput.weight_versions": SpecifierSet(">=0.32"),
+    **{f"{_SPAN}.{name}": SpecifierSet(">=0.32") for name in ("version", "start", "end")},
+    f"{_NF4_IN_VLLM}.BitsAndBytesConfig": SpecifierSet("<0.28"),
+    f"{_MAPPER}.get_rename_mapper": SpecifierSet(">=0.29"),
+    f"{_MAPPER}.get_unstacked_mapper": SpecifierSet("<0.29"),
 }

@@ -34,6 +34,7 @@ class Source:
     def __init__(self, read: Callable[[str], str | None]) -> None:
         self._read = cache(read)
         self._tree = cache(self._parse)
+        self._asked: set[tuple[str, str]] = set()
         self._names = cache(lambda module: dict(top_level(self._tree(module) or ast.Module([], []))))
 
     def find(self, symbol: str) -> Found | None:
@@ -59,22 +60,23 @@ class Source:
         if not isinstance(node, ast.ClassDef):
             return None
         line = list(self._line(found))
-        for own in line:
-            made = in_class(own, "__init__")
-            if isinstance(made, Function):
-                return parameters(made)
+        made = (in_class(own, name) for own in line for name in ("__init__", "__new__"))
+        by_hand = next((one for one in made if isinstance(one, Function)), None)
+        if by_hand is not None:
+            return parameters(by_hand)
         own_fields = {field.rstrip("="): field for own in reversed(line) for field in fields(own)}
         return list(own_fields.values()) or None
 
     def choices(self, found: Found) -> list[object] | None:
-        """The values that a field may have, if its type is a Literal."""
-        annotation = getattr(found.node, "annotation", None)
-        named = self._named(found.module, annotation)
-        literal = annotation if named is None else getattr(named.node, "value", None)
-        if not isinstance(literal, ast.Subscript) or not ast.unparse(literal.value).endswith("Literal"):
-            return None
-        parts = literal.slice.elts if isinstance(literal.slice, ast.Tuple) else [literal.slice]
-        return [part.value for part in parts if isinstance(part, ast.Constant)]
+        """The values that a field may have, if its type is a Literal; those that are named, if others may be added."""
+        kind = getattr(found.node, "annotation", None)
+        for annotation in (kind.left, kind.right) if isinstance(kind, ast.BinOp) else (kind,):  # Literal | str
+            named = self._named(found.module, annotation)
+            literal = annotation if named is None else getattr(named.node, "value", None)
+            if isinstance(literal, ast.Subscript) and ast.unparse(literal.value).endswith("Literal"):
+                parts = literal.slice.elts if isinstance(literal.slice, ast.Tuple) else [literal.slice]
+                return [part.value for part in parts if isinstance(part, ast.Constant)]
+        return None
 
     def _parse(self, module: str) -> ast.Module | None:
         path = module.replace(".", "/")
@@ -103,6 +105,14 @@ class Source:
         return None
 
     def _in_module(self, module: str, name: str) -> Found | None:
+        if (module, name) in self._asked:  # a module that imports from itself
+            return None
+        self._asked.add((module, name))
+        found = self._looked_up(module, name)
+        self._asked.remove((module, name))
+        return found
+
+    def _looked_up(self, module: str, name: str) -> Found | None:
         node = self._names(module).get(name)
         if isinstance(node, ast.ImportFrom):
             real = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.contracts.objects import CALLED_WITH, OBJECTS, VARIABLES
+from tests.contracts.objects import ASKED_FOR, CALLED_WITH, OBJECTS, VARIABLES
 from tests.contracts.syntax import (
     assignments,
     declarations,
@@ -47,17 +47,26 @@ class Use:
     where: str
     call: Call | None = None
 
+    @property
+    def package(self) -> str:
+        """As it is installed."""
+        return self.symbol.partition(".")[0].replace("_", "-")
+
 
 def uses_of(package: str) -> list[Use]:
-    """Of a package, named as it is imported, in all our sources."""
-    found = [use for file in files() for use in file.uses()]
-    return [use for use in found if use.symbol.partition(".")[0] == package and _counts(use.symbol)]
+    """Of a package, named as it is installed, in all our sources."""
+    return [use for use in _all() if use.package == package and _counts(use.symbol)]
 
 
 def unknown() -> list[str]:
     """Objects of other packages that tests.contracts.objects does not name, one sentence each."""
     anyhow = set().union(*(functions_of_any(file.tree) for file in files()))
     return [told for file in files() for told in file.unknown(anyhow)]
+
+
+@cache
+def _all() -> list[Use]:
+    return [use for file in files() for use in file.uses()]
 
 
 @cache
@@ -102,6 +111,8 @@ class File:
                 for symbol in self._symbols(path_of(node), id(node) in called, whole=id(node) not in inner):
                     yield Use(symbol, self._at(node), called.get(id(node)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if node.value in ASKED_FOR:
+                    yield Use(ASKED_FOR[node.value], self._at(node))
                 for start, holder in VARIABLES.items():
                     if node.value.startswith(start) and node.value.isidentifier():
                         yield Use(f"{holder}.{node.value}", self._at(node))

@@ -51,6 +51,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         monkeypatch.setattr(module, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    # And not torch.cuda.is_available: fake tensors would then want to start the driver.
+    monkeypatch.setattr(torch._utils, "_get_available_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda card: CARD, raising=False)
     compiled = {
         "_cuda_getDevice": lambda: 0,
@@ -69,7 +72,9 @@ def fake(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors without content, and a base model of such."""
     monkeypatch.setattr(policy, "load_base", lambda model, device, lora: random_base(model, device))
     monkeypatch.setattr(policy, "check_head", lambda *_: None)  # asks what the tensors hold
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    monkeypatch.setattr(torch.utils, "swap_tensors", lambda *_: None)  # of fake tensors refused; peft casts its adapters
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_: self)  # would guard the device, which is not there
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):  # where peft makes its adapters, too
         yield
 
 
