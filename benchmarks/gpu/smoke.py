@@ -40,7 +40,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
     engine, run = partial(_engine, options), partial(_run, options)
     return [
         Row("smoke-engine", partial(engine, smoke_engine.deliver, "", {})),
-        Row("smoke-slices", partial(run, [*system.SLICES, "memory.device=24GiB"])),
+        Row("smoke-slices", partial(run, [*system.SLICES, "memory.device=24GiB"], "")),
         Row("smoke-sleep", partial(engine, smoke_engine.sleep_and_wake, "card", {})),
         Row("smoke-merged", partial(engine, smoke_engine.deliver, "", {"push": "merged", "max_lora_rank": 0})),
         Row("smoke-nf4", partial(engine, smoke_engine.deliver, "card and bitsandbytes", {"base": "nf4"})),
@@ -68,7 +68,7 @@ def _engine(
     return asyncio.run(done())
 
 
-def _run(options: argparse.Namespace, settings: list[str], needs: str = "", device: str = "") -> Found:
+def _run(options: argparse.Namespace, settings: list[str], needs: str, device: str) -> Found:
     _check(needs, device)
     if device == "cpu":  # which has no slices: two processes
         settings = ["memory.device=3GiB", "model.dtype=float32"]
@@ -115,11 +115,17 @@ def report(found: dict[str, Found]) -> str:
     """A table with a row each; of whole runs what was measured against what was planned."""
     lines = []
     for name, one in found.items():
-        told = [str(one["error"])[:300]] if one["status"] != "ok" else _figures(one)
+        told = _figures(one) if one["status"] == "ok" else [last_line(one)[:300]]
         lines.append([name, one["status"], f"{one.get('seconds', 0):.0f}", ", ".join(told).replace("|", "/")])
     conditions: Found = next((one["conditions"] for one in found.values() if "conditions" in one), {})
     table = as_table(["row", "verdict", "s", "figures"], lines)
     return f"## Smoke run\n\n{table}\n\nConditions: {json.dumps(conditions)}\n"
+
+
+def last_line(one: Found) -> str:
+    """What a row that is not ok said at last."""
+    error: str | list[str] = one["error"]
+    return error if isinstance(error, str) else error[-1] if error else "no word"
 
 
 def _figures(one: Found) -> list[str]:

@@ -31,6 +31,7 @@ from rollout.weight_sync import Answer, Push
 
 MIB = 2**20
 PROBE = 64  # tokens
+LONG = 1000  # tokens of completions that go on while a policy arrives
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +207,11 @@ async def sleep_and_wake(place: Place) -> Found:
 async def replace_in_flight(place: Place) -> Found:
     """A push between two steps of running completions: tokens of both versions, each with its label."""
     ids, sent = await trained(place)
-    engine = place.engine(in_flight="continue", adapter_window=1)
+    engine = place.engine(in_flight="continue", adapter_window=1, max_model_len=LONG + 16)
     delivery = Delivery(engine, ids, place.dtype)
     await delivery.of(sent[0])
-    running = asyncio.create_task(engine.generate(ids[:16], Sampling(n=16, max_tokens=place.lengths[1])))
-    await asyncio.sleep(0.2)
+    running = asyncio.create_task(engine.generate(ids[:16], Sampling(n=16, max_tokens=LONG)))
+    await asyncio.sleep(0.2)  # of the seconds that it takes
     await delivery.of(sent[1])
     completions = await running
     await engine.close()
