@@ -21,7 +21,7 @@ from benchmarks.gpu.model import group
 from benchmarks.gpu.rows import Found
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.trainer.trainer import Trainer
 from rollout.engine import EngineSettings
 from rollout.evidence import Evidence

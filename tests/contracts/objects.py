@@ -10,7 +10,6 @@ from packaging.specifiers import SpecifierSet
 
 PLAIN: tuple[str, ...] = ()
 
-_ENGINE = ("vllm.v1.engine.llm_engine.LLMEngine",)
 # On CUDA vLLM takes its second model runner where it can, on a CPU the first.
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
 _NF4_IN_VLLM = "vllm.model_executor.layers.quantization.bitsandbytes"
@@ -18,12 +17,11 @@ _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.P
 
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/": {
-        "engine": _ENGINE,
-        "self.engine": _ENGINE,
-        "self._engine": _ENGINE,
+        "engine": ("vllm.v1.engine.llm_engine.LLMEngine",),
         "engine.engine_core": ("vllm.v1.engine.core_client.InprocClient",),
         "engine.vllm_config": ("vllm.config.VllmConfig",),
         "engine.vllm_config.model_config": ("vllm.config.ModelConfig",),
+        "engine.output_processor": ("vllm.v1.engine.output_processor.OutputProcessor",),
         "processor": ("vllm.v1.engine.output_processor.OutputProcessor",),
         "processor.external_req_ids": PLAIN,
         "processor.request_states[]": ("vllm.v1.engine.output_processor.RequestState",),
@@ -63,13 +61,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "part": PLAIN,
         "self": PLAIN,
     },
+    "rollout/vllm/shared_base.py": {
+        "layer": ("vllm.model_executor.layers.linear.LinearBase",),
+        **dict.fromkeys(("name", "parameter"), PLAIN),
+    },
+    "rollout/vllm/view_recorder.py": dict.fromkeys(("args[]", "func", "target"), PLAIN),
     "cluster/ray_": {
         "node": ("ray._private.node.Node",),
-        "self._node": ("ray._private.node.Node",),
         "process": PLAIN,  # of the standard library
         "ray.remote()": ("ray.actor.ActorClass",),
         "actor_class": ("ray.actor.ActorClass",),
-        "self._group": ("ray.util.placement_group.PlacementGroup",),
+        "group": ("ray.util.placement_group.PlacementGroup",),
     },
     "cluster/ray_private.py": {"ray": ("ray",), "ray.util": ("ray.util",)},
     "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},
@@ -103,7 +105,7 @@ ASKED_FOR = {
 MADE_BY_NAME = {
     "vllm.model_executor.layers.linear.LinearBase": {"weight", "bias", "cpu_linear"},
     "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead": {"weight", "cpu_linear"},
-    "vllm.model_executor.models.llama.LlamaForCausalLM": {"named_modules"},
+    "vllm.model_executor.models.llama.LlamaForCausalLM": {"named_modules", "named_parameters"},
 }
 
 # What our code uses only where it is there, and the versions in which it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 _PASS_ON = {"sorted", "zip", "enumerate", "list", "dict", "tuple", "set", "reversed", "getattr", "next", "iter", "vars"}
@@ -24,10 +25,14 @@ def path_of(node: ast.AST) -> str:
     return f"{base}{end}" if base else ""
 
 
+def own_name(path: str) -> str:
+    """An attribute of `self` under the name that it has without: self._engine.step -> engine.step."""
+    return re.sub(r"^self\._?(?=\w)", "", path)
+
+
 def root_of(path: str) -> str:
-    """The name that a path begins with; of an attribute of `self` both."""
-    names = path.replace("[", ".").replace("(", ".").split(".")
-    return ".".join(names[:2]) if names[0] == "self" else names[0]
+    """The name that a path begins with."""
+    return re.split(r"[.\[(]", own_name(path), maxsplit=1)[0]
 
 
 def is_any(annotation: ast.expr | None) -> bool:
@@ -45,7 +50,7 @@ def declarations(scope: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         if isinstance(node, ast.arg):
             yield node.arg, node.annotation
         elif isinstance(node, ast.AnnAssign):
-            yield path_of(node.target), node.annotation
+            yield root_of(path_of(node.target)), node.annotation
 
 
 def assignments(scope: ast.AST) -> Iterator[tuple[str, set[str]]]:

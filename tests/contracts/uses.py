@@ -21,6 +21,7 @@ from tests.contracts.syntax import (
     functions_of_any,
     is_any,
     keys_of,
+    own_name,
     path_of,
     root_of,
 )
@@ -116,15 +117,28 @@ class File:
                 for start, holder in VARIABLES.items():
                     if node.value.startswith(start) and node.value.isidentifier():
                         yield Use(f"{holder}.{node.value}", self._at(node))
+            elif isinstance(node, ast.ClassDef):
+                yield from self._inherited(node)
             elif isinstance(node, ast.FunctionDef) and f"{self.name}:{node.name}" in CALLED_WITH:
                 call = Call(0, frozenset(keys_of(node)), complete=False)
                 yield Use(CALLED_WITH[f"{self.name}:{node.name}"], self._at(node), call)
 
+    def _inherited(self, node: ast.ClassDef) -> Iterator[Use]:
+        """What a class asks of those that it derives from."""
+        bases = [self._imported[name] for base in node.bases if (name := path_of(base)) in self._imported]
+        for call in ast.walk(node):
+            path = path_of(call.func) if isinstance(call, ast.Call) else ""
+            if isinstance(call, ast.Call) and path.startswith("super()."):
+                yield from (
+                    Use(f"{base}.{path.removeprefix('super().')}", self._at(call), _call(call)) for base in bases
+                )
+
     def paths(self) -> set[str]:
         """Of all names and attributes, as the tables have them."""
-        return {path_of(node) for node in ast.walk(self.tree) if isinstance(node, ast.expr)} - {""}
+        return {own_name(path_of(node)) for node in ast.walk(self.tree) if isinstance(node, ast.expr)} - {""}
 
     def _symbols(self, path: str, is_called: bool, *, whole: bool) -> list[str]:
+        path = own_name(path)
         base, _, last = path.rpartition(".")
         if base in self._objects:
             return [f"{known}.{last}" for known in self._objects[base]]
@@ -142,13 +156,14 @@ class File:
         for scope in self.tree.body:
             foreign = self._foreign(scope, anyhow)
             for node in ast.walk(scope):
-                if isinstance(node, ast.Attribute) and root_of(path_of(node.value)) in foreign:
-                    path = path_of(node.value)
-                    if path not in self._objects and not self._is_plain(path):
-                        yield (
-                            f"{self._at(node)}: what is `{path}`, of which `{node.attr}` is used? Say its class in "
-                            "tests/contracts/objects.py"
-                        )
+                path = own_name(path_of(node.value)) if isinstance(node, ast.Attribute) else ""
+                if not isinstance(node, ast.Attribute) or root_of(path) not in foreign:
+                    continue
+                if path not in self._objects and not self._is_plain(path):
+                    yield (
+                        f"{self._at(node)}: what is `{path}`, of which `{node.attr}` is used? Say its class in "
+                        "tests/contracts/objects.py"
+                    )
 
     def _is_plain(self, path: str) -> bool:
         """Whether it is, or comes from, what the table says is no object of a package."""
@@ -167,7 +182,7 @@ class File:
         while before != len(found):
             before = len(found)
             found |= {name for name, roots in pairs if name and roots & (found | source)} - typed
-        return found
+        return found - self._imported.keys()
 
     def _at(self, node: ast.expr | ast.stmt) -> str:
         return f"{self.name}:{node.lineno}"

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu.model import random_base
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.learner_config import LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.model import policy
 from learner.model.packed_attention import VARLEN, kernels
 from learner.trainer.memory_limit import MemoryLimit
@@ -72,7 +72,7 @@ def fake(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors without content, and a base model of such."""
     monkeypatch.setattr(policy, "load_base", lambda model, device, lora: random_base(model, device))
     monkeypatch.setattr(policy, "check_head", lambda *_: None)  # asks what the tensors hold
-    monkeypatch.setattr(torch.utils, "swap_tensors", lambda *_: None)  # of fake tensors refused; peft casts its adapters
+    monkeypatch.setattr(torch.utils, "swap_tensors", lambda *_: None)  # refuses fake tensors; peft casts
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_: self)  # would guard the device, which is not there
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):  # where peft makes its adapters, too
         yield
