@@ -62,6 +62,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "layer": ("vllm.model_executor.layers.linear.LinearBase",),
         **dict.fromkeys(("name", "parameter"), PLAIN),
     },
+    "rollout/vllm/startup.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
     "rollout/vllm/view_recorder.py": dict.fromkeys(("args[]", "func", "target"), PLAIN),
     "cluster/ray_": {
         "node": ("ray._private.node.Node",),
@@ -81,6 +82,7 @@ CALLED_WITH = {
     "rollout/vllm/arguments.py:engine_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_policy_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/startup.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "learner/model/packed_attention.py:_by_varlen": "torch.nn.attention.varlen.varlen_attn",
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",
 }
 

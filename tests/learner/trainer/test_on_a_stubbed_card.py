@@ -30,11 +30,11 @@ TINY = Shape("tiny", "llama", 64, 160, 2, 4, 2, 16, 512, tied=True)
 
 
 class Driver:
-    """What torch.cuda's Python would call. fractions: (share, card) of each cap that was set."""
+    """What torch.cuda's Python would call. fractions: (share, card) of each cap that was set; free, peak: bytes."""
 
     def __init__(self) -> None:
         self.fractions: list[tuple[float, int]] = []
-        self.peak = 3 * 2**30
+        self.free, self.peak = CARD.total_memory, 3 * 2**30
 
     def set_fraction(self, share: float, card: int) -> None:
         self.fractions.append((share, card))
@@ -52,6 +52,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    runtime = SimpleNamespace(cudaMemGetInfo=lambda card: (driver.free, CARD.total_memory))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     # And not torch.cuda.is_available: fake tensors would then want to start the driver.
     monkeypatch.setattr(torch._utils, "_get_available_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda card: CARD, raising=False)
@@ -99,7 +101,7 @@ def test_a_learner_with_a_limit_is_built(fake: None, driver: Driver, tmp_path: P
     assert driver.fractions == [(0.25, 0)]
     assert {str(master.device) for master in trainer._policy.masters.values()} == {"cuda:0"}
     trainer._memory.start_step()
-    assert trainer._memory_metrics(0)["memory/learner_peak"] == driver.peak
+    assert trainer._memory.peak() == driver.peak
     trainer._memory.check()
     driver.peak = 7 * 2**30
     with pytest.raises(RuntimeError, match="peak of 7168 MiB, its limit is 6144 MiB"):
@@ -110,6 +112,12 @@ def test_a_limit_above_the_card_is_refused(driver: Driver) -> None:
     with pytest.raises(ValueError, match="at most the 24576 MiB of cuda:0, got 25600 MiB"):
         MemoryLimit(25 * 2**30, torch.device("cuda", 0))
     assert driver.fractions == []
+
+
+def test_a_limit_above_what_is_free_gives_way(driver: Driver) -> None:
+    driver.free = 3 * 2**30
+    MemoryLimit(6 * 2**30, torch.device("cuda", 0))
+    assert driver.fractions == [(0.125, 0)]
 
 
 def test_which_attention_a_card_takes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
