@@ -37,8 +37,8 @@ from rollout.types import Completion
 PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "A100": 312e12, "L40S": 362e12}
 
 
-def random_base(model: ModelConfig, device: torch.device) -> Any:
-    """As learner.model.base.load_base, with transformers' own initialisation in place of files."""
+def random_base(model: ModelConfig, device: torch.device, **_: Any) -> Any:
+    """As learner.model.base.load_base, with transformers' own initialisation in place of files; nothing is checked."""
     config = AutoConfig.from_pretrained(model.path)
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():

@@ -72,7 +72,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def fake(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors without content, and a base model of such."""
-    monkeypatch.setattr(policy, "load_base", lambda model, device, lora: random_base(model, device))
+    monkeypatch.setattr(policy, "load_base", random_base)
     monkeypatch.setattr(policy, "check_head", lambda *_: None)  # asks what the tensors hold
     monkeypatch.setattr(torch.utils, "swap_tensors", lambda *_: None)  # refuses fake tensors; peft casts
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_: self)  # would guard the device, which is not there
