@@ -73,7 +73,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def fake(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors without content, and a base model of such."""
     monkeypatch.setattr(policy, "load_base", random_base)
-    monkeypatch.setattr(policy, "check_head", lambda *_: None)  # asks what the tensors hold
+    for trial in ("check_head", "fuse"):  # they ask what the model computes
+        monkeypatch.setattr(policy, trial, lambda *_, **__: None)
     monkeypatch.setattr(torch.utils, "swap_tensors", lambda *_: None)  # refuses fake tensors; peft casts
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_: self)  # would guard the device, which is not there
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):  # where peft makes its adapters, too
