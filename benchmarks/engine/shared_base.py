@@ -30,6 +30,7 @@ ROLES = "benchmarks.engine.shared_base_roles"
 KINDS = ("Pss_Anon", "Pss_Shmem", "Pss_File", "Pss")
 ALLOWED = 1.1  # times the base, beside what both roles need without it
 DTYPES = ("float32", "bfloat16")
+PLAIN = ("Llama", "Qwen2")
 
 
 def make_half_billion(folder: Path) -> int:
@@ -102,15 +103,17 @@ def memory(folder: Path, way: str) -> dict[str, Any]:
     return {"held": held} | learned | generated
 
 
-def equality(name: str, dtype: str) -> dict[str, Any]:
+def equality(dtype: str) -> list[dict[str, Any]]:
+    """Of small models of every family."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if name in FAMILIES:
-            make_family(folder, name)
-        else:
-            make_tiny_model(folder, family=name)
+        for name in PLAIN:
+            make_tiny_model(folder / name, family=name)
+        for name in FAMILIES:
+            make_family(folder / name, name)
         with role("equal", str(folder), dtype) as both:
-            return both.says()
+            found = both.says()
+    return [{"family": name, "dtype": dtype} | found[name] for name in (*PLAIN, *FAMILIES)]
 
 
 def together(found: dict[str, Any]) -> int:
@@ -130,8 +133,8 @@ def report(found: dict[str, Any]) -> tuple[str, bool]:
     limit, there = ALLOWED * base + alone, together(ways[SHARED])
     same = ways[OWN]["logprobs"] == ways[SHARED]["logprobs"]
     families = [
-        [name, one["dtype"], f"{one['views']} of {one['tensors']}", _verdict(one), one.get("refused", "")]
-        for name, one in ((one["family"], one) for one in found["families"])
+        [one["family"], one["dtype"], f"{one['views']} of {one['tensors']}", _verdict(one), one.get("refused", "")]
+        for one in found["families"]
     ]
     good = there <= limit and same and all(_verdict(one) != "differ" for one in found["families"])
     text = (
@@ -157,9 +160,7 @@ def _verdict(one: dict[str, Any]) -> str:
 def main() -> None:
     found: dict[str, Any] = {"conditions": conditions(ENGINE_PACKAGES), "memory": {}, "families": []}
     for dtype in DTYPES:
-        for name in ("Llama", "Qwen2", *FAMILIES):
-            found["families"].append({"family": name, "dtype": dtype} | equality(name, dtype))
-            print(found["families"][-1], flush=True)
+        found["families"] += equality(dtype)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         found["base_bytes"] = make_half_billion(folder)

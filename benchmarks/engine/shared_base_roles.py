@@ -2,7 +2,8 @@
 
     generator FOLDER WAY    starts vLLM, tells how its base is mapped, takes the learner's adapter, generates
     learner FOLDER WAY      a trainer on the generator's base or its own; a forward and backward pass
-    equal FOLDER DTYPE      both in one process: whether logprobs and gradients are those of an own copy, bit for bit
+    equal FOLDER DTYPE      both in one process, for each small model in the folder: whether logprobs and gradients are
+                            those of an own copy, bit for bit
 
 Each says on a line what it found and waits for an empty line before it goes on.
 """
@@ -94,8 +95,12 @@ async def _learn(trainer: Trainer, folder: Path) -> None:
 
 
 def equal(folder: Path, dtype: Any) -> None:
-    """Says of a small model: tensors of the checkpoint, those that are views, and whether both policies are the same;
-    or why the base cannot be shared."""
+    say({path.name: _equal(path, dtype) for path in sorted(folder.iterdir())})
+
+
+def _equal(folder: Path, dtype: Any) -> dict[str, Any]:
+    """Tensors of the checkpoint, those that are views, and whether both policies are the same; or why the base cannot
+    be shared."""
     engine = engine_of(folder, dtype, shares=True)
     manifest: Manifest = asyncio.run(engine.share_base())
     found: dict[str, Any] = {"views": len(manifest.views), "tensors": len(manifest.views) + len(manifest.refused)}
@@ -112,8 +117,9 @@ def equal(folder: Path, dtype: Any) -> None:
         found["compared"] = len(own) - 1
     except BaseNotShared as error:
         found["refused"] = str(error)
-    say(found)
     asyncio.run(engine.close())
+    print(folder.name, found, file=sys.stderr, flush=True)
+    return found
 
 
 def _learned(policy: Policy) -> list[Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # elements at once, as int64: 32 MiB, and as much again for their products
+CHUNK = 1 << 20  # elements at once, as int64: 8 MiB, and as much again for their places and their products
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
