@@ -32,8 +32,6 @@ def under_way(config: RunConfig) -> int:
 def layouts(config: RunConfig) -> tuple[Layout, ...]:
     """The layouts that the run's placement allows, the preferred first; learner.config.rules has refused others."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
-    if config.memory.base == "shared":
-        return ("slices",)
     if wanted == "alternating":
         return ("alternating",)
     if gpus.own_cards:

@@ -56,7 +56,8 @@ def test_a_second_copy_does_not_fit(name: str, gib: int, most: int, together: fl
 
 def test_a_base_in_4_bits_is_not_chosen_and_generators_do_not_sleep() -> None:
     wish = Wish(shared=True, layouts=("slices", "alternating"))
-    assert isinstance(plan(SHAPES["Llama-3.1-8B"], 16 * 2**30, WORK, wish), Misfit)
+    assert isinstance(plan(SHAPES["Llama-3.1-8B"], 16 * 2**30, WORK, wish), Misfit)  # QLoRA would fit
+    assert isinstance(plan(SHAPES["Llama-3.1-8B"], 19_000 * 2**20, WORK, wish), Misfit)  # roles that take turns would
     found = plan(SHAPES["Llama-3.1-8B"], 24 * 2**30, WORK, wish)
     assert isinstance(found, Plan)
     assert (found.base, found.layout) == ("none", "slices")

@@ -53,6 +53,7 @@ async def test_work_under_way_is_finished_and_later_work_waits(path: Path, owner
     await later
     assert done[-1] == "later"
     stopped = thread.progress(on_cpu=False)
+    assert stopped > before  # it does not fall, which would look like no progress
     await asyncio.sleep(0.02)
     assert thread.progress(on_cpu=False) == stopped
 
