@@ -1,6 +1,6 @@
 """Does a whole model learn as well without float32 masters? The demo, learner.mode full in bfloat16, by optimizer.
 
-    PYTHONPATH=. .venv/bin/python -m benchmarks.system.without_masters [--seeds 0 1 2] [--rate 5e-5]
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.without_masters [--seeds 0 1 2] [--rate 1e-4]
 
 Runs go side by side, since what they learn does not depend on the clock.
 """
@@ -59,8 +59,8 @@ def report(found: list[dict[str, Any]], rate: float, steps: int, measured: str) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rate", type=float, default=5e-5, help="learning rate")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--beside", type=int, default=2, help="runs at once")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one run")
     options = parser.parse_args()
