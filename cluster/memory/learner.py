@@ -8,7 +8,7 @@ What torch keeps between two steps follows from types and counts. What a step ta
 keeps and a maximum over the places where it can be highest; cluster.memory.terms lists what they are made of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,7 +150,8 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         parts = {"checkpoints": 0, "activations": layers * kept_attention, "live": max(again[1], kept)}
     elif policy == "full":
         held = 0 if learning.offload else layers * boundary
-        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept)}
+        # Beside the head lies what the last norm keeps, its input in float32.
+        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + 2 * boundary)}
     else:
         first = min(policy, layers)
         # Nothing in front of the first layer wants a gradient, so it keeps 4 N h less; here it is not among the kept.
@@ -206,21 +207,28 @@ def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
 def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
     """learner.model.logprob: one tile of logits, independent of V, and what grows with the tokens."""
     (head,) = _sums(shape, learning, micro, terms.HEAD)
+    tile = terms.HEAD_TILE_ON_CARD if learning.cuda else terms.HEAD_TILE
     trained = terms.HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
-    return terms.HEAD_TILE + head + trained
+    return terms.bytes_of(tile, _letters(shape, learning, micro)) + head + trained
 
 
 def _sums(shape: Shape, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
     """The bytes of each table of cluster.memory.terms in the base's type."""
-    values = terms.letters(
+    values = _letters(shape, learning, micro)
+    return [DTYPE_BYTES[learning.dtype] // 2 * terms.bytes_of(table, values) for table in tables]
+
+
+def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, float]:
+    rows = terms.HEAD_ROWS_ON_CARD if learning.cuda else terms.HEAD_ROWS
+    return terms.letters(
         shape,
         tokens=micro.tokens,
         completion=micro.completion,
         keys=micro.keys,
+        rows=min(rows, micro.completion),
         lora_rank=learning.rank * len(learning.targets),
         full=learning.mode == "full",
     )
-    return [DTYPE_BYTES[learning.dtype] // 2 * terms.bytes_of(table, values) for table in tables]
 
 
 def _dequantised(shape: Shape, learning: Learning) -> int:

@@ -1,12 +1,12 @@
 """What a step of the learner holds, term by term: how many bytes, of what, and which tensors they are.
 
-A unit is a product of letters. N tokens of the largest micro-batch, C of them completion tokens, S keys that its
-completions attend to (a shared prompt once per completion); h hidden, f feed-forward, q all query heads, k all key
-heads (or value heads), in elements; rank: of the adapter, times its targets. Letters that stand for a kind of model or
-of training are 0 or 1, unless a comment says otherwise.
+A unit is a product of letters. N tokens of the largest micro-batch, C of them completion tokens, R of these in a tile
+of the head, S keys that its completions attend to (a shared prompt once per completion); h hidden, f feed-forward, q
+all query heads, k all key heads (or value heads), in elements; rank: of the adapter, times its targets. Letters that
+stand for a kind of model or of training are 0 or 1, unless a comment says otherwise.
 
-Bytes are those of a base in 16 bits; in float32 all but HEAD_TILE count twice, which is an upper bound. Sources: what
-autograd saves, read from the operations; `measured` from learner.tools.meta_run, the real step on tensors without
+Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Sources:
+what autograd saves, read from the operations; `measured` from learner.tools.meta_run, the real step on tensors without
 content, to which tests/cluster/memory/test_learner.py holds the sums within 2 % of the peak.
 """
 
@@ -71,23 +71,32 @@ AGAIN_MLP_ALONE = (
 
 # The top of the model.
 LAST_NORM = (Term(20, "N h", "float32 temporaries of the backward pass of the last norm; measured"),)
-HEAD_TILE = 43 * 10**6  # learner.model.logprob: 512 x 8192 logits in float32, their weights, and the latter in 16 bits
 HEAD = (
-    Term(37_300, "h", "rows of the head that a tile of tokens needs; measured"),
     Term(0.5, "N h", "measured"),
     Term(4, "C h", "a completion token's state, and its Jacobian"),
 )
-HEAD_TRAINED = 4 * 8192  # times h: one tile of the head's gradient in float32, whatever the base's type
+# learner.model.logprob: a tile of R completion tokens and 8192 words, in the same bytes whatever the base's type.
+HEAD_ROWS, HEAD_ROWS_ON_CARD = 512, 2048
+HEAD_TILE_ON_CARD = (
+    Term(6 * 8192, "R", "logits in float32, and their weights in 16 bits"),
+    Term(8, "R h", "the weighted sum of the head's rows, and what this tile adds to it, float32"),
+)
+HEAD_TILE = (
+    *HEAD_TILE_ON_CARD,
+    Term(4 * 8192, "R", "the weights in float32 again: no product of a CPU takes 16 bits and gives 32"),
+    Term(4 * 8192, "h", "the head's rows in float32, for the same reason"),
+)
+HEAD_TRAINED = 8 * 8192  # times h: one tile of the head's gradient in float32, and what a tile of tokens adds to it
 
 
 def letters(
-    shape: Shape, *, tokens: int, completion: int, keys: int, lora_rank: int, full: bool
+    shape: Shape, *, tokens: int, completion: int, keys: int, rows: int, lora_rank: int, full: bool
 ) -> Mapping[str, float]:
     """The value of each letter of a unit; `lora_rank` times the number of its targets."""
     wide, narrow = shape.norms
     w = shape.widths
     return {
-        "N": tokens, "C": completion, "S": keys,
+        "N": tokens, "C": completion, "R": rows, "S": keys,
         "h": w["hidden"], "f": w["ffn"], "q": w["q"], "k": w["kv"],
         "heads": shape.heads, "kv_heads": shape.kv_heads,
         "rank": lora_rank,

@@ -22,8 +22,8 @@ class Logits(NamedTuple):
 
     def of_(self, products: Tensor, temperature: float) -> Tensor:
         """z / temperature, in the place of the products."""
-        if self.cap is None:
-            return products.div_(temperature / self.scale)
+        if self.cap is None:  # usually both are 1, and a pass over the logits is saved
+            return products if temperature == self.scale else products.div_(temperature / self.scale)
         return products.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
 
     def bend_(self, logits: Tensor, temperature: float) -> Tensor:

@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from learner.model.logits import PLAIN, Logits
 
-TOKEN_TILE = 512
-VOCAB_TILE = 8192  # a tile of float32 logits is 16 MiB
+# Tokens and words of a tile, whose float32 logits are 16 MiB on a CPU and 64 MiB on a card. Each tile of tokens reads
+# the whole head twice: with 512 tokens that would take an H100 half as long again as their products.
+TOKEN_TILE, CARD_TOKEN_TILE, VOCAB_TILE = 512, 2048, 8192
 
 
 class _How(NamedTuple):
@@ -33,7 +34,12 @@ class _How(NamedTuple):
     temperature: float
     token_tile: int
     vocab_tile: int
-    cuda: bool  # asked for outside of autograd.Function: learner.tools.meta_run answers there alone
+    cuda: bool
+
+    @classmethod
+    def on(cls, cuda: bool, logits: Logits, temperature: float, token_tile: int | None, vocab_tile: int) -> "_How":
+        """Of a device; asked for outside of autograd.Function."""
+        return cls(logits, temperature, token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE), vocab_tile, cuda)
 
 
 def policy_logprobs(
@@ -43,7 +49,7 @@ def policy_logprobs(
     temperature: float,
     *,
     logits: Logits = PLAIN,
-    token_tile: int = TOKEN_TILE,
+    token_tile: int | None = None,
     vocab_tile: int = VOCAB_TILE,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Logprobs, differentiable once in `hidden`, and in `head` if that wants a gradient; entropies without gradient.
@@ -54,12 +60,13 @@ def policy_logprobs(
         targets: int64 token ids.
         temperature: the sampler's.
         logits: what the model does to head @ hidden.
+        token_tile: None: by the device.
 
     Returns:
         float32, nats.
     """
     kind = _TrainedHead if head.requires_grad else _FrozenHead
-    how = _How(logits, temperature, token_tile, vocab_tile, hidden.is_cuda)
+    how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
     logprobs, entropy = kind.apply(hidden, head, targets, how)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -72,13 +79,13 @@ def token_logprobs(
     temperature: float,
     *,
     logits: Logits = PLAIN,
-    token_tile: int = TOKEN_TILE,
+    token_tile: int | None = None,
     vocab_tile: int = VOCAB_TILE,
 ) -> Float[Tensor, " N"]:
     """float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
     out = torch.empty(len(targets), device=hidden.device)
-    how = _How(logits, temperature, token_tile, vocab_tile, hidden.is_cuda)
-    for rows in _tiles(len(targets), token_tile):
+    how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
+    for rows in _tiles(len(targets), how.token_tile):
         out[rows] = _fold(hidden[rows], head, targets[rows], how, "logprob").logprob
     return out
 

@@ -215,7 +215,7 @@ class _Cuda(TorchFunctionMode):
     """Meta tensors say that they are on a card."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if function == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a new object at each look: never `is`
             return True
         return function(*args, **(kwargs or {}))
 

@@ -21,6 +21,8 @@ CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
     ("Qwen2.5-14B", "full", "none", 64, (512, 500, 4)),
     ("Gemma-3-1B", "full", "none", 16, (2000, 300, 8)),
     ("SmolLM2-135M", 3, "none", 16, (256, 786, 4)),
+    ("SmolLM2-135M", "full", "none", 16, (256, 786, 4)),  # the head is the peak
+    ("SmolLM2-135M", "full", "none", 16, (256, 300, 2)),  # the head, with fewer tokens than a tile has room for
     ("Qwen2.5-7B", 2, "none", 16, (1000, 100, 8)),
 ]
 

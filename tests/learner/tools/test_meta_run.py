@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig
-from learner.tools.meta_run import footprint
+from learner.tools.meta_run import _as_on, footprint
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_group, uniform
 from tests.peak import peak_bytes
@@ -60,6 +62,22 @@ def test_the_fake_peak_is_the_allocators(case: str, tmp_path: Path) -> None:
     trainer._policy.clear_gradients()
     real = peak_bytes(lambda: trainer._step(groups))  # beside the weights and the optimizer's states
     assert fake.dynamic + fake.gradients == pytest.approx(real, rel=0.01)
+
+
+def test_tensors_without_content_are_on_a_card_inside_of_autograd_functions_too() -> None:
+    """Or the head would be counted as on a CPU, with float32 copies of 16-bit weights."""
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(x.is_cuda)
+            return x.clone()
+
+    with _as_on(cuda=True):
+        x = torch.empty(1, device="meta")
+        Look.apply(x)  # type: ignore[no-untyped-call]
+        assert [x.is_cuda, *seen] == [True, True]
 
 
 def save_random(shape: Shape, folder: Path) -> None:
