@@ -76,7 +76,7 @@ def test_tensors_without_content_are_on_a_card_inside_of_autograd_functions_too(
 
     with _as_on(cuda=True):
         x = torch.empty(1, device="meta")
-        Look.apply(x)  # type: ignore[no-untyped-call]
+        Look.apply(x)
         assert [x.is_cuda, *seen] == [True, True]
 
 
