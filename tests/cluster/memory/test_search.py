@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ PUBLISHED = Workload(generations=4, prompt=256, completion=786)
 
 
 def test_every_model_gets_a_plan_that_fits_or_advice_that_works() -> None:
-    started = time.perf_counter()
     for shape in SHAPES.values():
         found = plan(shape, 16 * GIB, PUBLISHED, Wish())
         if isinstance(found, Plan):
@@ -29,7 +27,6 @@ def test_every_model_gets_a_plan_that_fits_or_advice_that_works() -> None:
         else:
             assert isinstance(plan(shape, found.needs + 2**20, PUBLISHED, Wish()), Plan), shape.name
             assert isinstance(plan(shape, found.needs - 2**28, PUBLISHED, Wish()), Misfit), shape.name
-    assert time.perf_counter() - started < 20
 
 
 @pytest.mark.parametrize(
