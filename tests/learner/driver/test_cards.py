@@ -62,7 +62,7 @@ def test_sequences_follow_the_step_and_the_room() -> None:
     assert settle(many, model, 79 * GIB).sequences == 256  # 32 groups of 8
     small = settle(many, SHAPES["Llama-3.2-1B"].to_config(), int(7.2 * GIB))
     assert small.plan is not None
-    assert (small.plan.sequences, small.sequences) == (37, 64)  # with the logits of 256 there is room for 13
+    assert (small.plan.sequences, small.sequences) == (39, 64)  # with the logits of 256 there is room for 13
     fixed = config_of(rollout={"max_num_seqs": 11})
     assert settle(fixed, model, 79 * GIB).sequences == 11
 

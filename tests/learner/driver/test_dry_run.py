@@ -112,8 +112,8 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
     assert "assumed      1 cards of 80.0 GiB" in out
     assert "memory: slices on 80.0 GiB: learner " in out
     assert "device: null" in out  # the configuration itself is as it was given
-    (line,) = refused(config, "--dry-run", "--assume-gpus", "1x1GiB", capsys=capsys)
-    assert re.search("memory.device: .* needs .* GiB", line)
+    (line,) = refused(config, "--dry-run", "--assume-gpus", "1x900MiB", capsys=capsys)
+    assert re.search("memory.device: .* needs .* MiB", line)
     (line,) = refused(config, "--dry-run", "--assume-gpus", "80GiB", "rollout.workers=3", capsys=capsys)
     assert "placement: the run needs" in line
     (line,) = refused(config, "--dry-run", capsys=capsys)

@@ -104,7 +104,7 @@ HOSTILE: dict[str, tuple[Spoil, list[str], str]] = {
     "an import within a reward function": (
         nothing, ["rewards=[{use: 'mine.py:lazy', timeout_s: 4}]"], "timeout: .* Only its first call is late"),
     "two mistakes": (
-        template("{{ 1 // 0 }}"), ["cluster.gpus.learner=1"], "placement: .* 1 GPU(.|\n)*chat template .* ZeroDiv"),
+        template("{{ 1 // 0 }}"), ["cluster.gpus.learner=1"], "cluster.gpus: .* 1 GPU(.|\n)*chat template .* ZeroDiv"),
 }  # fmt: skip
 
 
