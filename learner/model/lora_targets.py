@@ -4,10 +4,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch import nn
-
 from learner.model.adapter_config import AdapterError
 from rollout.architecture import ATTENTION, has_experts
+from rollout.linear_layers import linear_layers
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ def lora_targets(lm: Any, wanted: Wanted) -> list[str]:
     Raises:
         ValueError: a name is none of a layer that can be adapted.
     """
-    linear = _linear(lm)
+    linear = linear_layers(lm)
     known = sorted({name.rpartition(".")[2] for name in linear})
     if has_experts(lm.config.to_dict()):
         return _attention(known, wanted)
@@ -52,11 +51,6 @@ def check_targets(lm: Any, wanted: Wanted, found: Sequence[str], folder: str) ->
             f"model.adapter: target_modules of {folder} must be those of learner.lora.targets=all-linear, "
             f"{', '.join(sorted(meant))}, got {', '.join(sorted(leaves))}; set learner.lora.targets to the adapter's"
         )
-
-
-def _linear(lm: Any) -> set[str]:
-    head = lm.get_output_embeddings()
-    return {name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head}
 
 
 def _attention(known: list[str], wanted: Wanted) -> list[str]:

@@ -58,15 +58,15 @@ def lora_arguments(model: str, targets: Sequence[str]) -> dict[str, Any]:
 
 def _linear_layers(config: Any) -> list[str]:
     """The last part of the names of all linear layers but the output embedding, from a model without weights."""
-    from torch import device, nn
+    from torch import device
     from transformers import AutoModelForCausalLM
+
+    from rollout.linear_layers import linear_layers
 
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
     with device("meta"):
         lm = auto.from_config(config)
-    head = lm.get_output_embeddings()
-    linear = (name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return sorted({name.rpartition(".")[2] for name in linear})
+    return sorted({name.rpartition(".")[2] for name in linear_layers(lm)})
 
 
 def without_lora(name: str, model: str) -> str:
