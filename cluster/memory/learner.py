@@ -15,7 +15,7 @@ from typing import Literal
 from cluster.memory import terms
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.terms import Term
-from cluster.memory.units import CONTEXT, DTYPE_BYTES, Checkpointing, Optimizer, Parts, base_bytes
+from cluster.memory.units import CONTEXT, DTYPE_BYTES, STATE_BYTES, Checkpointing, OptimizerKind, Parts, base_bytes
 from cluster.memory.weight_push import LEARNER_COPIES, merging_bytes, pushed_bytes
 
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
@@ -62,7 +62,7 @@ class Learning:
     targets: tuple[str, ...] = tuple(LINEAR)
     dtype: str = "bfloat16"
     base: Literal["none", "nf4"] = "none"
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerKind = "adamw"
     checkpointing: Checkpointing = "full"
     frozen_adapters: int = 0  # reference and other roles
     reference: ReferenceKind = "none"  # of mode full: a second set of weights
@@ -103,12 +103,12 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     adapters = (4 if b < 4 and masters else 0) * n
     if learning.mode == "lora":
         adapters += (1 + learning.frozen_adapters) * b * n
-    states = {"adamw": 8 * n, "adamw_rounded": 8 * n, "adamw_8bit": 2 * n + n // 32, "paged_adamw_8bit": 0}
+    scales = n // 32 if learning.optimizer == "adamw_8bit" else 0
     return {
         "weights": base_bytes(shape, learning.base, b),
         "adapters": adapters,
         "gradients": (4 if masters else b) * n,
-        "optimizer": states[learning.optimizer],
+        "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
         "reference": reference_bytes(shape, learning.reference, b),
     }
 

@@ -7,7 +7,7 @@ from cluster.memory import units
 from cluster.memory.generator import asleep
 from cluster.memory.learner import ReferenceKind
 from cluster.memory.shape import LINEAR, Shape
-from cluster.memory.units import Checkpointing, Optimizer, Parts
+from cluster.memory.units import Checkpointing, OptimizerKind, Parts
 
 USABLE = 0.97  # of a device's bytes: the driver, a display and other processes have the rest
 # What the learner keeps on the card while the engine is awake (alternating): its allocator's cache is given back, but
@@ -59,7 +59,7 @@ class Wish:
     rank: int = 16
     targets: tuple[str, ...] = tuple(LINEAR)
     dtype: str = "bfloat16"
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerKind = "adamw"
     frozen_adapters: int = 0
     reference: ReferenceKind = "none"
     offload: bool = False

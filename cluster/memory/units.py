@@ -10,7 +10,9 @@ CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuB
 
 Parts = dict[str, int]  # bytes by part
 Checkpointing = Literal["none", "mlp", "full"] | int
-Optimizer = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
+OptimizerKind = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
+# Of the device, per weight: two moments. Scales of 8-bit blocks are another 1 %; paged states may lie in host memory.
+STATE_BYTES: dict[OptimizerKind, int] = {"adamw": 8, "adamw_rounded": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
 
 
 def base_bytes(shape: Shape, base: str, b: int, *, nested: bool = True) -> int:

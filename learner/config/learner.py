@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.config import Frozen, Positive
+from cluster.memory.units import OptimizerKind
 from learner.algo.loss_config import LossConfig
 
-OptimizerKind = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
 AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.config.learner import LearnerConfig, OptimizerConfig, OptimizerKind, ScheduleConfig
+from cluster.memory.units import STATE_BYTES
+from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
 
 # Half of torch's first guess, which the gradient of a small batch overflows.
 FIRST_LOSS_SCALE = 2.0**15
-# Of the device, per weight: two moments. Scales of 8-bit blocks are another 1 %; paged states may lie elsewhere.
-STATE_BYTES: dict[OptimizerKind, int] = {"adamw": 8, "adamw_rounded": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
 
 
 def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:

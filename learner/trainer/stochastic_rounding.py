@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.memory.units import STATE_BYTES
 from learner.config.learner import LearnerConfig
-from learner.trainer.optimizer import STATE_BYTES, Updater, build_optimizer, restore
+from learner.trainer.optimizer import Updater, build_optimizer, restore
 
 
 class RoundedUpdater:

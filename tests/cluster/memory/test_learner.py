@@ -9,7 +9,7 @@ import pytest
 
 from cluster.memory.learner import Learning, Micro, ReferenceKind, learner_static, step_bytes
 from cluster.memory.shape import SHAPES
-from cluster.memory.units import Checkpointing, Optimizer, total
+from cluster.memory.units import Checkpointing, OptimizerKind, total
 from learner.config.learner import LearnerConfig
 from learner.tools.meta_run import footprint
 
@@ -59,7 +59,7 @@ def test_the_model_is_the_step(
     ],
 )
 def test_full_fine_tuning(
-    name: str, layers: int, policy: Checkpointing, reference: ReferenceKind, optimizer: Optimizer
+    name: str, layers: int, policy: Checkpointing, reference: ReferenceKind, optimizer: OptimizerKind
 ) -> None:
     shape = replace(SHAPES[name], layers=layers)
     settings: dict[str, Any] = {"mode": "full", "checkpointing": policy, "token_budget": 3396}

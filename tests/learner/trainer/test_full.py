@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.memory.units import OptimizerKind
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
-from learner.config.learner import LearnerConfig, OptimizerConfig, OptimizerKind
+from learner.config.learner import LearnerConfig, OptimizerConfig
 from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights
 from tests.learner import naive
