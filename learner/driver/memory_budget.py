@@ -96,11 +96,16 @@ def _plan(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int]:
     """What fits, and the sequences that a generator decodes at once: of those that may be, the number of which most
     find room in the KV cache. Raises MemoryPlanError."""
     wish = wish_of(config, layouts(config))
-    found = {count: plan(shape, device, workload(config, count), wish) for count in sequence_counts(config)}
-    fitting = [(one, count) for count, one in found.items() if isinstance(one, Plan)]
-    if not fitting:
-        raise MemoryPlanError(str(found[min(found)]))
-    return max(fitting, key=lambda pair: pair[0].sequences)
+    best: tuple[Plan, int] | None = None
+    for count in sequence_counts(config):
+        if best is not None and count <= best[0].sequences:  # no fewer sequences find more room
+            break
+        found = plan(shape, device, workload(config, count), wish)
+        if isinstance(found, Plan) and (best is None or found.sequences > best[0].sequences):
+            best = found, count
+    if best is None:
+        raise MemoryPlanError(str(found))
+    return best
 
 
 def _waiting(cached: int, asked: int) -> str:
