@@ -7,12 +7,12 @@ a function that runs after `connect` has set that environment.
 import asyncio
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster import machine
 from cluster.actor import DeadlineExceeded, S
 from cluster.exit_reason import ExitReasons
 from cluster.placement import Placement, PlacementError, Role, place
@@ -22,7 +22,6 @@ from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
-SHM = Path("/dev/shm")
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 
 # Set for every role, since its output reaches the driver: no progress bars, no warnings meant for library authors.
@@ -161,7 +160,7 @@ def connect(address: str, min_cpus: float, policy_bytes: int = 0) -> Session:
             address="local",
             include_dashboard=False,
             num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
-            object_store_memory=store_bytes(policy_bytes, shutil.disk_usage(SHM).free),
+            object_store_memory=store_bytes(policy_bytes, machine.shared_memory() or 0),
             logging_level=logging.WARNING,
             log_to_driver=True,
             _temp_dir=str(folder.ray),

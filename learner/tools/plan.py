@@ -15,6 +15,7 @@ from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES, Shape, shape_of
 from cluster.memory.units import DTYPE_BYTES, Parts
+from cluster.ray_cluster import store_bytes
 from learner.config.learner import LoraConfig
 from learner.driver import card_size
 from learner.driver.card_size import CardSize
@@ -33,7 +34,6 @@ METHODS = {
     "LoRA + ckpt": Wish(base="none", checkpointing="full"),
     "QLoRA": Wish(base="nf4", checkpointing="full"),
 }
-GROUPS = 256 * 2**20  # of Ray's object store, for what is no policy; two policies are held beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Found:
         """Main memory that what is chosen, or else needs least, takes."""
         small = self.chosen.least if isinstance(self.chosen, Misfit) else self.chosen
         policy = DTYPE_BYTES[self.wish.dtype] * self.shape.lora_params(self.wish.rank)
-        return host_bytes(small, self.wish, object_store=GROUPS + 2 * policy)
+        return host_bytes(small, self.wish, object_store=store_bytes(policy, sys.maxsize))
 
 
 def main(argv: Sequence[str]) -> int:
