@@ -52,18 +52,6 @@ def _by_segments(
     all_is_seen = cap is None and (window is None or window >= layout.reach)
     if all_is_seen and not query.is_cuda:
         return attend_tiles(query, key, value, layout, scale)
-    return _by_blocks(query, key, value, layout, scale, window, cap)
-
-
-def _by_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-) -> Tensor:
     # One split: the backward pass of as many slices would fill a whole row with zeros for each.
     queries, keys, values = (torch.split(tensor, layout.sizes, 2) for tensor in (query, key, value))
     outputs = []
