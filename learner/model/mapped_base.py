@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from rollout.shared_base import cuda_ipc, shared_file
-from rollout.shared_base.checksum import digest_of_piece
+from rollout.shared_base.checksum import digests_of_pieces
 from rollout.shared_base.manifest import BaseNotShared, Manifest
 
 SHOWN = 3  # names in a message
@@ -109,7 +109,7 @@ class MappedBase:
         Raises BaseNotShared if they are not those of the one before, bit for bit.
         """
         before = self._manifest
-        if manifest.generation == before.generation:
+        if manifest.owner == before.owner:
             raise BaseNotShared("memory.base: the manifest is of the generator that was lost, not of the one after it")
         if manifest.views != before.views or _digests(manifest) != _digests(before):
             raise BaseNotShared(
@@ -150,7 +150,7 @@ def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
 
 
 def _changed(pieces: dict[str, Tensor], manifest: Manifest) -> list[str]:
-    return [name for name, piece in pieces.items() if digest_of_piece(piece) != manifest.pieces[name].digest]
+    return [name for name, digest in digests_of_pieces(pieces).items() if digest != manifest.pieces[name].digest]
 
 
 def _digests(manifest: Manifest) -> dict[str, str]:

@@ -45,7 +45,7 @@ class Manifest:
     Attributes:
         transport: how; it decides what the handles are.
         device: the card's UUID, or the machine; both processes must see the same.
-        generation: of the owner; no two processes have the same.
+        owner: the generator's process; no two have the same.
         pieces: by the engine's name of the parameter.
         views: by the checkpoint's name of the tensor.
         refused: tensors of the checkpoint that are no view, and why.
@@ -53,7 +53,7 @@ class Manifest:
 
     transport: Transport
     device: str
-    generation: str
+    owner: str
     pieces: dict[str, Piece]
     views: dict[str, View]
     refused: dict[str, str]

@@ -39,7 +39,7 @@ class Recorded:
     digests: dict[str, str]
     views: dict[str, View]
     refused: dict[str, str]
-    generation: str
+    owner: str
 
 
 @register_model_loader(SHARED)
@@ -128,7 +128,7 @@ def _manifest(worker: Any) -> Manifest:
     return Manifest(
         "cuda_ipc" if recorded.file is None else "shared_file",
         where,
-        recorded.generation,
+        recorded.owner,
         {name: _piece(tensor, digests[name], handles[name]) for name, tensor in pieces.items()},
         {name: view for name, view in recorded.views.items() if view.parameter not in spoilt},
         recorded.refused

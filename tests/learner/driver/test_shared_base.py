@@ -69,7 +69,7 @@ class Learner(Trainer):
         super().__init__(0.0, 0.0)
         self.card = card
         card.mapped = True
-        self.generation = ""
+        self.owner = ""
         self.holds_the_card = lambda: card.mapped
 
     async def probe(self, token_ids: list[int]) -> Answer:
@@ -83,9 +83,9 @@ class Learner(Trainer):
 
     async def attach_base(self, manifest: Manifest) -> None:
         assert self.card.owner
-        assert manifest.generation != self.generation
+        assert manifest.owner != self.owner
         self.card.at("attach")
-        self.generation, self.card.mapped = manifest.generation, True
+        self.owner, self.card.mapped = manifest.owner, True
 
 
 def run_of(folder: Path, faults: dict[str, Exception]) -> tuple[Any, Card]:
