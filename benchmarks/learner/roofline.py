@@ -32,7 +32,7 @@ from benchmarks.common import as_table, conditions, save, under
 from benchmarks.learner.op_counter import Op, OpCounter
 from benchmarks.learner.ragged_step import LearnerConfig, read_groups
 from benchmarks.learner.step_against_commit import side, write_inputs
-from benchmarks.system.against_commit import checked_out
+from benchmarks.system.against_commit import checked_out, short
 from benchmarks.system.workloads import ROOT
 from cluster.memory.shape import SHAPES, Shape
 from learner.model import logprob
@@ -202,8 +202,7 @@ def main() -> None:
         print(json.dumps(count(Case(*json.loads(options.count)))))
         return
     told = conditions()
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", options.against]
-    revision = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    revision = short(options.against)
     sections: list[str] = []
     content: dict[str, Any] = {}
     with checked_out(revision) as before:

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import MIB, as_table, conditions, relative_error, save, under
 from benchmarks.learner.ragged_step import LONGEST, read_groups
-from benchmarks.system.against_commit import checked_out
+from benchmarks.system.against_commit import checked_out, short
 from benchmarks.system.ragged_model import make_model
 from benchmarks.system.workloads import PROMPT_WORDS, ROOT, TEMPLATE_TOKENS
 from learner.algo.advantage import group as advantages_of
@@ -198,8 +198,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     options, told = parser.parse_args(), conditions()
     core = max(os.sched_getaffinity(0))
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", options.revision]
-    revision = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    revision = short(options.revision)
     with tempfile.TemporaryDirectory() as name, checked_out(revision) as before:
         folder = Path(name)
         exact = exact_gradient(write_inputs(folder), folder)

@@ -25,6 +25,12 @@ from benchmarks.system.system_run import command, spread
 from benchmarks.system.workloads import ROOT, Tree, add_ragged_options, demo, ragged
 
 
+def short(revision: str) -> str:
+    """Its abbreviated commit."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", revision]
+    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+
+
 @contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
     """A folder with the files of that commit."""
@@ -76,9 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options, told, cores = parse(), conditions(ENGINE_PACKAGES), sorted(os.sched_getaffinity(0))
-    revision = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", options.revision], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    revision = short(options.revision)
     found: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder, checked_out(revision) as before:
         for workload in options.workloads:
