@@ -90,10 +90,11 @@ smoke: setup
 contracts: setup
 	@$(BIN)/python -m tests.contracts.make $(ARGS)
 
-# vLLM's Triton kernels in Triton's interpreter, which needs no card. Triton goes beside the environment: a CPU vLLM that
+# vLLM's and Liger's Triton kernels in Triton's interpreter, which needs no card. Triton goes beside the environment: a CPU vLLM that
 # finds it takes other paths.
 kernels: setup
-	@[ -d build/triton/triton ] || $(INSTALL) --target build/triton "$$(grep -E '^triton==' requirements/gpu.txt)"
+	@[ -d build/triton/liger_kernel ] || \
+	    $(INSTALL) --target build/triton $$(grep -E '^(triton|liger-kernel)==' requirements/gpu.txt)
 	PYTHONPATH=$$PWD:$$PWD/build/triton TRITON_INTERPRET=1 $(BIN)/pytest -p no:cacheprovider tests/kernels
 
 # Of the CUDA set by uv: it resolves for another Python, and without fetching wheels of 5 GB.

@@ -50,7 +50,7 @@ def test_a_list_pins_what_the_project_asks_for(kind: str) -> None:
 
 def test_the_cuda_list_is_of_versions_with_a_contract() -> None:
     found = pinned("gpu")
-    for package in ("vllm", "torch", "ray", "bitsandbytes", "vllm-bnb-plugin"):
+    for package in ("vllm", "torch", "ray", "bitsandbytes", "vllm-bnb-plugin", "liger-kernel"):
         assert str(found[package]) in [one.version for one in contracts_of(package)], package
     (vllm,) = [one for one in contracts_of("vllm") if one.version == str(found["vllm"])]
     for name, specifier in vllm.requires.items():

@@ -68,7 +68,7 @@ class OpCounter(TorchDispatchMode):
         name = op.overloadpacket.__name__
         if not name.startswith(FREE) and not _is_view(op, args, result):
             flops = self._flops(name, args)
-            self.ops[Op(_finer(part, name, flops, args), name, flops, _bytes(name, args, kwargs or {}, result))] += 1
+            self.ops[Op(_finer(part, name, flops, args), name, flops, _bytes(op, args, kwargs or {}, result))] += 1
         return result
 
     def _part(self) -> str:
@@ -140,10 +140,14 @@ def _is_view(op: Any, args: Any, result: Any) -> bool:
     return bool(made) and all(x.untyped_storage()._cdata in given for x in made)
 
 
-def _bytes(name: str, args: Any, kwargs: Any, result: Any) -> int:
+def _bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Read and written, each tensor once; what is expanded, as it lies in memory."""
     written = [x for x in tree_iter(result) if isinstance(x, Tensor)]
-    if name in GATHERS:
+    if result is None:  # what it overwrites is what it gives
+        slots = zip(args, op._schema.arguments, strict=False)
+        changed = [value for value, slot in slots if slot.alias_info is not None and slot.alias_info.is_write]
+        written = [x for x in tree_iter(changed) if isinstance(x, Tensor)]
+    if op.overloadpacket.__name__ in GATHERS:
         return 2 * sum(map(_size, written))
     read = [x for x in tree_iter(args) if isinstance(x, Tensor)]
     if kwargs.get("beta") == 0:  # what is there is not read

@@ -142,6 +142,7 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
     boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
+    norm = boundary * (2 if shape.gemma else 1)  # its input, in float32 if it is not fused
     again, kept = live_again(shape, learning, micro), live_kept(shape, learning, micro)
     policy, layers = learning.checkpointing, shape.layers
     if policy == "none":
@@ -150,12 +151,12 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         parts = {"checkpoints": 0, "activations": layers * kept_attention, "live": max(again[1], kept)}
     elif policy == "full":
         held = 0 if learning.offload else layers * boundary
-        # Beside the head lies what the last norm keeps, its input in float32.
-        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + 2 * boundary)}
+        # Beside the head lies what the last norm keeps.
+        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + norm)}
     else:
         first = min(policy, layers)
         # Nothing in front of the first layer wants a gradient, so it keeps 4 N h less; here it is not among the kept.
-        activations = (layers - first) * layer + 2 * boundary if first < layers else 0
+        activations = (layers - first) * layer + norm if first < layers else 0
         end = activations + (kept if first < layers else 0)
         live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
@@ -182,14 +183,15 @@ def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int
     """The most that is held while one layer is computed a second time for its backward pass; and the same where only
     its MLP is (checkpointing=mlp).
 
-    A 4-bit base: its largest matrix is multiplied out for one product of the feed-forward block's backward pass. At
-    that moment 2 N f of the block's gradients do not exist yet, so only what the matrix takes beyond them is added.
+    A 4-bit base: its largest matrix is multiplied out for one product of the feed-forward block's backward pass. Where
+    the block is not fused, 2 N f of its gradients do not exist yet at that moment, so only what the matrix takes beyond
+    them is added.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     mlp, norm, alone, attention = _sums(
         shape, learning, micro, terms.AGAIN_MLP, terms.AGAIN_LAST_NORM, terms.AGAIN_MLP_ALONE, terms.AGAIN_ATTENTION
     )
-    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn
+    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn if shape.gemma or not learning.cuda else 0
     extra = max(0, _dequantised(shape, learning) - not_yet)
     layer = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
     return layer, max(kept_mlp + alone + extra, attention)
@@ -228,6 +230,7 @@ def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, flo
         rows=min(rows, micro.completion),
         lora_rank=learning.rank * len(learning.targets),
         full=learning.mode == "full",
+        cuda=learning.cuda,
     )
 
 

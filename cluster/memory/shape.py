@@ -57,6 +57,11 @@ class Shape:
         return NORMS[self.kind]
 
     @property
+    def gemma(self) -> bool:
+        """Of Gemma's kind, whose norms and feed-forward block are other functions (learner.model.fused_norm)."""
+        return self.kind.startswith("gemma")
+
+    @property
     def widths(self) -> dict[str, int]:
         """hidden, ffn, and the widths of all query heads and all key (or value) heads."""
         return {
@@ -117,8 +122,8 @@ class Shape:
         if wrong:
             raise ValueError(f"{name}: config.json must give {', '.join(wrong)} as whole numbers of at least 1")
         heads = int(text["num_attention_heads"])
-        gemma = kind.startswith("gemma")
         bias = bool(text.get("attention_bias", False))
+        gemma = kind.startswith("gemma")
         return cls(
             name=name,
             kind=kind,

@@ -56,6 +56,8 @@ def _check_cards(config: RunConfig) -> None:
         )
     if wrong := driver_too_old(driver, torch_cuda()):
         raise MachineError(wrong)
+    if config.cluster.gpus.learner > 0 and find_spec("liger_kernel") is None:
+        raise MachineError("liger-kernel: is not installed, and a learner on a card needs it; pip install -e '.[gpu]'")
     for card in visible[:wanted]:
         if wrong := kinds.lacks(card.capability, dtype=config.model.dtype, kv_dtype=config.rollout.kv_cache_dtype):
             raise MachineError(f"{wrong} ({card.name})")

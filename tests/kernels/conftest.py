@@ -1,5 +1,5 @@
-"""`make kernels`: vLLM's Triton kernels in Triton's interpreter. Without it nothing here is collected: Triton is not in
-the environment, since a vLLM for CPUs that finds it takes other paths."""
+"""`make kernels`: vLLM's and Liger's Triton kernels in Triton's interpreter. Without it nothing here is collected:
+Triton is not in the environment, since a vLLM for CPUs that finds it takes other paths."""
 
 from __future__ import annotations
 

@@ -26,7 +26,12 @@ def config_of(share: float = 0.5, **changes: object) -> RunConfig:
 
 
 def set_up(
-    monkeypatch: pytest.MonkeyPatch, cards: list[Card], shown: int, driver: str | None = "580.65.06", cuda: str = "13.0"
+    monkeypatch: pytest.MonkeyPatch,
+    cards: list[Card],
+    shown: int,
+    driver: str | None = "580.65.06",
+    cuda: str = "13.0",
+    liger: bool = True,
 ) -> None:
     def visible(environ: Mapping[str, str] | None = None) -> list[Card]:
         return cards[:shown] if environ is None else cards
@@ -34,6 +39,7 @@ def set_up(
     monkeypatch.setattr(nvml, "visible_cards", visible)
     monkeypatch.setattr(nvml, "driver_version", lambda: driver)
     monkeypatch.setattr(machine_checks, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(machine_checks, "find_spec", lambda name: name if liger and name == "liger_kernel" else None)
 
 
 def refusal(config: RunConfig) -> str:
@@ -57,6 +63,11 @@ def test_a_driver_older_than_torchs_cuda_and_a_torch_without(monkeypatch: pytest
     assert refusal(config_of()) == "NVIDIA driver: 570.86.10 is older than CUDA 13.0 needs, R580; update it"
     set_up(monkeypatch, [H100], 1, cuda="")
     assert refusal(config_of()).startswith("torch: this build is for CPUs only; install")
+
+
+def test_a_card_without_the_learners_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, [H100], 1, liger=False)
+    assert refusal(config_of()).startswith("liger-kernel: is not installed, and a learner on a card needs it; pip")
 
 
 def test_a_card_too_old_for_the_types_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
