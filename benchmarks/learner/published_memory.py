@@ -51,12 +51,14 @@ PRIME_RL, UNSLOTH = "prime-rl", "Unsloth"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published number, and the plan's beside it. `apart`: why the two are not of the same thing; '': they are."""
+    """One published number, and the plan's beside it: of a learner whose norms and MLPs are transformers' own, as
+    theirs are; `fused`: of ours. `apart`: why the two are not of the same thing; '': they are."""
 
     source: str
     what: str
     published: float  # bytes
     planned: Parts
+    fused: Parts
     apart: str = ""
 
     @property
@@ -82,13 +84,13 @@ def _prime_rl() -> list[Row]:
         Row(
             PRIME_RL, f"{name}, {'LoRA r 16' if mode == 'lora' else mode}, {tokens // 1024}k tokens"
             f"{', boundaries in host memory' if offload else ''}",
-            gib * GIB, _as_prime_rl(SHAPES[name], mode == "full", tokens, offload),
+            gib * GIB, *(_as_prime_rl(SHAPES[name], mode == "full", tokens, offload, fused) for fused in (False, True)),
         )
         for name, mode, tokens, offload, gib in measured
     ]  # fmt: skip
 
 
-def _as_prime_rl(shape: Shape, full: bool, tokens: int, offload: bool) -> Parts:
+def _as_prime_rl(shape: Shape, full: bool, tokens: int, offload: bool, fused: bool) -> Parts:
     """What prime-rl's trainer holds on one card.
 
     FSDP2 with float32 parameters (`optimization_dtype`), which are cast to bfloat16 as they are used: of a tied model
@@ -98,7 +100,7 @@ def _as_prime_rl(shape: Shape, full: bool, tokens: int, offload: bool) -> Parts:
       there are no optimizer states.
     The step is ours: boundaries of all layers and one layer at work; its head keeps no logits either.
     """
-    learning = Learning(mode="full" if full else "lora", checkpointing="full", offload=offload)
+    learning = Learning(mode="full" if full else "lora", checkpointing="full", offload=offload, fused=fused)
     step = step_bytes(shape, learning, Micro(tokens, tokens, tokens))
     layer = shape.linear_params // shape.layers
     cast = 2 * shape.vocab * shape.hidden + 2 * 2 * layer
@@ -111,25 +113,27 @@ def _unsloth() -> list[Row]:
     """Llama 3.1 8B, 20K tokens, 8 generations in one micro-batch: parts that they calculate, in GiB (as their logits
     are). What goes into that of training, and the adapter's rank, they do not say; here all of the learner, and 16."""
     shape, tokens = SHAPES["Llama-3.1-8B"], 20 * 1024
-    learning = Learning(base="nf4", checkpointing="full", offload=True)
     micro = Micro(8 * tokens, 8 * tokens, 8 * tokens)
-    training = learner_static(shape, learning) | step_bytes(shape, learning, micro)
+    learners = [Learning(base="nf4", checkpointing="full", offload=True, fused=fused) for fused in (False, True)]
+    training = [learner_static(shape, learning) | step_bytes(shape, learning, micro) for learning in learners]
     cache = {"kv_cache": tokens * kv_token_bytes(shape, "bfloat16")}
     head = "not the same: it has 9.8 GiB for the loss, where this head keeps one tile of logits"
     small = SHAPES["Qwen2.5-1.5B"]
-    learner = learner_bytes(small, Learning(base="nf4"), Micro.of(256, 200, 8, 455))
     serving = Serving(base="nf4", sequences=8, kv_bytes=8 * 456 * kv_token_bytes(small, "bfloat16"), adapters=1)
-    one_copy = {name: size for name, size in generator_bytes(small, serving).items() if name != "weights"}
+    held = generator_bytes(small, serving).items()
+    one_copy = {f"generator: {name}": size for name, size in held if name != "weights"}
+    little = [
+        learner_bytes(small, Learning(base="nf4", fused=fused), Micro.of(256, 200, 8, 455)) | one_copy
+        for fused in (False, True)
+    ]
+    lengths = "not the same: lengths, generations and cache are not said; here 256 + 200 tokens, G = 8, one base"
+    long = "Llama-3.1-8B in 4 bits, 8 x 20k tokens, boundaries in host memory: training"
     return [
-        Row(UNSLOTH, "Llama-3.1-8B in 4 bits, 8 x 20k tokens, boundaries in host memory: training", 42 * GIB, training),
-        Row(UNSLOTH, "the same: KV cache of one sequence of 20k tokens", 2.5 * GIB, cache),
-        Row(UNSLOTH, "the same: sum", 54.3 * GIB, training | cache, head),
-        Row(
-            UNSLOTH, "Qwen2.5-1.5B in 4 bits, `just 5GB VRAM`", 5 * GB,
-            learner | {f"generator: {name}": size for name, size in one_copy.items()},
-            "not the same: lengths, generations and cache are not said; here 256 + 200 tokens, G = 8, one base",
-        ),
-    ]  # fmt: skip
+        Row(UNSLOTH, long, 42 * GIB, *training),
+        Row(UNSLOTH, "the same: KV cache of one sequence of 20k tokens", 2.5 * GIB, cache, cache),
+        Row(UNSLOTH, "the same: sum", 54.3 * GIB, *(one | cache for one in training), head),
+        Row(UNSLOTH, "Qwen2.5-1.5B in 4 bits, `just 5GB VRAM`", 5 * GB, *little, lengths),
+    ]
 
 
 def grpo_cells() -> dict[str, list[tuple[int | None, int]]]:
@@ -164,10 +168,10 @@ def by_generations() -> dict[str, list[int]]:
 
 def report(found: Sequence[Row]) -> str:
     """Markdown: rows beside the plan, or what sets them apart; the published table; more and more completions."""
-    lines = ["| published | by | GiB | plan, GiB | plan is |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| published | by | GiB | plan, GiB | plan is | with our kernels |", "| --- " * 6 + "|"]
     lines += [
         f"| {row.what} | {row.source} | {row.published / GIB:.1f} | {total(row.planned) / GIB:.1f} | "
-        f"{row.apart or f'{row.difference:+.1%}'} |"
+        f"{row.apart or f'{row.difference:+.1%}'} | {total(row.fused) / GIB:.1f} |"
         for row in found
     ]
     lines += ["", f"| GB, published / learner alone | {' | '.join(FIVE)} |", "| --- " * 6 + "|"]

@@ -68,6 +68,15 @@ class Learning:
     reference: ReferenceKind = "none"  # of mode full: a second set of weights
     offload: bool = False  # boundaries of checkpointing=full in host memory
     cuda: bool = True
+    fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
+
+    def keeps_floats(self, shape: Shape) -> bool:
+        """Whether norms keep float32 copies of their inputs: transformers' own do, and Gemma's are never fused."""
+        return shape.gemma or not self.fused
+
+    def keeps_gates(self, shape: Shape) -> bool:
+        """Whether MLPs keep their gate's activation: all but the SwiGLU of a card."""
+        return self.keeps_floats(shape) or not self.cuda
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
@@ -142,7 +151,7 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
     boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
-    norm = boundary * (2 if shape.gemma else 1)  # its input, in float32 if it is not fused
+    norm = boundary * (2 if learning.keeps_floats(shape) else 1)  # its input, in float32 if it is not fused
     again, kept = live_again(shape, learning, micro), live_kept(shape, learning, micro)
     policy, layers = learning.checkpointing, shape.layers
     if policy == "none":
@@ -191,7 +200,7 @@ def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int
     mlp, norm, alone, attention = _sums(
         shape, learning, micro, terms.AGAIN_MLP, terms.AGAIN_LAST_NORM, terms.AGAIN_MLP_ALONE, terms.AGAIN_ATTENTION
     )
-    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn if shape.gemma or not learning.cuda else 0
+    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet)
     layer = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
     return layer, max(kept_mlp + alone + extra, attention)
@@ -230,7 +239,8 @@ def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, flo
         rows=min(rows, micro.completion),
         lora_rank=learning.rank * len(learning.targets),
         full=learning.mode == "full",
-        cuda=learning.cuda,
+        keeps_floats=learning.keeps_floats(shape),
+        keeps_gates=learning.keeps_gates(shape),
     )
 
 

@@ -30,7 +30,7 @@ class Term:
 KEPT_ATTENTION = (
     Term(4, "N h", "inputs of its two norms"),
     Term(4, "N h", "what the norms give and the adapters read"),
-    Term(4, "N h unfused", "float32 copies of the norms' inputs, in place of those in 16 bits"),
+    Term(4, "N h keeps_floats", "float32 copies of the norms' inputs, in place of those in 16 bits"),
     Term(4, "N h further_norms", "the same of Gemma's further norms"),
     Term(4, "N q", "queries and attention's output"),
     Term(4, "N heads", "logsumexp of attention, float32"),
@@ -38,22 +38,23 @@ KEPT_ATTENTION = (
     Term(2, "N rank lora", "what each adapter's first matrix gives"),
     Term(2, "N q head_norms", "inputs of the norms of queries"),
     Term(2, "N k head_norms", "the same of keys"),
-    Term(2, "N q head_norms unfused", "float32 copies of them, in place of those in 16 bits"),
-    Term(2, "N k head_norms unfused", "the same of keys"),
+    Term(2, "N q head_norms keeps_floats", "float32 copies of them, in place of those in 16 bits"),
+    Term(2, "N k head_norms keeps_floats", "the same of keys"),
     Term(4, "N heads head_norms", "one factor per head of a norm of queries, float32"),
     Term(4, "N kv_heads head_norms", "the same of keys"),
-    Term(4, "N normed full unfused", "float32 factors that the weight of a norm multiplies, which trains"),
+    Term(2, "N normed full keeps_floats", "what the weight of a norm that trains multiplies"),
+    Term(2, "N normed full gemma", "Gemma multiplies it in float32"),
 )
 KEPT_MLP = (
     Term(6, "N f", "gate, up, and their product"),
-    Term(2, "N f plain_mlp", "the gate's activation, where it is no operation of a card"),
+    Term(2, "N f keeps_gates", "the gate's activation, where it is no operation of a card"),
 )
 
 # What the backward pass of a block takes beside what its layer keeps, where the whole layer was computed twice.
 AGAIN_MLP = (
     Term(2, "N f", "gradient of the product; those of gate and up take their place"),
-    Term(2, "N f plain_mlp", "gradients of gate and up, less what is freed; measured"),
-    Term(2, "N h unfused", "measured"),
+    Term(2, "N f keeps_gates", "gradients of gate and up, less what is freed; measured"),
+    Term(2, "N h keeps_floats", "measured"),
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
 )
@@ -71,15 +72,15 @@ AGAIN_ATTENTION = (
 # The same where only the MLP is computed twice.
 AGAIN_MLP_ALONE = (
     Term(2, "N f", "as above"),
-    Term(2, "N f plain_mlp", "as above"),
-    Term(-1.85, "N h unfused", "what is freed before; measured"),
+    Term(2, "N f keeps_gates", "as above"),
+    Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
 )
 
 # The top of the model.
 LAST_NORM = (
     Term(4, "N h", "what the last norm keeps, and the gradient of its input"),
-    Term(16, "N h unfused", "float32 temporaries of its backward pass; measured"),
+    Term(16, "N h keeps_floats", "float32 temporaries of its backward pass; measured"),
 )
 HEAD = (
     Term(0.5, "N h", "measured"),
@@ -100,7 +101,16 @@ HEAD_TRAINED = 8 * 8192  # times h: one tile of the head's gradient in float32, 
 
 
 def letters(
-    shape: Shape, *, tokens: int, completion: int, keys: int, rows: int, lora_rank: int, full: bool, cuda: bool
+    shape: Shape,
+    *,
+    tokens: int,
+    completion: int,
+    keys: int,
+    rows: int,
+    lora_rank: int,
+    full: bool,
+    keeps_floats: bool,
+    keeps_gates: bool,
 ) -> Mapping[str, float]:
     """The value of each letter of a unit; `lora_rank` times the number of its targets."""
     wide, narrow = shape.norms
@@ -113,7 +123,7 @@ def letters(
         "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that norms of a layer multiply
         "further_norms": wide - 2,  # their number
         "lora": not full, "full": full, "gemma": wide > 2, "head_norms": narrow > 0, "grouped": w["kv"] != w["q"],
-        "unfused": shape.gemma, "plain_mlp": shape.gemma or not cuda,
+        "keeps_floats": keeps_floats, "keeps_gates": keeps_gates,
     }  # fmt: skip
 
 
