@@ -1,14 +1,14 @@
 """What of the forward pass is kept for the backward pass, and what is computed a second time.
 
     policy   kept per decoder layer                       computed twice
-    none     everything (about 15h + 8f + 5kv per token)  nothing
+    none     everything (about 12h + 6f + 5kv per token)  nothing
     k        none's, but only inputs in the first k       the first k layers
     mlp      none's without the inside of the MLP         every MLP
     full     the layer's input (2h per token)             every layer
 
-(bytes per token in bfloat16 with LoRA; h hidden, f MLP width, kv key and value width.) The arithmetic is the same in
-all of them, so the gradients are equal bit for bit. With LoRA `full` costs half as much again as `none`, not a third,
-since a frozen weight has no gradient of its own.
+(bytes per token in bfloat16 with LoRA; h hidden, f MLP width, kv key and value width; on a CPU 8f.) The arithmetic is
+the same in all of them, so the gradients are equal bit for bit. With LoRA `full` costs half as much again as `none`,
+not a third, since a frozen weight has no gradient of its own.
 
 The *first* k layers, not the last: the backward pass comes to them when the kept layers have been freed, so the layer
 that is being computed again finds their room empty instead of adding to the peak.

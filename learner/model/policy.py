@@ -2,7 +2,7 @@
 trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.model.reference).
 
 Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
-a second, cast copy of each LoRA layer's input (24 instead of 15 bytes per token, layer and hidden unit, bfloat16), and
+a second, cast copy of each LoRA layer's input (9 bytes more per token, layer and hidden unit, bfloat16), and
 the adapter would not be, bit for bit, the one that vLLM serves. Updates of a bfloat16 or float16 weight would be
 rounded away, so the weights that the optimizer updates are float32 masters; the model holds their cast copy. With a
 float32 base masters and model share their memory. Trained as a whole, N bfloat16 weights cost 2N bytes for the model,
