@@ -59,7 +59,7 @@ class EngineSettings:
         adapter_window: adapter versions resident at once. With in_flight "finish" at least 2: load_adapter waits while
             all others are in use, and max_staleness + 2 is enough. With "continue" 1.
         seed: must differ from worker to worker: two engines with one seed sample the same tokens.
-        base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; CUDA only.
+        base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; dtype has 16 bits.
         kv_cache_dtype: "auto", as dtype, or "fp8" (e4m3, scale 1). On a CPU fp8 needs AVX-512 and heads of 32 k.
         in_flight: what becomes of running completions when a newer policy is loaded. "finish": they finish under the
             version they began with, and whole weights are loaded only after that. "continue": the newer version
@@ -69,7 +69,7 @@ class EngineSettings:
         stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
             decoded without special tokens.
         sleeps: sleep() will be called; CUDA only.
-        shares_base: share_base() will be called; adapters only, in 16 or 32 bits, without sleep.
+        shares_base: share_base() will be called; adapters only, without sleep.
         room: on CUDA, bytes of the card that must be free before the model is loaded; it waits for them, since those
             of a lost generator may still be going.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
@@ -112,10 +112,12 @@ class EngineSettings:
             )
         if self.in_flight == "finish" and self.adapter_window < 2:
             raise ValueError(f"adapter_window must be at least 2 (one in use, one arriving), got {self.adapter_window}")
-        if self.shares_base and (self.max_lora_rank == 0 or self.base != "none" or self.sleeps):
+        if self.base == "nf4" and self.dtype == "float32":  # vLLM would lay out a byte for four weights instead of two
+            raise ValueError("base=nf4 needs dtype bfloat16 or float16 (vLLM), got float32")
+        if self.shares_base and (self.max_lora_rank == 0 or self.sleeps):
             raise ValueError(
-                f"shares_base needs adapters on a base in 16 or 32 bits, and no sleep: got max_lora_rank="
-                f"{self.max_lora_rank}, base={self.base}, sleeps={self.sleeps}"
+                f"shares_base needs adapters, and no sleep: got max_lora_rank={self.max_lora_rank}, "
+                f"sleeps={self.sleeps}"
             )
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs"):
             if getattr(self, name) < 1:

@@ -95,7 +95,7 @@ class FakeEngine:
 
     async def share_base(self) -> Manifest:
         self._require_open()
-        return Manifest("shared_file", "nowhere", self._generation, {}, {}, {})
+        return Manifest("shared_file", "nowhere", self._generation, {}, {}, {}, {})
 
     async def sleep(self) -> None:
         self._require_open()

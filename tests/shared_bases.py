@@ -40,7 +40,7 @@ def manifest_of(file: SharedFile, tensors: dict[str, Tensor]) -> Manifest:
         for name, t in tensors.items()
     }
     views = {name: View(name, tuple(t.shape), t.stride(), 0) for name, t in tensors.items()}
-    return Manifest("shared_file", machine(), uuid.uuid4().hex, pieces, views, {})
+    return Manifest("shared_file", machine(), uuid.uuid4().hex, pieces, views, {}, {})
 
 
 def mappings() -> int:

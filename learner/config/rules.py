@@ -71,9 +71,9 @@ LENGTH = (
 )  # fmt: skip
 MODEL = (
     Rule(
-        "model.base: nf4", "needs a generator that serves the same 4-bit base, and vLLM has bitsandbytes on CUDA only",
-        "set cluster.gpus.generator=1, or base=none", ("cluster.gpus.generator",),
-        lambda c: c.model.base == "nf4" and c.cluster.gpus.generator == 0,
+        "model.base: nf4", "needs a type of 16 bits: vLLM has no room for two 4-bit weights a byte in a float32 model",
+        "set model.dtype=bfloat16, or base=none", ("model.dtype",),
+        lambda c: c.model.base == "nf4" and c.model.dtype == "float32",
     ),
     Rule(
         "learner.push: merged",
@@ -191,10 +191,6 @@ SHARED = (
     _not_shared(
         "learner.push=adapter: whole weights would be written into the base that both roles compute with", "set that",
         ("learner.push",), lambda c: c.learner.push == "merged",
-    ),
-    _not_shared(
-        "a base in 16 or 32 bits: one in 4 bits cannot be mapped yet", "set model.base=none", ("model.base",),
-        lambda c: c.model.base == "nf4",
     ),
     _not_shared(
         "rollout.workers=1: the learner maps the base of one generator, and a second one has its own", "set that",

@@ -22,7 +22,7 @@ class ModelConfig(Frozen):
     """Type that learner and generators compute in. float32 for exact comparisons, float16 for cards without
     bfloat16."""
     base: Literal["none", "nf4"] = "none"
-    """`nf4`: QLoRA, the frozen base in 4 bits (GPU generators only). For models whose 16-bit weights do not fit."""
+    """`nf4`: QLoRA, the frozen base in 4 bits. For models whose 16-bit weights do not fit."""
     adapter: str | None = None
     """Folder of a PEFT LoRA adapter to start from; what `learner.lora` leaves out is the adapter's."""
     reference: str | None = None

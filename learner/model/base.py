@@ -4,6 +4,7 @@
 blocks of 64 with doubly quantised scales, 0.52 bytes per weight, and multiplied out to model.dtype layer by layer.
 vLLM quantises the same checkpoint the same way as it loads it (quantization="bitsandbytes"), so generator and learner
 hold the same policy; merging the adapter, or serving the unquantised base, would not be the policy that is trained.
+With memory.base: shared the learner computes with the generator's 4 bits, whose scales are not nested.
 """
 
 import sys
@@ -32,23 +33,22 @@ def load_base(model: ModelConfig, device: torch.device, *, lora: bool, mapped: M
             setattr(config, name, 0.0)  # the sampler has none, so neither may the learner
     dtype: torch.dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {}
+    quantization = nf4(dtype) if model.base == "nf4" else None
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # sdpa leaves the cap out without a word
-    if model.base == "nf4":
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                f"model.base: {model.path} is quantised already; give the unquantised model, or base: none"
-            )
-        # Quantised weight by weight as the files are read: the whole model is never there in full.
-        options |= {"quantization_config": nf4(dtype), "device_map": {"": device}}
+    if quantization is not None and getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"model.base: {model.path} is quantised already; give the unquantised model, or base: none")
     if device.type == "meta":  # no weights: learner.tools.meta_run asks what a step of this model would need
-        return without_weights(config, dtype, options.get("quantization_config")).requires_grad_(False)
+        return without_weights(config, dtype, quantization).requires_grad_(False)
     if mapped is not None:
-        return mapped.model(config, dtype, **options).requires_grad_(False)
+        return mapped.model(config, dtype, quantization, **options).requires_grad_(False)
+    if quantization is not None:
+        # Quantised weight by weight as the files are read: the whole model is never there in full.
+        options |= {"quantization_config": quantization, "device_map": {"": device}}
     lm: Any = AutoModelForCausalLM.from_pretrained(
         model.path, config=config, dtype=dtype, trust_remote_code=False, **options
     )
-    return (lm if model.base == "nf4" else lm.to(device)).requires_grad_(False)
+    return (lm if quantization is not None else lm.to(device)).requires_grad_(False)
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -9,8 +9,9 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from learner.model import mapped_four_bits
 from rollout.shared_base import cuda_ipc, shared_file
 from rollout.shared_base.checksum import digests_of_pieces
 from rollout.shared_base.manifest import BaseNotShared, Manifest
@@ -37,7 +38,7 @@ class MappedBase:
         self._device = device
         self._manifest = manifest
         self._pieces = _mapped(manifest, device)
-        self._weights: dict[str, nn.Parameter] = {}  # of the model, by the checkpoint's name
+        self._weights: dict[str, Any] = {}  # of the model, by the checkpoint's name
 
     @property
     def nbytes(self) -> int:
@@ -45,8 +46,11 @@ class MappedBase:
         types = [(piece, getattr(torch, piece.dtype)) for piece in self._manifest.pieces.values()]
         return sum(piece.elements * dtype.itemsize for piece, dtype in types)
 
-    def model(self, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-        """The causal language model of a transformers config, on these weights. options: of `from_config`.
+    def model(
+        self, config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None = None, **options: Any
+    ) -> Any:
+        """The causal language model of a transformers config, on these weights. quantization: of a base in 4 bits;
+        options: of `from_config`.
 
         Raises BaseNotShared with the names of weights that the generator does not hold as the checkpoint has them.
         """
@@ -56,11 +60,17 @@ class MappedBase:
             )
         lm.tie_weights()
         wanted = dict(lm.named_parameters())  # one that is tied to another once
-        self._check_all_there(wanted, dtype)
+        self._check_all_there(lm, wanted, dtype, in_4_bits=quantization is not None)
+        if quantization is not None:
+            mapped_four_bits.replace_layers(lm, self._manifest.quantised, quantization)
         for name in wanted:
-            module, _, leaf = name.rpartition(".")
-            weight = nn.Parameter(self._view(name), requires_grad=False)
-            setattr(lm.get_submodule(module), leaf, weight)
+            path, _, leaf = name.rpartition(".")
+            module, quantised = lm.get_submodule(path), self._manifest.quantised.get(name)
+            if quantised is None:
+                weight: Any = nn.Parameter(self._view(name), requires_grad=False)
+            else:
+                weight = mapped_four_bits.weight_of(module, self._view(name), self._pieces[quantised.scales], quantised)
+            setattr(module, leaf, weight)
             self._weights[name] = weight
         lm.tie_weights()
         return lm.to(self._device)  # the buffers; the weights are there
@@ -70,13 +80,20 @@ class MappedBase:
         piece = self._pieces[view.parameter]
         return piece.as_strided(view.shape, view.strides, piece.storage_offset() + view.offset)
 
-    def _check_all_there(self, wanted: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
+    def _check_all_there(
+        self, lm: Any, wanted: dict[str, nn.Parameter], dtype: torch.dtype, *, in_4_bits: bool
+    ) -> None:
         views, refused = self._manifest.views, self._manifest.refused
+        quantised = self._manifest.quantised if in_4_bits else {}
         wrong = {name: refused.get(name, "the checkpoint has no such tensor") for name in wanted if name not in views}
         for name in wanted.keys() & views.keys():
             view, there = views[name], self._manifest.pieces[views[name].parameter].dtype
-            if view.shape != tuple(wanted[name].shape):
-                wrong[name] = f"it has the shape {list(view.shape)} there, and {list(wanted[name].shape)} here"
+            shape = quantised[name].shape if name in quantised else view.shape
+            if shape != tuple(wanted[name].shape):
+                wrong[name] = f"it has the shape {list(shape)} there, and {list(wanted[name].shape)} here"
+            elif name in quantised:
+                if type(lm.get_submodule(name.rpartition(".")[0])) is not nn.Linear:
+                    wrong[name] = "it is in 4 bits there, and no weight of a linear layer here"
             elif getattr(torch, there) != dtype:
                 wrong[name] = f"it is {there} there"
         if wrong:
@@ -94,8 +111,10 @@ class MappedBase:
         storages = {piece.untyped_storage()._cdata: piece.untyped_storage() for piece in self._pieces.values()}
         mapped = [StorageWeakRef(storage) for storage in storages.values()]  # type: ignore[no-untyped-call]
         self._pieces, storages = {}, {}
-        for weight in self._weights.values():
+        for name, weight in self._weights.items():
             weight.data = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            if name in self._manifest.quantised:
+                weight.quant_state.absmax = torch.empty(0, device=weight.device)
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -111,7 +130,9 @@ class MappedBase:
         before = self._manifest
         if manifest.owner == before.owner:
             raise BaseNotShared("memory.base: the manifest is of the generator that was lost, not of the one after it")
-        if manifest.views != before.views or _digests(manifest) != _digests(before):
+        if (manifest.views, manifest.quantised) != (before.views, before.quantised) or (
+            _digests(manifest) != _digests(before)
+        ):
             raise BaseNotShared(
                 "memory.base: shared: a fresh generator holds another base than the one before; the files of "
                 "model.path must not change while a run lasts; start the run again"
@@ -119,6 +140,8 @@ class MappedBase:
         self._pieces, self._manifest = _mapped(manifest, self._device), manifest
         for name, weight in self._weights.items():
             weight.data = self._view(name)
+            if name in manifest.quantised:
+                weight.quant_state.absmax = self._pieces[manifest.quantised[name].scales]
 
     def check(self) -> None:
         """Raises RuntimeError if the base is not what it was when the generator had loaded it."""

@@ -26,8 +26,26 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix of the checkpoint that the engine holds in NF4 (model.base: nf4).
+
+    Its view is the packed weights, two a byte: [elements / 2, 1] of uint8, without gaps. The scales of its blocks are a
+    piece, [elements / block] of float32.
+
+    Attributes:
+        shape: of the matrix, [out, in].
+        block: elements, in the order of its rows, that one scale belongs to.
+        scales: the name of their piece.
+    """
+
+    shape: tuple[int, ...]
+    block: int
+    scales: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """The memory of one of the engine's parameters: [elements] of a torch type, without gaps.
+    """The memory of one of the engine's parameters, or of scales: [elements] of a torch type, without gaps.
 
     digest: of its content (rollout.shared_base.checksum). handle: what its transport maps it by.
     """
@@ -46,9 +64,10 @@ class Manifest:
         transport: how; it decides what the handles are.
         device: the card's UUID, or the machine; both processes must see the same.
         owner: the generator's process; no two have the same.
-        pieces: by the engine's name of the parameter.
+        pieces: by the engine's name of the parameter; of scales, by Quantised.scales.
         views: by the checkpoint's name of the tensor.
         refused: tensors of the checkpoint that are no view, and why.
+        quantised: by the checkpoint's name, which of the views are in 4 bits; {} with a base in 16 or 32.
     """
 
     transport: Transport
@@ -57,6 +76,7 @@ class Manifest:
     pieces: dict[str, Piece]
     views: dict[str, View]
     refused: dict[str, str]
+    quantised: dict[str, Quantised]
 
 
 class BaseNotShared(ValueError):

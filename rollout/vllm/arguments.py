@@ -16,14 +16,13 @@ from cluster.memory.kv_cache import BLOCK_CPU
 from rollout.engine import EngineSettings
 from rollout.vllm.startup import lora_arguments, shorten_start
 
-SHARED = "gleaner_shared_base"  # the load format of rollout.vllm.shared_base
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     """Keywords of vllm.EngineArgs.
 
-    Raises ValueError for a LoRA rank above vLLM's highest, and for nf4, sleeps or fp8 where a CPU does not do them.
+    Raises ValueError for a LoRA rank above vLLM's highest, and for sleeps or fp8 where a CPU does not do them.
     """
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
@@ -52,8 +51,6 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         _check_cpu(settings)
     if settings.sleeps:
         arguments["enable_sleep_mode"] = True
-    if settings.shares_base:
-        arguments["load_format"] = SHARED
     if settings.base == "nf4":
         # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
@@ -85,8 +82,6 @@ def _check_cpu(settings: EngineSettings) -> None:
     """Raises ValueError for what vLLM does not do on this CPU."""
     if settings.sleeps:
         raise ValueError("sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)")
-    if settings.base == "nf4":
-        raise ValueError("base: nf4 needs vLLM on CUDA, on a CPU it has no bitsandbytes; set model.base=none")
     if settings.kv_cache_dtype == "fp8" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         raise ValueError("kv_cache_dtype: fp8 on a CPU needs one with AVX-512 (vLLM); set rollout.kv_cache_dtype=auto")
 
@@ -120,10 +115,13 @@ def check_can_continue() -> None:
         )
 
 
-def build_engine(arguments: dict[str, Any]) -> Any:
-    """A vllm LLMEngine in this process; the calling thread owns it from here on."""
+def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
+    """A vllm LLMEngine in this process; the calling thread owns it from here on.
+
+    shares_base: the learner maps its base (rollout.vllm.shared_base).
+    """
     if arguments.get("quantization") == "bitsandbytes":
-        _check_bitsandbytes()
+        check_bitsandbytes()
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -132,8 +130,9 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     shorten_start(arguments["model"])
     preload = os.environ.get("LD_PRELOAD")
     try:
-        with _recorded() if arguments.get("load_format") == SHARED else nullcontext():
-            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, and with them their loaders
+        with _recorded(arguments.get("load_format", "auto")) if shares_base else nullcontext():
+            return LLMEngine.from_engine_args(engine_args)
     finally:
         # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; reward processes
         # would inherit it from this one, tcmalloc's large reservations included.
@@ -142,17 +141,18 @@ def build_engine(arguments: dict[str, Any]) -> Any:
             os.environ["LD_PRELOAD"] = preload
 
 
-def _recorded() -> AbstractContextManager[None]:
-    """Inside of it vLLM knows the load format of a base that the learner maps."""
-    from rollout.vllm.shared_base import plain_linear_layers
+def _recorded(load_format: str) -> AbstractContextManager[None]:
+    """Inside of it vLLM loads a model as one that the learner may map."""
+    from rollout.vllm.shared_base import recorded
 
-    return plain_linear_layers()
+    return recorded(load_format)
 
 
-def _check_bitsandbytes() -> None:
+def check_bitsandbytes() -> None:
+    """Raises ValueError if vLLM could not load a base in 4 bits here."""
     homes = ("vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin")
     if not any(find_spec(home) for home in homes):
         raise ValueError(
             "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own from vLLM 0.28 on and not "
-            "installed here; run: pip install vllm-bnb-plugin, or set model.base=none"
+            "installed here; run: pip install --no-deps vllm-bnb-plugin, or set model.base=none"
         )

@@ -80,7 +80,7 @@ class EngineThread:
 
     def _run(self, arguments: dict[str, Any], started: Future[None]) -> None:
         try:
-            engine = build_engine(arguments)
+            engine = build_engine(arguments, shares_base=self._settings.shares_base)
             self._turns = Turns(engine, self._settings, self.window)
             self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
         except BaseException as error:  # raised again by the constructor

@@ -13,6 +13,7 @@ PLAIN: tuple[str, ...] = ()
 # On CUDA vLLM takes its second model runner where it can, on a CPU the first.
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
 _NF4_IN_VLLM = "vllm.model_executor.layers.quantization.bitsandbytes"
+_QUANT_STATE = "bitsandbytes.functional.QuantState"
 _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
 
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -60,8 +61,10 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rollout/vllm/shared_base.py": {
         "layer": ("vllm.model_executor.layers.linear.LinearBase",),
+        "state": (_QUANT_STATE,),
         **dict.fromkeys(("name", "parameter"), PLAIN),
     },
+    "rollout/vllm/quant_states.py": {"state": (_QUANT_STATE,), "offsets": PLAIN},
     "rollout/vllm/startup.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
     "rollout/vllm/view_recorder.py": dict.fromkeys(("args[]", "func", "target"), PLAIN),
     "cluster/ray_": {
@@ -86,12 +89,13 @@ CALLED_WITH = {
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",
 }
 
-# Environment variables, by how their names begin, and what holds their names. Ray's are read in many places: of those
-# is asked only that some file has the name.
+# Environment variables and attributes, by how their names begin, and what holds their names. Ray's are read in many
+# places: of those is asked only that some file has the name.
 TEXT = "TEXT"
 VARIABLES = {
     "VLLM_": "vllm.envs.environment_variables",
     **dict.fromkeys(("RAY_", "AUTOSCALER_METRIC_", "DASHBOARD_METRIC_"), f"ray.{TEXT}"),
+    "bnb_": f"vllm_bnb_plugin.{TEXT}",  # attributes of a parameter, which the plugin sets by name
 }
 
 # Modules that our code asks for by name, and what it counts on there.

@@ -78,17 +78,17 @@ def test_a_4_bit_base_is_small(wide_path: str) -> None:
 
 
 def test_the_generator_serves_the_same_base() -> None:
-    def arguments(base: str, cuda: bool) -> dict[str, Any]:
+    def arguments(base: str, dtype: str = "bfloat16") -> dict[str, Any]:
         settings = EngineSettings(
-            model="m", dtype="bfloat16", max_model_len=64, kv_cache_bytes=1, max_num_seqs=1, max_lora_rank=8,
+            model="m", dtype=dtype, max_model_len=64, kv_cache_bytes=1, max_num_seqs=1, max_lora_rank=8,
             adapter_window=2, seed=0, base=base,
         )  # fmt: skip
-        return engine_arguments(settings, cuda)
+        return engine_arguments(settings, cuda=True)
 
-    assert "quantization" not in arguments("none", cuda=True)
-    assert arguments("nf4", cuda=True)["quantization"] == "bitsandbytes"
-    with pytest.raises(ValueError, match="nf4 needs vLLM on CUDA"):
-        arguments("nf4", cuda=False)
+    assert "quantization" not in arguments("none")
+    assert arguments("nf4")["quantization"] == "bitsandbytes"
+    with pytest.raises(ValueError, match="base=nf4 needs dtype bfloat16 or float16"):
+        arguments("nf4", "float32")
 
 
 def written(folder: Path, path: str, *, seed: int, rank: int = 8) -> str:

@@ -29,9 +29,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", family=request.param)
 
 
-def policy_of(path: Path, dtype: Any, mapped: MappedBase | None = None) -> Policy:
+def policy_of(path: Path, dtype: Any, mapped: MappedBase | None = None, base: Any = "none") -> Policy:
     policy = Policy(
-        ModelConfig(path=str(path), dtype=dtype),
+        ModelConfig(path=str(path), dtype=dtype, base=base),
         LoraConfig(rank=8, alpha=16),
         checkpointing="full",
         seed=0,
