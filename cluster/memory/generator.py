@@ -42,15 +42,22 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
       that arrive (cluster.memory.weight_push); on CUDA they do one layer at a time, while no step is run. context: one
       process.
+    nf4: bitsandbytes multiplies a matrix out for a product with many tokens (backends/cuda/ops.py: always beyond 1536,
+      on some cards from 5 on), and vLLM's plugin copies that product to its place: workspace has the largest matrix in
+      16 bits and f for each token on top, and graphs such a matrix of their own.
     """
     b = DTYPE_BYTES[serving.dtype]
-    extra = {"graphs": 12 * 10**6 * shape.layers} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
     tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
+    in_4_bits = serving.base == "nf4"
+    matrix = in_4_bits * b * max(i * o for i, o in map(shape.linear, LINEAR))
+    activations = tokens * b * ((3 if in_4_bits else 2) * shape.ffn + 4 * shape.hidden)
+    graphs = 12 * 10**6 * shape.layers + matrix
+    extra = {"graphs": graphs} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
     return {
         "weights": base_bytes(shape, serving.base, b, nested=False),
         "kv_cache": serving.kv_bytes,
         "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
-        "workspace": tokens * b * (2 * shape.ffn + 4 * shape.hidden) + 16 * serving.sequences * shape.vocab,
+        "workspace": activations + matrix + 16 * serving.sequences * shape.vocab,
         **extra,
         "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
     }

@@ -56,7 +56,7 @@ def _fits(found: Plan, wish: Wish) -> bool:
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
     """Every choice, the best first."""
     for base in ("none", "nf4") if wish.base is None else (wish.base,):
-        if base == "nf4" and (wish.mode == "full" or wish.push == "merged" or wish.shared):
+        if base == "nf4" and (wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32"):
             continue
         for layout in ("slices",) if wish.shared else wish.layouts:
             for kv_bytes in _kv_choices(shape, work, wish):
@@ -146,7 +146,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(
             ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
         )
-    if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and wish.base != "nf4" and work.generators == 1:
+    if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and work.generators == 1:
         changes.append(("memory.base=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
     if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
         changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
@@ -154,7 +154,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
     if wish.reference == "auto":
         changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
-    if wish.base == "none" and wish.mode == "lora":
+    if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
         changes.append(("learner.mode=lora", work, replace(wish, mode="lora", base="none", reference="none")))

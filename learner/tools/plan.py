@@ -143,7 +143,7 @@ def _plans(shape: Shape, size: CardSize, work: Workload, args: argparse.Namespac
         layouts = ("separate",) if args.cards == 2 else layouts
         dtype = wish.dtype if not old else "float32" if wish.mode == "full" else "float16"
         kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-        shared = args.base == "shared" and wish.mode == "lora" and wish.base != "nf4"
+        shared = args.base == "shared" and wish.mode == "lora"
         return replace(wish, rank=args.rank, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared)
 
     needs = {name: least(shape, size.bytes, work, asked(wish)) for name, wish in METHODS.items()}
