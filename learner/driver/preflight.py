@@ -22,7 +22,7 @@ from learner.driver.machine_checks import MachineError, check_main_memory, check
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.run_lock import RunFolderInUse
-from learner.driver.trials import ENGINE, LEARNER, LOSS, Trial
+from learner.driver.trials import ENGINE, LEARNER, LOSS, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError, follow, read_adapter
 from learner.model.reference_config import ReferenceConfigError, check_reference
 from learner.model.weight_files import WeightsError, adapter_weights, model_weights
@@ -81,7 +81,8 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     """
     found = Findings(PROBLEMS)
     placed = found.of(place_output, config)
-    trials = [Trial(module, absolute(config)) for module in (LEARNER, ENGINE)]
+    modules = (LEARNER, ENGINE, SHARED_BASE) if config.memory.base == "shared" else (LEARNER, ENGINE)
+    trials = [Trial(module, absolute(config)) for module in modules]
     try:
         prepared = found.of(prepare, config, cards) if placed is None else found.of(prepare, placed, cards)
         for trial in trials:

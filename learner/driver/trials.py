@@ -11,6 +11,7 @@ from learner.config import RunConfig
 from learner.driver.findings import PreflightError
 
 LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
+SHARED_BASE = "learner.model.shared_base_trial"
 ROOT = Path(__file__).parents[2]
 
 

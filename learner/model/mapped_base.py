@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class MappedBase:
                 config, dtype=dtype, trust_remote_code=False, **options
             )
         lm.tie_weights()
-        wanted = dict(lm.named_parameters())  # one that is tied to another once
+        wanted: dict[str, Tensor] = dict(lm.named_parameters())  # one that is tied to another once
         self._check_all_there(lm, wanted, dtype, in_4_bits=quantization is not None)
         if quantization is not None:
             mapped_four_bits.replace_layers(lm, self._manifest.quantised, quantization)
@@ -80,28 +81,19 @@ class MappedBase:
         piece = self._pieces[view.parameter]
         return piece.as_strided(view.shape, view.strides, piece.storage_offset() + view.offset)
 
-    def _check_all_there(
-        self, lm: Any, wanted: dict[str, nn.Parameter], dtype: torch.dtype, *, in_4_bits: bool
-    ) -> None:
-        views, refused = self._manifest.views, self._manifest.refused
-        quantised = self._manifest.quantised if in_4_bits else {}
-        wrong = {name: refused.get(name, "the checkpoint has no such tensor") for name in wanted if name not in views}
-        for name in wanted.keys() & views.keys():
-            view, there = views[name], self._manifest.pieces[views[name].parameter].dtype
-            shape = quantised[name].shape if name in quantised else view.shape
-            if shape != tuple(wanted[name].shape):
-                wrong[name] = f"it has the shape {list(shape)} there, and {list(wanted[name].shape)} here"
-            elif name in quantised:
-                if type(lm.get_submodule(name.rpartition(".")[0])) is not nn.Linear:
-                    wrong[name] = "it is in 4 bits there, and no weight of a linear layer here"
-            elif getattr(torch, there) != dtype:
+    def _check_all_there(self, lm: Any, wanted: dict[str, Tensor], dtype: torch.dtype, *, in_4_bits: bool) -> None:
+        views, quantised = self._manifest.views, self._manifest.quantised if in_4_bits else {}
+        shapes = {name: view.shape for name, view in views.items()}
+        shapes |= {name: one.shape for name, one in quantised.items()}
+        wrong = no_views(wanted, shapes, self._manifest.refused)
+        for name in wanted.keys() - wrong.keys():
+            there = self._manifest.pieces[views[name].parameter].dtype
+            if name in quantised and type(lm.get_submodule(name.rpartition(".")[0])) is not nn.Linear:
+                wrong[name] = "it is in 4 bits there, and no weight of a linear layer here"
+            elif name not in quantised and getattr(torch, there) != dtype:
                 wrong[name] = f"it is {there} there"
         if wrong:
-            told = "; ".join(f"{name}: {wrong[name]}" for name in sorted(wrong)[:SHOWN])
-            raise BaseNotShared(
-                "memory.base: shared needs every weight of the model as a view of the generator's, and "
-                f"{len(wrong)} of {len(wanted)} are none ({told}); set memory.base=own"
-            )
+            raise BaseNotShared(refusal(wrong, len(wanted)))
 
     def detach(self) -> None:
         """Takes the weights from the model and ends the mapping. Nothing happens without one.
@@ -150,6 +142,29 @@ class MappedBase:
                 f"memory.base: something has written to the shared base: {len(changed)} of the generator's parameters "
                 f"are not what they were, first {changed[0]}; start the run again, with memory.base=own"
             )
+
+
+def no_views(
+    wanted: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], refused: Mapping[str, str]
+) -> dict[str, str]:
+    """Which of a model's weights a generator does not hold as views, and why.
+
+    shapes: of the tensors that it holds so, by the checkpoint's name. refused: why others are no views.
+    """
+    wrong = {name: refused.get(name, "the checkpoint has no such tensor") for name in wanted if name not in shapes}
+    for name in wanted.keys() & shapes.keys():
+        if shapes[name] != tuple(wanted[name].shape):
+            wrong[name] = f"it has the shape {list(shapes[name])} there, and {list(wanted[name].shape)} here"
+    return wrong
+
+
+def refusal(wrong: Mapping[str, str], weights: int) -> str:
+    """What a user is told of such weights. weights: how many the model has."""
+    told = "; ".join(f"{name}: {wrong[name]}" for name in sorted(wrong)[:SHOWN])
+    return (
+        "memory.base: shared needs every weight of the model as a view of the generator's, and "
+        f"{len(wrong)} of {weights} are none ({told}); set memory.base=own"
+    )
 
 
 def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Whether vLLM knows a model's architecture, and LoRA for it, by its registry alone: no engine is started.
+"""Whether vLLM knows a model's architecture, LoRA for it, and 4 bits, by its registry alone: no engine is started.
 
 A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
 stdout.
@@ -11,17 +11,23 @@ import os
 import sys
 from typing import Any
 
+from rollout.vllm.arguments import check_bitsandbytes
 from rollout.vllm.startup import without_lora
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
-    """One sentence, or none. `config`: of the run; only model.path and what the generators load are read."""
+    """One sentence, or none. `config`: of the run; only `model` and what the generators load are read."""
     try:
         from vllm import ModelRegistry
         from vllm.transformers_utils.config import get_config
     except ImportError as error:
         return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner[gpu]'"]
     path, learner = config["model"]["path"], config["learner"]
+    if config["model"]["base"] == "nf4":
+        try:
+            check_bitsandbytes()
+        except ValueError as error:
+            return [str(error)]
     try:
         names = list(get_config(path, trust_remote_code=False).architectures or ())
     except Exception as error:  # transformers', of a config.json that does not hold together

@@ -64,6 +64,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "state": (_QUANT_STATE,),
         **dict.fromkeys(("name", "parameter"), PLAIN),
     },
+    "rollout/vllm/meta_load.py": {"args": ("vllm.engine.arg_utils.EngineArgs",)},
     "rollout/vllm/quant_states.py": {"state": (_QUANT_STATE,), "offsets": PLAIN},
     "rollout/vllm/startup.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
     "rollout/vllm/view_recorder.py": dict.fromkeys(("args[]", "func", "target"), PLAIN),

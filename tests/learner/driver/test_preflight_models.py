@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
+from examples.random_families import make_family
 from examples.random_model import make_adapter
+from learner.model.meta_base import without_weights
+from learner.model.shared_base_trial import torn
+from rollout.shared_base.manifest import View
 from tests.learner.driver.test_preflight import check, config, model
 
 __all__ = ["config", "model"]  # fixtures
@@ -84,3 +90,29 @@ def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.Cap
         code, _, err = check(config, f"model.{name}=/nope", "learner.loss.beta=0.1", capsys=capsys)
         assert code == 2
         assert f"model.{name}: must be a folder with an adapter_config.json, got /nope" in err
+
+
+def test_weights_that_are_no_views_are_refused_without_reading_one(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--dry-run", "memory.base=shared", "model.base=nf4", "model.dtype=bfloat16"]
+    code, _, err = check(config, *words, capsys=capsys)
+    assert (code, err) == (0, "")
+    path = make_family(tmp_path / "experts", "qwen3_moe")
+    code, _, err = check(config, *words, f"model.path={path}", capsys=capsys)
+    assert code == 2
+    (line,) = [line for line in err.splitlines() if "error: memory.base" in line]
+    assert re.search(r"shared needs every weight .* and 4 of 25 are none \(model.layers.0.mlp.experts.*base=own", line)
+    assert not Path("runs").exists()
+
+
+def test_4_bits_are_packed_of_whole_rows_alone(model: Path) -> None:
+    lm = without_weights(AutoConfig.from_pretrained(model), torch.bfloat16, None)
+    name = "model.layers.0.mlp.up_proj.weight"
+    rows, columns = lm.get_parameter(name).shape
+    views = {
+        name: View("gate_up", (rows, columns), (1, rows), 0),
+        "model.layers.1.mlp.up_proj.weight": View("gate_up", (rows, columns), (columns, 1), 0),
+        "model.embed_tokens.weight": View("embedding", (260, 64), (1, 260), 0),  # not packed
+    }
+    assert list(torn(lm, views)) == [name]

@@ -1,0 +1,64 @@
+"""Whether the learner could map the generator's base (memory.base: shared), from names and shapes alone: vLLM's loading
+code and the learner's model, both without weights.
+
+A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
+stdout. What cannot be told so, since vLLM wants numbers or a card for it, is left to the start of the run.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from learner.config import RunConfig
+from learner.model.base import load_base
+from learner.model.mapped_base import no_views, refusal
+from learner.model.weight_files import WeightsError, model_weights
+from rollout.linear_layers import linear_layers
+from rollout.shared_base.manifest import View
+from rollout.vllm.environment import required_env
+
+
+def wrong_with(config: RunConfig) -> list[str]:
+    """One sentence, or none."""
+    from rollout.vllm.meta_load import views_of
+
+    try:
+        stored = model_weights(config.model.path)
+        lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
+    except (WeightsError, ValueError, OSError):  # said by learner.driver.preflight and learner.model.model_trial
+        return []
+    if stored is None:  # not in this machine's cache
+        return []
+    try:
+        views, refused = views_of(
+            config.model.path, config.model.dtype, {name: own.shape for name, own in stored.items()}
+        )
+    except Exception:  # whatever vLLM raises; that it could not be told is no reason to refuse
+        return []
+    if config.model.base == "nf4":
+        cut = torn(lm, views)
+        views = {name: view for name, view in views.items() if name not in cut}
+        refused |= cut
+    wanted = dict(lm.named_parameters())
+    wrong = no_views(wanted, {name: view.shape for name, view in views.items()}, refused)
+    return [refusal(wrong, len(wanted))] if wrong else []
+
+
+def torn(lm: Any, views: dict[str, View]) -> dict[str, str]:
+    """Matrices that 4 bits would be packed of, and whose rows do not lie one after the other. vLLM has another layout
+    for these bits, but fuses the same tensors in the same order."""
+    names = {f"{name}.weight" for name in linear_layers(lm)}
+    return {
+        name: f"its rows do not lie one after the other there (strides {list(view.strides)}), as packed ones must"
+        for name, view in views.items()
+        if name in names and view.strides != (view.shape[1], 1)
+    }
+
+
+if __name__ == "__main__":
+    run = RunConfig.model_validate_json(sys.stdin.read())
+    os.environ.update(required_env(cuda=run.cluster.gpus.generator > 0))
+    print(json.dumps(wrong_with(run)))
