@@ -31,8 +31,8 @@ def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tu
     from vllm.model_executor.model_loader.utils import initialize_model
 
     know_model(path)
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "enforce_eager": True}
-    args = EngineArgs(model=path, skip_tokenizer_init=True, **options)
+    kind: Any = dtype  # vLLM lists the names that it takes
+    args = EngineArgs(model=path, dtype=kind, trust_remote_code=False, enforce_eager=True, skip_tokenizer_init=True)
     config = args.create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
