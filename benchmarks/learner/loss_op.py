@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.commits import checked_out
 from benchmarks.common import Peak, as_table, conditions, save, under
-from benchmarks.system.against_commit import checked_out
 
 ROOT = Path(__file__).parents[2]
 RATIOS = ("masked", "truncated", "sequence_mask", "gspo", "clip")

@@ -10,8 +10,9 @@ arrangement are not the same or not known, the row says so and no comparison is 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cluster.memory.generator import Serving, generator_bytes
@@ -51,20 +52,23 @@ PRIME_RL, UNSLOTH = "prime-rl", "Unsloth"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published number, and the plan's beside it: of a learner whose norms and MLPs are transformers' own, as
-    theirs are; `fused`: of ours. `apart`: why the two are not of the same thing; '': they are."""
+    """One published number, and beside it the plan of a learner whose norms and MLPs are transformers' own, as theirs
+    are, and of ours. `apart`: why plan and number are not of the same thing; '': they are."""
 
     source: str
     what: str
     published: float  # bytes
-    planned: Parts
-    fused: Parts
+    plans: tuple[Parts, Parts]
     apart: str = ""
 
     @property
     def difference(self) -> float:
         """Of the plan from what was published, as a share of it."""
         return total(self.planned) / self.published - 1
+
+    @property
+    def planned(self) -> Parts:
+        return self.plans[0]
 
 
 def rows() -> list[Row]:
@@ -84,10 +88,16 @@ def _prime_rl() -> list[Row]:
         Row(
             PRIME_RL, f"{name}, {'LoRA r 16' if mode == 'lora' else mode}, {tokens // 1024}k tokens"
             f"{', boundaries in host memory' if offload else ''}",
-            gib * GIB, *(_as_prime_rl(SHAPES[name], mode == "full", tokens, offload, fused) for fused in (False, True)),
+            gib * GIB,
+            both(partial(_as_prime_rl, SHAPES[name], mode == "full", tokens, offload)),
         )
         for name, mode, tokens, offload, gib in measured
     ]  # fmt: skip
+
+
+def both(plan: Callable[[bool], Parts]) -> tuple[Parts, Parts]:
+    """Of a learner without fused operations, and with."""
+    return plan(False), plan(True)
 
 
 def _as_prime_rl(shape: Shape, full: bool, tokens: int, offload: bool, fused: bool) -> Parts:
@@ -114,25 +124,28 @@ def _unsloth() -> list[Row]:
     are). What goes into that of training, and the adapter's rank, they do not say; here all of the learner, and 16."""
     shape, tokens = SHAPES["Llama-3.1-8B"], 20 * 1024
     micro = Micro(8 * tokens, 8 * tokens, 8 * tokens)
-    learners = [Learning(base="nf4", checkpointing="full", offload=True, fused=fused) for fused in (False, True)]
-    training = [learner_static(shape, learning) | step_bytes(shape, learning, micro) for learning in learners]
+
+    def training(fused: bool) -> Parts:
+        learning = Learning(base="nf4", checkpointing="full", offload=True, fused=fused)
+        return learner_static(shape, learning) | step_bytes(shape, learning, micro)
+
     cache = {"kv_cache": tokens * kv_token_bytes(shape, "bfloat16")}
     head = "not the same: it has 9.8 GiB for the loss, where this head keeps one tile of logits"
     small = SHAPES["Qwen2.5-1.5B"]
     serving = Serving(base="nf4", sequences=8, kv_bytes=8 * 456 * kv_token_bytes(small, "bfloat16"), adapters=1)
     held = generator_bytes(small, serving).items()
     one_copy = {f"generator: {name}": size for name, size in held if name != "weights"}
-    little = [
-        learner_bytes(small, Learning(base="nf4", fused=fused), Micro.of(256, 200, 8, 455)) | one_copy
-        for fused in (False, True)
-    ]
+
+    def little(fused: bool) -> Parts:
+        return learner_bytes(small, Learning(base="nf4", fused=fused), Micro.of(256, 200, 8, 455)) | one_copy
+
     lengths = "not the same: lengths, generations and cache are not said; here 256 + 200 tokens, G = 8, one base"
     long = "Llama-3.1-8B in 4 bits, 8 x 20k tokens, boundaries in host memory: training"
     return [
-        Row(UNSLOTH, long, 42 * GIB, *training),
-        Row(UNSLOTH, "the same: KV cache of one sequence of 20k tokens", 2.5 * GIB, cache, cache),
-        Row(UNSLOTH, "the same: sum", 54.3 * GIB, *(one | cache for one in training), head),
-        Row(UNSLOTH, "Qwen2.5-1.5B in 4 bits, `just 5GB VRAM`", 5 * GB, *little, lengths),
+        Row(UNSLOTH, long, 42 * GIB, both(training)),
+        Row(UNSLOTH, "the same: KV cache of one sequence of 20k tokens", 2.5 * GIB, (cache, cache)),
+        Row(UNSLOTH, "the same: sum", 54.3 * GIB, both(lambda fused: training(fused) | cache), head),
+        Row(UNSLOTH, "Qwen2.5-1.5B in 4 bits, `just 5GB VRAM`", 5 * GB, both(little), lengths),
     ]
 
 
@@ -171,7 +184,7 @@ def report(found: Sequence[Row]) -> str:
     lines = ["| published | by | GiB | plan, GiB | plan is | with our kernels |", "| --- " * 6 + "|"]
     lines += [
         f"| {row.what} | {row.source} | {row.published / GIB:.1f} | {total(row.planned) / GIB:.1f} | "
-        f"{row.apart or f'{row.difference:+.1%}'} | {total(row.fused) / GIB:.1f} |"
+        f"{row.apart or f'{row.difference:+.1%}'} | {total(row.plans[1]) / GIB:.1f} |"
         for row in found
     ]
     lines += ["", f"| GB, published / learner alone | {' | '.join(FIVE)} |", "| --- " * 6 + "|"]

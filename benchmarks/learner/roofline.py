@@ -28,11 +28,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.commits import checked_out, short
 from benchmarks.common import as_table, conditions, save, under
 from benchmarks.learner.op_counter import Op, OpCounter
 from benchmarks.learner.ragged_step import LearnerConfig, read_groups
 from benchmarks.learner.step_against_commit import side, write_inputs
-from benchmarks.system.against_commit import checked_out, short
 from benchmarks.system.workloads import ROOT
 from cluster.memory.shape import SHAPES, Shape
 from learner.model import logprob

@@ -28,9 +28,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.commits import checked_out, short
 from benchmarks.common import MIB, as_table, conditions, relative_error, save, under
 from benchmarks.learner.ragged_step import LONGEST, read_groups
-from benchmarks.system.against_commit import checked_out, short
 from benchmarks.system.ragged_model import make_model
 from benchmarks.system.workloads import PROMPT_WORDS, ROOT, TEMPLATE_TOKENS
 from learner.algo.advantage import group as advantages_of

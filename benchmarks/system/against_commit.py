@@ -12,36 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from benchmarks.commits import checked_out, short
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.system_run import command, spread
 from benchmarks.system.workloads import ROOT, Tree, add_ragged_options, demo, ragged
-
-
-def short(revision: str) -> str:
-    """Its abbreviated commit."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", revision]
-    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@contextmanager
-def checked_out(revision: str) -> Iterator[Path]:
-    """A folder with the files of that commit."""
-    with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as parent:
-        folder = Path(parent) / "before"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), revision], check=True)
-        try:
-            yield folder
-        finally:
-            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
 def step_seconds(root: Path, tree: Tree, skip: int, limit_s: float, cores: Sequence[int]) -> float:
