@@ -23,6 +23,8 @@ FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator 
 # the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
+WIDENED_ROWS = 1024  # learner.model.widened_lora.TILE, which the driver cannot import: it loads no torch
+
 ReferenceKind = Literal["none", "auto", "int8"]
 
 
@@ -201,7 +203,7 @@ def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int
         shape, learning, micro, terms.AGAIN_MLP, terms.AGAIN_LAST_NORM, terms.AGAIN_MLP_ALONE, terms.AGAIN_ATTENTION
     )
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn if learning.keeps_gates(shape) else 0
-    extra = max(0, _dequantised(shape, learning) - not_yet)
+    extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
     layer = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
     return layer, max(kept_mlp + alone + extra, attention)
 
@@ -250,6 +252,15 @@ def _dequantised(shape: Shape, learning: Learning) -> int:
         return 0
     largest = max(i * o for i, o in map(shape.linear, LINEAR))
     return largest * DTYPE_BYTES[learning.dtype] + largest // 16
+
+
+def _widened(shape: Shape, learning: Learning) -> int:
+    """The largest matrix of a layer in float32, and the rows that it multiplies, as a CPU without instructions for 16
+    bits needs them (learner.model.widened_lora); one with them needs less."""
+    if learning.cuda or learning.base == "nf4" or learning.mode == "full" or learning.dtype == "float32":
+        return 0
+    largest = max(i * o for i, o in map(shape.linear, LINEAR))
+    return 4 * largest + 4 * WIDENED_ROWS * (shape.hidden + shape.ffn)
 
 
 def mlp_share(shape: Shape) -> float:

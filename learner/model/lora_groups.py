@@ -1,4 +1,4 @@
-"""Which of PEFT's LoRA layers are computed by learner.model.fused_lora, and which of them together.
+"""Which of PEFT's LoRA layers are computed by learner.model.fused_lora or widened_lora, and which of them together.
 
 Layers of one module that read the same tensor are a group (q, k and v of an attention block; gate and up of an MLP),
 found by watching one pass, not by their names. The first that is called computes for all, and the others hand out what
@@ -15,6 +15,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from learner.model.fused_lora import Adapted, adapted_linear
+from learner.model.widened_lora import slow_in, widened_linear
 
 
 class _Ready:
@@ -39,7 +40,7 @@ class _Ready:
         self._input, self._outputs = None, {}
 
 
-def fuse(lm: Any, run: Callable[[], object]) -> None:
+def fuse(lm: Any, run: Callable[[], object], *, on_card: bool) -> None:
     """Makes the LoRA layers of `lm` compute in groups, if it has any. `run`: one pass through the model."""
     homes = {layer: name.rpartition(".")[0] for name, layer in lm.named_modules() if _is_plain(layer)}
     if not homes:
@@ -47,12 +48,15 @@ def fuse(lm: Any, run: Callable[[], object]) -> None:
     ready = _Ready()
     lm.base_model.register_forward_pre_hook(ready.clear)
     for group in _groups(homes, run):
+        widen = not on_card and slow_in(group[0].base_layer.weight.dtype)
         for layer in group:
             # On the instance, as learner.model.activation_checkpointing does it: no name changes.
-            layer.forward = partial(_forward, layer, group, ready)
+            layer.forward = partial(_forward, layer, group, ready, widen)
 
 
-def _forward(layer: Any, group: Sequence[Any], ready: _Ready, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(
+    layer: Any, group: Sequence[Any], ready: _Ready, widen: bool, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     made = ready.take(layer, x)
     if made is not None:
         return made
@@ -61,7 +65,8 @@ def _forward(layer: Any, group: Sequence[Any], ready: _Ready, x: Tensor, *args: 
         output: Tensor = type(layer).forward(layer, x, *args, **kwargs)
         return output
     wanted = group if layer is group[0] else [layer]
-    outputs = dict(zip(wanted, adapted_linear(x, [_adapted(one, name) for one in wanted]), strict=True))
+    linear = widened_linear if widen else adapted_linear
+    outputs = dict(zip(wanted, linear(x, [_adapted(one, name) for one in wanted]), strict=True))
     own: Tensor = outputs.pop(layer)
     if outputs:
         ready.keep(x, outputs)

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from cluster.memory.learner import Learning, Micro, ReferenceKind, learner_static, step_bytes
+from cluster.memory.learner import WIDENED_ROWS, Learning, Micro, ReferenceKind, learner_static, step_bytes
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import Checkpointing, OptimizerKind, total
 from learner.config.learner import LearnerConfig
+from learner.model import widened_lora
 from learner.tools.meta_run import footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
@@ -45,6 +47,21 @@ def test_the_model_is_the_step(
     parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "full"), ("Qwen2.5-0.5B", "none"), ("Qwen2.5-0.5B", 2)])
+def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has no instructions for products of 16 bits, whatever this one has."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert WIDENED_ROWS == widened_lora.TILE
+    shape = replace(SHAPES[name], layers=4)
+    settings = {"checkpointing": policy, "token_budget": 2648}
+    groups = [(256, [300] * 8), (257, [299] * 8)]
+    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, dtype=dtype, cuda=False)
+    learning = Learning(checkpointing=policy, cuda=False, dtype=dtype)
+    planned = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 300, 8, 2648)))
+    assert planned == pytest.approx(fake.peak, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from learner.config import ModelConfig
 from learner.config.learner import LoraConfig
-from learner.model import lora_groups
+from learner.model import lora_groups, widened_lora
 from learner.model.fused_lora import Adapted, adapted_linear
 from learner.model.lora import acting_as
 from learner.model.policy import Policy
+from learner.model.widened_lora import slow_in, widened_linear
 from tests.learner.model.test_policy import SMALL, make_policy, save_model
 
 
@@ -69,15 +71,44 @@ def test_values_and_gradients_are_pefts(
     wanted = [layer(exact) for layer in own]
     pulls = [torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape) for y in wanted]
     slopes = torch.autograd.grad(wanted, wanted_of if first else [*wanted_of, exact], pulls)
-    for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 3e-6)):
+    ways = [(adapted_linear, torch.float64, 1e-13), (adapted_linear, torch.float32, 3e-6)]
+    for linear, dtype, bound in [*ways, (widened_linear, torch.bfloat16, 0.03)]:
         x = exact.detach().to(dtype).requires_grad_(not first)
         rows = [in_type(layer, dtype) for layer in own]
-        found = adapted_linear(x, rows)
+        found = linear(x, rows)
         found_of = [weight for row in rows for weight in (row.a, row.b)]
         found_slopes = torch.autograd.grad(found, found_of if first else [*found_of, x], [p.to(dtype) for p in pulls])
         for one, other in zip((*found, *found_slopes), (*wanted, *slopes), strict=True):
             assert one.dtype == dtype
             assert (one - other).norm() <= bound * (1 + other.norm())
+
+
+@pytest.mark.parametrize(("dtype", "native"), [(torch.bfloat16, "avx512_bf16"), (torch.float16, "amx_fp16")])
+@pytest.mark.parametrize("there", [False, True])
+def test_16_bits_are_widened_where_the_processor_cannot_multiply_them(
+    dtype: torch.dtype, native: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {native: there})
+    assert slow_in(dtype) is not there
+    assert not slow_in(torch.float32)
+
+
+def test_widened_sums_are_rounded_once_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, weight, a, b = (
+        torch.randn(*shape).bfloat16().requires_grad_() for shape in ((40, 33), (20, 33), (4, 33), (20, 4))
+    )
+    layer, kept = Adapted(weight.detach(), None, a, b, 0.5), []
+    with saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):  # type: ignore[func-returns-value]
+        (found,) = widened_linear(x, [layer])
+    assert set(kept) == {torch.bfloat16}
+    wide = x.float() @ weight.float().t() + 0.5 * (x.float() @ a.float().t()) @ b.float().t()
+    assert (found != wide.bfloat16()).float().mean() < 0.02  # but for the order of the sums
+    slopes = torch.autograd.grad(found.sum(), (x, a, b))
+    monkeypatch.setattr(widened_lora, "TILE", 7)
+    (tiled,) = widened_linear(x, [layer])
+    for one, other in zip((tiled, *torch.autograd.grad(tiled.sum(), (x, a, b))), (found, *slopes), strict=True):
+        assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
 
 
 CONFIGS: dict[str, Any] = {
