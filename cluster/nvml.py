@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pynvml
 
+TAKEN = 0.05  # of a card: more than its driver keeps for itself (cluster.memory.cards.CardKind.free)
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -20,6 +22,11 @@ class Card:
     size: int
     free: int
     capability: tuple[int, int]
+
+    @property
+    def taken(self) -> bool:
+        """Whether other processes have so much of it that a user should know."""
+        return self.size - self.free > TAKEN * self.size
 
 
 def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:

@@ -10,8 +10,6 @@ from learner.config import RunConfig
 from learner.driver import card_size
 from learner.driver.findings import PreflightError
 
-TAKEN = 0.05  # of a card, by others than this run, from which on it is said
-
 
 @dataclass(frozen=True, slots=True)
 class Cards:
@@ -42,7 +40,7 @@ def present() -> Cards | None:
         return None
     least = min(cards, key=lambda card: card.free)
     told = f"cards: {len(cards)} x {least.name}"
-    if least.free < (1 - TAKEN) * least.size:
+    if least.taken:
         told += f", of whose {gib(least.size)} only {gib(least.free)} are free: other processes have the rest"
     return Cards(len(cards), least.free, assumed=False, note=told)
 

@@ -14,7 +14,6 @@ State = Literal["ok", "note", "problem"]
 GIB = 2**30
 ROOM = 20 * GIB  # free disk: a model of a few billion parameters and two checkpoints
 LITTLE_MEMORY = 4 * GIB  # what `make demo` asks for
-TAKEN = 0.9  # of a card's memory that should be free
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def _cards(facts: Facts) -> Iterator[Finding]:
         wrong = kinds.lacks(card.capability, dtype="float16", kv_dtype="auto")
         old = kinds.lacks(card.capability, dtype="bfloat16", kv_dtype="auto")
         taken = "other processes have the rest: end them (nvidia-smi shows them), or set memory.device to less"
-        state: State = "problem" if wrong else "note" if old or card.free < TAKEN * card.size else "ok"
+        state: State = "problem" if wrong else "note" if old or card.taken else "ok"
         mend = "take a newer card" if wrong else "set model.dtype=float16" if old else taken
         yield Finding(f"card {index}", state, told, "" if state == "ok" else mend)
     if len(facts.visible) < len(facts.cards):

@@ -9,6 +9,7 @@ import pynvml
 import pytest
 
 from cluster import nvml
+from cluster.memory.cards import CARDS as KINDS
 from cluster.placement import local_node
 
 CARDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
@@ -72,6 +73,12 @@ def test_what_is_said_of_a_card() -> None:
     assert third.capability == (8, 2)
     (part,) = nvml.visible_cards({"CUDA_VISIBLE_DEVICES": PART})
     assert (part.size, part.capability) == (100 * 2**20, (8, 0))
+
+
+def test_a_card_is_taken_where_more_of_it_is_gone_than_its_driver_keeps() -> None:
+    assert not nvml.Card("a", "GPU-1", 1000, 950, (9, 0)).taken
+    assert nvml.Card("a", "GPU-1", 1000, 949, (9, 0)).taken
+    assert not any(nvml.Card(kind.name, "GPU-1", kind.bytes, kind.free, kind.capability).taken for kind in KINDS)
 
 
 @pytest.mark.usefixtures("three_cards")

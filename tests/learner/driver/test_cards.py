@@ -24,13 +24,13 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = [Card("H100", "a", 80 * GIB, 79 * GIB, (9, 0)), Card("H100", "b", 80 * GIB, 60 * GIB, (9, 0))]
+    here = [Card("H100", "a", 80 * GIB, 79 * GIB, (9, 0)), Card("H100", "b", 80 * GIB, 75 * GIB, (9, 0))]
     monkeypatch.setattr(cards, "visible_cards", lambda: here)
     found = present()
     assert found is not None
-    assert (found.count, found.size, found.assumed) == (2, 60 * GIB, False)
-    assert found.note == "cards: 2 x H100, of whose 80.0 GiB only 60.0 GiB are free: other processes have the rest"
-    assert size_for(config_of(), found) == 60 * GIB
+    assert (found.count, found.size, found.assumed) == (2, 75 * GIB, False)
+    assert found.note == "cards: 2 x H100, of whose 80.0 GiB only 75.0 GiB are free: other processes have the rest"
+    assert size_for(config_of(), found) == 75 * GIB
     monkeypatch.setattr(cards, "visible_cards", lambda: here[:1])
     assert present() == Cards(1, 79 * GIB, False, "cards: 1 x H100")
     monkeypatch.setattr(cards, "visible_cards", list)

