@@ -24,11 +24,20 @@ from cluster.actor import Shared
 from rollout.evidence import Evidence
 from rollout.types import Adapter, Held, Weights
 
-# max |difference| in nats between learner and generator on the probe, by compute type: fp32 agrees to about 1e-5,
-# bf16 to about 6e-2 on a 25M model, and grows with depth. Weights that are merged (learner.push) are rounded to 16 bits
-# once more: on the demo in bf16 the probe differs by 0.033 nats rms instead of 0.030, by 0.14 at most either way. With
-# keys and values in fp8 by 0.26 rms, 1.4 at most, on the demo in float32 (0.04 rms on the tokens that are sampled).
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1, "fp8": 5.0}
+# Most nats that learner and generator may differ by on the probe, by compute type. float32: at any token; 5e-5 is
+# measured. The others: rms without the token that differs most, which in 16 bits says nothing (rollout.evidence). Of
+# 19,536 honest answers to the demo's probes in bfloat16 (adapters, merged and whole weights) that was 0.10 at most, and
+# 0.03 in the median; 568 of them differed by more than 0.5 at a token. float16: 0.006 at most; fp8 KV cache: 0.36. A
+# deeper model may differ by more.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.025, "fp8": 0.8}
+
+
+def difference(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32], dtype: str) -> float:
+    """Of two sides' logprobs of the same tokens, to be compared with TOLERANCE; not finite if a logprob is not."""
+    apart = np.sort(np.abs(found - expected))
+    if dtype == "float32" or not np.isfinite(apart[-1]):
+        return float(apart[-1])
+    return float(np.sqrt(np.mean(np.square(apart[: max(len(apart) - 1, 1)]))))
 
 
 class DeliveryError(RuntimeError):
@@ -106,13 +115,13 @@ class Push:
             )
 
     def check_logprobs(self, worker: str, found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
-        """DeliveryError if one differs by more than the compute type explains."""
-        difference = float(np.abs(found - expected).max())
-        if not difference <= TOLERANCE[self.dtype]:
+        """DeliveryError if they differ by more than the compute type explains."""
+        apart = difference(found, expected, self.dtype)
+        if not apart <= TOLERANCE[self.dtype]:
             raise DeliveryError(
-                f"{worker}: adapter v{self.adapter.version} is not what it generates with: max |logprob difference| on "
-                f"the probe is {difference:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). The run "
-                "stops, since it would learn from another policy's samples"
+                f"{worker}: adapter v{self.adapter.version} is not what it generates with: its logprobs of the probe "
+                f"differ from the learner's by {apart:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). "
+                "The run stops, since it would learn from another policy's samples"
             )
 
     def check_movement(
@@ -128,7 +137,7 @@ class Push:
         if stuck is not None:
             raise DeliveryError(
                 f"{worker}: acknowledged v{version}, but generates as under v{stuck.since}: since then the learner's "
-                f"logprobs of the probe went {stuck.way:.2g} nats (rms), its own went {stuck.share:.0%} of that way. "
+                f"logprobs of the probe went {stuck.way:.2g} nats, its own went {stuck.share:.0%} of that way. "
                 "The run stops, since it would learn from another policy's samples; start it again from its last "
                 "checkpoint, and report this line with the versions of vllm and torch if it comes back"
             )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout.types import Held
 from rollout.weight_sync import Answer
 
 
-def said(logprobs: Sequence[float]) -> Answer:
+def said(logprobs: npt.ArrayLike) -> Answer:
     return Answer(np.array(logprobs, np.float32), Held({"lora_A": "a", "lora_B": "b"}), 0.0)
 
 
