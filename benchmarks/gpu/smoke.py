@@ -27,6 +27,7 @@ from benchmarks.common import as_table
 from benchmarks.gpu import smoke_engine, system
 from benchmarks.gpu.rows import Found, Missing, Row, folder_for, run_all, run_here
 from benchmarks.gpu.smoke_engine import Place
+from benchmarks.gpu.smoke_kernels import compare
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import GB
 from rollout.vllm.environment import required_env
@@ -36,11 +37,13 @@ MODULE = "benchmarks.gpu.smoke"
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """What is most in doubt first. Two whole runs by learner.main; the others hold one role in their own process."""
+    """What is most in doubt first. Three whole runs by learner.main; the others hold one role in their own process."""
     engine, run = partial(_engine, options), partial(_run, options)
     return [
         Row("smoke-engine", partial(engine, smoke_engine.deliver, "", {})),
         Row("smoke-slices", partial(run, [*system.SLICES, "memory.device=24GiB"], "")),
+        Row("smoke-kernels", partial(_kernels, options)),
+        Row("smoke-shared", partial(run, [*system.SLICES, "memory.device=24GiB", "memory.base=shared"], "")),
         Row("smoke-sleep", partial(engine, smoke_engine.sleep_and_wake, "card", {})),
         Row("smoke-merged", partial(engine, smoke_engine.deliver, "", {"push": "merged", "max_lora_rank": 0})),
         Row("smoke-nf4", partial(engine, smoke_engine.deliver, "card and bitsandbytes", {"base": "nf4"})),
@@ -71,9 +74,14 @@ def _engine(
 def _run(options: argparse.Namespace, settings: list[str], needs: str, device: str) -> Found:
     _check(needs, device)
     if device == "cpu":  # which has no slices: two processes
-        settings = ["memory.device=3GiB", "model.dtype=float32"]
+        shared = [setting for setting in settings if setting.startswith("memory.base")]
+        settings = ["memory.device=3GiB", "model.dtype=float32", *shared]
     shape = system.TINY if options.tiny else SHAPES["Qwen2.5-0.5B"]
     return system.system(options, shape, 3 if options.tiny else 6, settings, device)
+
+
+def _kernels(options: argparse.Namespace, device: str) -> Found:
+    return compare(*((system.TINY, 256) if options.tiny else (SHAPES["Qwen2.5-0.5B"], 4096)), device)
 
 
 def _check(needs: str, device: str) -> None:

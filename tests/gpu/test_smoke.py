@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-ROWS = ("engine", "slices", "sleep", "merged", "nf4", "continue", "fp8", "oom", "alternating")
+ROWS = ("engine", "slices", "kernels", "shared", "sleep", "merged", "nf4", "continue", "fp8", "oom", "alternating")
 
 
 @pytest.mark.gpu
