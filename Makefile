@@ -86,7 +86,7 @@ smoke: setup
 	@if [ $(DEVICE) = cpu ]; then rm -f build/rehearsal/smoke-*.json; fi
 	$(BIN)/pytest -m gpu -p no:cacheprovider --device $(DEVICE) tests/gpu
 
-# What we use of vLLM, torch, Ray and bitsandbytes, as each version has it: tests/contracts/*.json.
+# What we use of vLLM, torch, Ray, bitsandbytes and Liger, as each version has it: tests/contracts/*.json.
 contracts: setup
 	@$(BIN)/python -m tests.contracts.make $(ARGS)
 

@@ -78,7 +78,7 @@ class Learning:
 
     def keeps_gates(self, shape: Shape) -> bool:
         """Whether MLPs keep their gate's activation: all but the SwiGLU of a card."""
-        return self.keeps_floats(shape) or not self.cuda
+        return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
@@ -166,7 +166,7 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + norm)}
     else:
         first = min(policy, layers)
-        # Nothing in front of the first layer wants a gradient, so it keeps 4 N h less; here it is not among the kept.
+        # Nothing in front of the first layer wants a gradient, so it keeps less; here it is not among the kept.
         activations = (layers - first) * layer + norm if first < layers else 0
         end = activations + (kept if first < layers else 0)
         live = max(end, again[0], head_bytes(shape, learning, micro)) - activations

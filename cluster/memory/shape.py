@@ -50,6 +50,7 @@ class Shape:
     output_bias: bool = False  # on o
     mlp_bias: bool = False  # on gate, up and down
     softcap: float | None = None  # of the final logits (Gemma 2)
+    activation: str = "silu"  # of the feed-forward block's gate, by transformers' name; Gemma has its own
 
     @property
     def norms(self) -> tuple[int, int]:
@@ -139,6 +140,7 @@ class Shape:
             output_bias=bias,
             mlp_bias=bool(text.get("mlp_bias", False)),
             softcap=text.get("final_logit_softcapping"),
+            activation=str(text.get("hidden_act") or "silu"),
         )
 
     def to_config(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class Shape:
             "mlp_bias": self.mlp_bias,
             "final_logit_softcapping": self.softcap,
             "max_position_embeddings": 32768,
-        }
+        } | ({} if self.gemma else {"hidden_act": self.activation})
 
 
 def shape_of(model: str) -> Shape:

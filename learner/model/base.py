@@ -3,7 +3,8 @@
 4 bits (model.base: nf4) is QLoRA (2305.14314): every linear layer but the output embedding is held as NormalFloat4 in
 blocks of 64 with doubly quantised scales, 0.52 bytes per weight, and multiplied out to model.dtype layer by layer.
 vLLM quantises the same checkpoint the same way as it loads it (quantization="bitsandbytes"), so generator and learner
-hold the same policy; merging the adapter, or serving the unquantised base, would not be the policy that is trained.
+hold the same policy, if the files are of model.dtype: the learner casts before it quantises, vLLM does not. Merging the
+adapter, or serving the unquantised base, would not be the policy that is trained.
 With memory.base: shared the learner computes with the generator's 4 bits, whose scales are not nested.
 """
 

@@ -9,6 +9,7 @@ float32. Here x is kept as it is and r, one number a row; everything in between 
 import copy
 from collections.abc import Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def fuse_norms(lm: nn.Module, *, on_card: bool) -> None:
 
 @torch.library.custom_op("gleaner::rms_norm", mutates_args=())
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y, and r in float32. An operator of its own, since torch's is one kernel on a card but many operations on tensors
-    without content (learner.tools.meta_run)."""
+    """y, and r in float32, on a card. An operator of its own, since torch's is one kernel there, as on a CPU it is not,
+    but many operations on tensors without content (learner.tools.meta_run)."""
     y, r = aten._fused_rms_norm(x, weight.shape, weight, eps)
     return y, r
 
@@ -54,7 +55,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, on_card: bool) -> Tensor:
         y: Tensor
-        y, r = _normed(x, weight, eps)
+        y, r = _normed(x, weight, eps) if on_card else aten._fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, r)
         ctx.on_card = on_card
         return y
@@ -84,11 +85,14 @@ def _forward(norm: Any, eps: float, on_card: bool, x: Tensor) -> Tensor:
 
 
 def _candidates(lm: nn.Module) -> Iterator[tuple[Any, float]]:
-    """Modules with one vector of weights and an epsilon, by any of the names that transformers gives it."""
+    """Modules with one vector of weights and an epsilon, by any of the names that transformers gives it, which take the
+    states alone: a gate beside them would be lost."""
     for module in lm.modules():
         weights = dict(module.named_parameters())
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if list(weights) == ["weight"] and weights["weight"].ndim == 1 and isinstance(eps, float):
+        if list(weights) != ["weight"] or weights["weight"].ndim != 1 or not isinstance(eps, float):
+            continue
+        if len(signature(module.forward).parameters) == 1:
             yield module, eps
 
 
@@ -101,6 +105,6 @@ def _agrees(norm: nn.Module, eps: float) -> bool:
         x = torch.randn(3, len(trial.weight), generator=random) * torch.tensor([[1.0], [30.0], [eps**0.5]])
         try:
             found = trial(x)
-        except TypeError:  # it wants more than the states
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other shapes
             return False
         return isinstance(found, Tensor) and torch.allclose(found, F.rms_norm(x, x.shape[1:], trial.weight, eps))

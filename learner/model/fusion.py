@@ -9,6 +9,7 @@ a copy of that pass, which finds another function under the name, and other mode
 """
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from learner.model.card_ops import rotate, silu_mul
 from learner.model.fused_norm import fuse_norms
 from learner.model.lora_groups import fuse as fuse_lora
+
+log = logging.getLogger("learner")
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 ROTARY = "apply_rotary_pos_emb"
@@ -38,11 +41,11 @@ def fuse(lm: nn.Module, run: Callable[[], object], *, on_card: bool) -> None:
 
 def _fuse_mlps(lm: nn.Module) -> None:
     mlps: list[Any] = [module for module in lm.modules() if all(hasattr(module, name) for name in MLP)]
-    kinds = {type(mlp): _is_swiglu(mlp) for mlp in mlps}
-    for mlp in mlps:
-        if kinds[type(mlp)]:
-            # On the instance, as learner.model.activation_checkpointing does it: no name changes.
-            mlp.forward = partial(_mlp, mlp)
+    fused = [mlp for mlp in mlps if _is_swiglu(mlp)]
+    for mlp in fused:
+        # On the instance, as learner.model.activation_checkpointing does it: no name changes.
+        mlp.forward = partial(_mlp, mlp)
+    log.info("SwiGLU by Liger's kernel: %d of %d MLPs; the plan counts on all but Gemma's", len(fused), len(mlps))
 
 
 def _fuse_rotary(lm: nn.Module) -> None:
@@ -58,10 +61,11 @@ def _mlp(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _is_swiglu(mlp: nn.Module) -> bool:
-    with torch.device("cpu"), torch.no_grad():
+    """Also where gates are so large that a limit on them would show."""
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         trial: Any = copy.copy(mlp)
         trial._modules = mlp._modules | {name: nn.Linear(4, 4) for name in MLP}
-        x = torch.linspace(-3, 3, 12).view(3, 4)
+        x = torch.cat([scale * torch.linspace(-3, 3, 12).view(3, 4) for scale in (1, 1000)])
         wanted = trial.down_proj(F.silu(trial.gate_proj(x)) * trial.up_proj(x))
         try:
             return torch.equal(type(mlp).forward(trial, x), wanted)

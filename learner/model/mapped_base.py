@@ -63,7 +63,7 @@ class MappedBase:
         wanted: dict[str, Tensor] = dict(lm.named_parameters())  # one that is tied to another once
         self._check_all_there(lm, wanted, dtype, in_4_bits=quantization is not None)
         if quantization is not None:
-            mapped_four_bits.replace_layers(lm, self._manifest.quantised, quantization)
+            mapped_four_bits.replace_layers(lm, wanted.keys() & self._manifest.quantised, quantization)
         for name in wanted:
             path, _, leaf = name.rpartition(".")
             module, quantised = lm.get_submodule(path), self._manifest.quantised.get(name)

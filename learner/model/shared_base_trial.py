@@ -36,18 +36,19 @@ def wrong_with(config: RunConfig) -> list[str]:
         views, refused = views_of(
             config.model.path, config.model.dtype, {name: own.shape for name, own in stored.items()}
         )
-    except Exception:  # whatever vLLM raises; that it could not be told is no reason to refuse
+    except Exception as error:  # whatever vLLM raises; that it could not be told is no reason to refuse
+        print(f"memory.base: shared was not tried before the start: {error!r}", file=sys.stderr)
         return []
     if config.model.base == "nf4":
-        cut = torn(lm, views)
-        views = {name: view for name, view in views.items() if name not in cut}
-        refused |= cut
+        scattered = not_by_rows(lm, views)
+        views = {name: view for name, view in views.items() if name not in scattered}
+        refused |= scattered
     wanted = dict(lm.named_parameters())
     wrong = no_views(wanted, {name: view.shape for name, view in views.items()}, refused)
     return [refusal(wrong, len(wanted))] if wrong else []
 
 
-def torn(lm: Any, views: dict[str, View]) -> dict[str, str]:
+def not_by_rows(lm: Any, views: dict[str, View]) -> dict[str, str]:
     """Matrices that 4 bits would be packed of, and whose rows do not lie one after the other. vLLM has another layout
     for these bits, but fuses the same tensors in the same order."""
     names = {f"{name}.weight" for name in linear_layers(lm)}

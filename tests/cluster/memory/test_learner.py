@@ -53,7 +53,7 @@ def test_the_model_is_the_step(
 @pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "full"), ("Qwen2.5-0.5B", "none"), ("Qwen2.5-0.5B", 2)])
 def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has no instructions for products of 16 bits, whatever this one has."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
     assert WIDENED_ROWS == widened_lora.TILE
     shape = replace(SHAPES[name], layers=4)
     settings = {"checkpointing": policy, "token_budget": 2648}

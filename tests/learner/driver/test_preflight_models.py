@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from examples.random_families import make_family
 from examples.random_model import make_adapter
 from learner.model.meta_base import without_weights
-from learner.model.shared_base_trial import torn
+from learner.model.shared_base_trial import not_by_rows
 from rollout.shared_base.manifest import View
 from tests.learner.driver.test_preflight import check, config, model
 
@@ -115,4 +115,4 @@ def test_4_bits_are_packed_of_whole_rows_alone(model: Path) -> None:
         "model.layers.1.mlp.up_proj.weight": View("gate_up", (rows, columns), (columns, 1), 0),
         "model.embed_tokens.weight": View("embedding", (260, 64), (1, 260), 0),  # not packed
     }
-    assert list(torn(lm, views)) == [name]
+    assert list(not_by_rows(lm, views)) == [name]

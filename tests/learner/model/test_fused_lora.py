@@ -88,9 +88,25 @@ def test_values_and_gradients_are_pefts(
 def test_16_bits_are_widened_where_the_processor_cannot_multiply_them(
     dtype: torch.dtype, native: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {native: there})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", native: there})
     assert slow_in(dtype) is not there
     assert not slow_in(torch.float32)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "aarch64", "bf16": True})
+    assert not slow_in(dtype)
+
+
+@pytest.mark.parametrize("linear", [adapted_linear, widened_linear])
+def test_the_gradient_of_an_input_whose_rows_do_not_lie_one_after_the_other(linear: Any) -> None:
+    torch.manual_seed(0)
+    weight, a, b = (torch.randn(*shape).bfloat16() for shape in ((5, 6), (2, 6), (5, 2)))
+    plain = torch.randn(2, 3, 6).bfloat16()
+    slopes: list[Tensor] = []
+    for x in (plain, plain.transpose(1, 2).contiguous().transpose(1, 2)):
+        x.requires_grad_()
+        (y,) = linear(x, [Adapted(weight, None, a, b, 0.5)])
+        slopes += torch.autograd.grad(y.sum(), x)
+    assert torch.equal(*slopes)
+    assert slopes[0].abs().min() > 0
 
 
 def test_widened_sums_are_rounded_once_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:

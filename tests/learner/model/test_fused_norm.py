@@ -86,10 +86,16 @@ class Half(nn.Module):
         return plain(x, self.weight, self.eps) / 2
 
 
+class Gated(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        found: Tensor = super().forward(hidden_states)
+        return found if gate is None else found * gate
+
+
 def test_what_only_looks_like_a_norm_stays_and_mixed_types_are_left_to_it() -> None:
-    lm = nn.ModuleList([Half(), nn.LayerNorm(8, bias=False), LlamaRMSNorm(8, eps=1e-3)])
+    lm = nn.ModuleList([Half(), nn.LayerNorm(8, bias=False), Gated(8), LlamaRMSNorm(8, eps=1e-3)])
     fuse_norms(lm, on_card=False)
-    assert ["forward" in vars(module) for module in lm] == [False, False, True]
+    assert ["forward" in vars(module) for module in lm] == [False, False, False, True]
     x = torch.randn(3, 8).bfloat16()
-    norm: Any = lm[2]
+    norm: Any = lm[3]
     assert torch.equal(norm(x), LlamaRMSNorm.forward(norm, x))  # float32 weights, as transformers does it

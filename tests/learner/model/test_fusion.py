@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from examples.random_families import FAMILIES, make_family
 from learner.model import fusion
@@ -106,6 +107,17 @@ def test_other_models_compute_what_they_computed(name: str, tmp_path: Path) -> N
     (logits, slopes), (own, own_slopes) = gradients(wanted), gradients(found)
     for one, other in zip((own, *own_slopes), (logits, *slopes), strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_an_mlp_that_limits_its_gate_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(mlp: Any, x: Tensor) -> Tensor:
+        found: Tensor = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x).clamp(max=10)) * mlp.up_proj(x))
+        return found
+
+    monkeypatch.setattr(LlamaMLP, "forward", limited)
+    lm = model_of(CONFIGS["llama"])
+    fuse_for_a_card(lm)
+    assert exchanged(lm) == {"ion"}
 
 
 def test_a_model_is_exchanged_alone() -> None:
