@@ -90,8 +90,8 @@ smoke: setup
 contracts: setup
 	@$(BIN)/python -m tests.contracts.make $(ARGS)
 
-# vLLM's and Liger's Triton kernels in Triton's interpreter, which needs no card. Triton goes beside the environment: a CPU vLLM that
-# finds it takes other paths.
+# vLLM's and Liger's Triton kernels in Triton's interpreter, which needs no card. Triton goes beside the environment: a
+# CPU vLLM that finds it takes other paths.
 kernels: setup
 	@[ -d build/triton/liger_kernel ] || \
 	    $(INSTALL) --target build/triton $$(grep -E '^(triton|liger-kernel)==' requirements/gpu.txt)

@@ -9,7 +9,7 @@ version, until it is found out. How many versions that takes: benchmarks/engine/
 
 Rounding is uneven: in bfloat16 the two sides' logprobs of a token of the demo's probes differ by 0.01 nats (median), of
 one token in 2,000, mostly an unlikely one, by 0.5 to 1.7. Squares would let that one decide. So a way is a mean of
-absolute values, and the token that speaks most against the engine is left out: no accusation hangs on one.
+absolute values, and the token that lowers the engine's share most is left out: no single token stops a run.
 """
 
 from __future__ import annotations

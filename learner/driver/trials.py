@@ -1,6 +1,7 @@
 """Checks that need torch or vLLM, each in a process of its own with a deadline: --dry-run itself loads neither."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
+from learner.model.trial_note import told
 
 LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
 SHARED_BASE = "learner.model.shared_base_trial"
 ROOT = Path(__file__).parents[2]
+
+log = logging.getLogger("learner")
 
 
 class Trial:
@@ -34,7 +38,8 @@ class Trial:
         self._process.stdin = None  # communicate() would flush it
 
     def finish(self) -> None:
-        """Waits for the verdict. Raises PreflightError with one line for each thing that is wrong."""
+        """Waits for the verdict, and passes notes on to the log. Raises PreflightError with one line for each thing
+        that is wrong."""
         left = self._deadline - (time.monotonic() - self._begin)
         try:
             out, err = self._process.communicate(timeout=max(left, 0.1))
@@ -49,6 +54,8 @@ class Trial:
         except (IndexError, ValueError):
             last = next(reversed(err.strip().splitlines()), f"exit code {self._process.returncode}")
             raise PreflightError(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
+        for note in told(err):
+            log.warning(note)
         if wrong:
             raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
 

@@ -32,15 +32,25 @@ class Adapted(NamedTuple):
 
 def adapted_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
     """[..., out] of each layer, from x [..., in]; differentiable once, in x and in every a and b."""
+    return applied(_Linear, x, layers)
+
+
+def applied(function: type[torch.autograd.Function], x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
+    """What an autograd function makes of x, the layers' scales and tensors; layers_of puts them together again."""
     tensors = [tensor for layer in layers for tensor in layer[:4]]
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, [layer.scale for layer in layers], *tensors)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = function.apply(x, [layer.scale for layer in layers], *tensors)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def layers_of(tensors: Sequence[Tensor], scales: list[float]) -> list[Adapted]:
+    quarters = (tensors[i::4] for i in range(4))
+    return [Adapted(*layer) for layer in zip(*quarters, scales, strict=True)]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scales: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
-        layers = _layers(tensors, scales)
+        layers = layers_of(tensors, scales)
         rows = x.reshape(-1, x.shape[-1])
         hidden = rows @ _below(layers).t()  # [N, R]
         outputs = []
@@ -55,7 +65,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, *tensors = ctx.saved_tensors
-        layers = _layers(tensors, ctx.scales)
+        layers = layers_of(tensors, ctx.scales)
         rows, slopes = x.reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
         thin = torch.empty_like(hidden)  # u
         found: list[Tensor | None] = []
@@ -70,11 +80,6 @@ class _Linear(torch.autograd.Function):
                 to_input.addmm_(g, layer.weight)
             to_input = to_input.addmm_(thin, _below(layers)).view_as(x)
         return to_input, None, *found
-
-
-def _layers(tensors: Sequence[Tensor], scales: list[float]) -> list[Adapted]:
-    quarters = (tensors[i::4] for i in range(4))
-    return [Adapted(*layer) for layer in zip(*quarters, scales, strict=True)]
 
 
 def _below(layers: list[Adapted]) -> Tensor:

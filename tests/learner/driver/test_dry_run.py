@@ -252,3 +252,15 @@ def test_a_trial_has_a_deadline(model: Path, monkeypatch: pytest.MonkeyPatch, tm
     config = RunConfig.model_validate(config_of(model))
     with pytest.raises(PreflightError, match="dies could not try the model: no memory for that"):
         Trial("dies", config).finish()
+
+
+def test_a_trial_s_notes_reach_the_log(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    Path("notes.py").write_text(
+        "import sys\nfrom learner.model.trial_note import tell\nprint('a library', file=sys.stderr)\n"
+        "tell('not tried:\\nno card')\nprint('[]')\n"
+    )
+    Trial("notes", RunConfig.model_validate(config_of(model))).finish()
+    assert caplog.messages == ["not tried: no card"]
