@@ -1,0 +1,1 @@
+"""Multi-turn rollouts: environments and tools that answer what the policy samples."""

@@ -1,0 +1,100 @@
+"""What an environment is to a rollout. Anyone may write one: any class with these four methods, plain values only.
+
+A trajectory is played by rollout.env.play: the start is rendered once, the policy samples a turn, the environment
+answers with messages, which are appended as tokens behind what was sampled, and so on until one side ends it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollout.schema import Problem
+
+Message = dict[str, Any]
+"""A chat message: {"role": "user" | "tool" | ..., "content": "..."}; a tool's answer may also hold its "name"."""
+
+ToolSpec = dict[str, Any]
+"""A tool as chat templates are given it: {"type": "function", "function": {"name", "description", "parameters"}}, the
+parameters as a JSON schema (transformers.utils.get_json_schema makes one of a function)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the policy wrote and that could be read."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a trajectory begins.
+
+    Attributes:
+        messages: what the policy is given; equal in all trajectories of a group.
+        tools: what it may call; equal in all trajectories of a group.
+        state: a digest of the environment's initial state, which must be equal in a group too; "": not compared.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy sampled in one turn.
+
+    Attributes:
+        text: decoded, without special tokens.
+        token_ids: [T of the turn], the end token included if it was sampled.
+        calls: the tool calls in it, in their order.
+        malformed: one sentence for each attempt at a call that could not be read, fit to be shown to the policy.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's answer to a turn.
+
+    Attributes:
+        messages: what the policy sees next, of the roles tool and user; none are needed when `done`.
+        reward: of this turn, added to the trajectory's; None: no reward for this turn.
+        done: the trajectory is over.
+        metrics: numbers by name, averaged over trajectories as env/<name>.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own.
+
+    What a method raises ends the trajectory with outcome env_error and no reward: it is trained on nowhere. So that
+    crashing is never free for the policy, a tool that fails on what the policy asked for is to be answered as an
+    observation.
+    """
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        """Begins; called once. The seed is the same for all trajectories of a group."""
+        ...
+
+    async def step(self, turn: Turn) -> Step:
+        """Answers a turn of the policy."""
+        ...
+
+    async def score(self) -> Mapping[str, float]:
+        """Parts of the reward by name, when the trajectory is over, however it ended; {} where turns have it all."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the environment holds; called once, also after a fault."""
+        ...
