@@ -37,6 +37,9 @@ def facts_of(problem: Problem, completions: Sequence[Completion], by: Sampled) -
     }
     facts: dict[str, Sequence[Any]] = {key: [value] * size for key, value in same.items()}
     return facts | {
+        "loss_mask": [None] * size,
+        "turns": [[]] * size,
+        "messages": [None] * size,
         "sample": list(range(size)),
         "completion_ids": [c.token_ids for c in completions],
         "behavior_logprobs": [c.logprobs for c in completions],

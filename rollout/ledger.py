@@ -1,13 +1,14 @@
 """Rollout rows at rest: one Parquet file a step, read back for replay, reports and re-scoring.
 
-The columns are those of rollout.schema, except that `reward_parts` is a list of {name, value}: `datasets` and others
-cannot read maps.
+The columns are those of rollout.schema. Files of its version 1, which knew no turns, are read as trajectories of one
+completion each.
 """
 
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +16,7 @@ import pyarrow.parquet as pq
 from cluster.files import writing
 from rollout.schema import SCHEMA, check
 
-PARTS = "reward_parts"
-PARTS_AT_REST = pa.list_(pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32())]))
+NEW_IN_2 = ("loss_mask", "turns", "messages")  # and reward_parts was a map in flight
 
 
 def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
@@ -25,15 +25,14 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
     path = folder / f"step-{step:06d}.parquet"
     partial = path.with_suffix(".partial")
     with writing(partial):
-        pq.write_table(_at_rest(pa.concat_tables(groups).combine_chunks()), partial)  # a chunk a group costs more
+        pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk a group costs more
     os.replace(partial, path)
     return path
 
 
 def read(path: Path) -> pa.Table:
-    """One step file as a table of rollout.schema. Files of earlier versions, with maps, are read too. Raises
-    ValueError."""
-    return check(_as_sent(pq.read_table(path)))
+    """One step file as a table of rollout.schema; files of version 1 are read too. Raises ValueError."""
+    return check(_of_version_2(pq.read_table(path)))
 
 
 def steps(folder: Path) -> list[Path]:
@@ -48,19 +47,12 @@ def forget_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def _at_rest(rows: pa.Table) -> pa.Table:
-    field = pa.field(PARTS, PARTS_AT_REST, nullable=False)
-    return rows.set_column(rows.schema.get_field_index(PARTS), field, rows.column(PARTS).cast(PARTS_AT_REST))
-
-
-def _as_sent(rows: pa.Table) -> pa.Table:
-    index = rows.schema.get_field_index(PARTS)
-    found = rows.schema.field(index).type if index >= 0 else pa.null()
-    if not pa.types.is_list(found) or found.value_type != PARTS_AT_REST.value_type:
-        return rows  # a map already, or no rollouts: `check` tells
-    maps = [
-        pa.MapArray.from_arrays(chunk.offsets, chunk.values.field("name"), chunk.values.field("value"))
-        for chunk in rows.column(index).chunks
-    ]
-    field = SCHEMA.field(PARTS)
-    return rows.set_column(index, field, pa.chunked_array(maps, type=field.type))
+def _of_version_2(rows: pa.Table) -> pa.Table:
+    """A whole table of version 1 in the columns of today; any other as it is, for `check` to judge."""
+    version = (rows.schema.metadata or {}).get(b"gleaner.schema")
+    if version != b"1" or {*rows.column_names, *NEW_IN_2} != {*SCHEMA.names}:
+        return rows
+    values: dict[str, Any] = {name: [[] if name == "turns" else None] * len(rows) for name in NEW_IN_2}
+    values["reward_parts"] = rows.column("reward_parts").to_pylist()  # pairs in flight, structs at rest
+    made = {name: pa.array(column, SCHEMA.field(name).type) for name, column in values.items()}
+    return pa.table({name: made[name] if name in made else rows.column(name) for name in SCHEMA.names}, schema=SCHEMA)

@@ -1,6 +1,7 @@
-"""THE schema of a rollout: one row is one completion, one table is one group. Facts only, nothing of GRPO.
+"""THE schema of a rollout: one row is one trajectory, one table is one group. Facts only, nothing of GRPO.
 
-Letters: G completions per group, P prompt tokens, T completion tokens.
+A trajectory is what follows a prompt: a single completion, or the turns of the policy with the observations of an
+environment or of tools between them. Letters: G trajectories per group, P prompt tokens, T tokens after the prompt.
 A table (never a record batch, whose slices ship the whole parent) travels by value and is read as zero-copy views.
 """
 
@@ -13,11 +14,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-VERSION = "1"
+VERSION = "2"
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+
+TURN = pa.struct(
+    [
+        pa.field("start", pa.int32(), nullable=False),  # tokens [start, stop) of completion_ids
+        pa.field("stop", pa.int32(), nullable=False),
+        pa.field("reward", pa.float32()),  # of this turn; null: none
+        pa.field("generate_ms", pa.float32(), nullable=False),
+        pa.field("env_ms", pa.float32(), nullable=False),  # that the environment took to answer it
+        pa.field("calls", pa.int32(), nullable=False),  # tool calls that could be read
+        pa.field("malformed", pa.int32(), nullable=False),  # and that could not
+    ]
+)
+PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32())])
 
 SCHEMA = pa.schema(
     [
@@ -31,21 +46,24 @@ SCHEMA = pa.schema(
         pa.field("problem", pa.string(), nullable=False),  # JSON: {"messages": [...], "columns": {...}}
         pa.field("completion", pa.string(), nullable=False),  # decoded text, for people and reward functions
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # [P] what the engine was given
-        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] what it sampled
-        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),  # [T] nats, of the sampled distribution
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] what followed, as sampled or observed
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),  # [T] nats; of an observation 0
         pa.field("token_versions", pa.list_(pa.int32()), nullable=False),  # [T] policy version of each token
+        pa.field("loss_mask", pa.list_(pa.bool_())),  # [T] true where the policy sampled; null: everywhere
+        pa.field(
+            "turns", pa.list_(pa.field("item", TURN, nullable=False)), nullable=False
+        ),  # [] of a single completion
         pa.field("policy_version_min", pa.int64(), nullable=False),
         pa.field("policy_version_max", pa.int64(), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),  # stop, length
+        pa.field("finish_reason", pa.string(), nullable=False),  # stop, length, or an outcome of rollout.env
         pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none scores it
-        pa.field(
-            "reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False
-        ),  # each function's own number; see parts_of
-        pa.field("reward_status", pa.string(), nullable=False),  # ok, none, error, timeout, nan
+        pa.field("reward_parts", pa.list_(PART), nullable=False),  # each function's own number; see parts_of
+        pa.field("reward_status", pa.string(), nullable=False),  # ok, none, error, timeout, nan, environment
         pa.field("reward_ms", pa.float32(), nullable=False),
         pa.field("generate_ms", pa.float32(), nullable=False),
         pa.field("worker", pa.int32(), nullable=False),
         pa.field("seed", pa.int64(), nullable=False),
+        pa.field("messages", pa.string()),  # JSON list: the conversation after the prompt; null of a single completion
         pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
     ],
     metadata={"gleaner.schema": VERSION},
@@ -90,7 +108,10 @@ def check(table: pa.Table) -> pa.Table:
     """The table itself if it is a rollout table of this version and whole; else ValueError with the difference."""
     found = (table.schema.metadata or {}).get(b"gleaner.schema", b"none").decode()
     if found != VERSION:
-        raise ValueError(f"rollout table: schema version must be {VERSION}, got {found}; re-record these rollouts")
+        raise ValueError(
+            f"rollout table: schema version must be {VERSION}, got {found}; rollout.ledger reads "
+            "those of version 1, re-record others"
+        )
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")
     for name in SCHEMA.names:
@@ -127,4 +148,11 @@ def failed(table: pa.Table) -> npt.NDArray[np.bool_]:
 
 def parts_of(table: pa.Table) -> list[dict[str, float | None]]:
     """G dictionaries: reward function -> its own number, nan where it failed, None where it gives none."""
-    return [dict(row) for row in table.column("reward_parts").to_pylist()]
+    return [{part["name"]: part["value"] for part in row} for row in table.column("reward_parts").to_pylist()]
+
+
+def masks_of(table: pa.Table) -> list[npt.NDArray[np.bool_]]:
+    """One [T] array per row, true where the policy sampled the token."""
+    lengths = pc.list_value_length(table.column("completion_ids")).to_pylist()
+    rows = zip(table.column("loss_mask").to_pylist(), lengths, strict=True)
+    return [np.ones(length, np.bool_) if mask is None else np.asarray(mask, np.bool_) for mask, length in rows]

@@ -1,7 +1,7 @@
-"""What the learner derives from a batch: of each completion its advantage, its weight in the loss, whether it is
-trained on, and in which update.
+"""What the learner derives from a batch: of each token its advantage, and of each completion its weight in the loss,
+whether it is trained on, and in which update.
 
-Pure. Letters: R completions of the batch, U updates.
+Pure. Letters: R completions of the batch, M their tokens, U updates.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Of each completion."""
+    """Of each token, or of each completion."""
 
-    advantages: npt.NDArray[np.float64]  # [R] 0 without a reward
-    coefficients: npt.NDArray[np.float64]  # [R] weight of each of its tokens in the loss of its update
+    advantages: npt.NDArray[np.float64]  # [M] 0 without a reward
+    coefficients: npt.NDArray[np.float64]  # [R] weight of each of its sampled tokens in the loss of its update
     trained: npt.NDArray[np.bool_]  # [R] false without a reward, if it is masked, or if its gradient is exactly 0
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
 
@@ -49,7 +49,7 @@ def targets_of(rows: Rows, config: Settings, max_completion_length: int) -> Targ
     rewards = np.concatenate(rows.rewards)
     scored = np.isfinite(rewards)
     masked = rows.truncated & loss.mask_truncated
-    lengths = np.where(masked, 0, rows.lengths)
+    lengths = np.where(masked, 0, rows.counts)
     advantages = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards))
     groups = np.arange(len(rows.rewards)) * updates // len(rows.rewards)
     update = np.repeat(groups, [len(group) for group in rows.rewards])
@@ -58,4 +58,4 @@ def targets_of(rows: Rows, config: Settings, max_completion_length: int) -> Targ
         own = scored & (update == number)
         coefficients[own] = LOSSES[loss.kind](lengths[own], max_completion_length)
     trained = scored & ~masked & ((advantages != 0) | (loss.beta > 0))
-    return Targets(advantages, coefficients, trained, update)
+    return Targets(np.repeat(advantages, rows.lengths), coefficients, trained, update)

@@ -20,7 +20,7 @@ from learner.batch.rows import Rows, ranges
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass needs. Every [N] tensor speaks of completion tokens, row after row.
+    """What one forward and backward pass needs. Every [N] tensor speaks of sampled tokens, row after row.
 
     The last token of a completion predicts nothing and is left out of `ids`.
     """
@@ -32,7 +32,7 @@ class MicroBatch:
     versions: Int[Tensor, " N"]  # int32
     advantages: Float[Tensor, " N"]  # float32
     coefficients: Float[Tensor, " N"]  # float32, weight of the token in the loss of the whole optimizer batch
-    lengths: Int[Tensor, " C"]  # int64, T of each completion: they are whole
+    lengths: Int[Tensor, " C"]  # int64, sampled tokens of each completion: they are whole
     places: Int[Tensor, " N"]  # int64, where the token stands in Rows
     positions: Int[Tensor, "1 L"] | None = None  # int64 if packed: place of each token in its own sequence
     layout: Layout | None = None  # of the packed row
@@ -65,10 +65,11 @@ def micro_batches(
     Packed, groups stay whole where the budget allows; one that is larger is split, with its prompt in every part.
 
     Args:
-        advantages, coefficients, trained: [completions of the batch], the last a mask.
+        advantages: [M] of each token.
+        coefficients, trained: [R], the second a mask.
         token_budget: most tokens B * L of a micro-batch, padding included; a longer completion goes alone.
     """
-    chosen = np.flatnonzero(trained & (rows.lengths > 0))
+    chosen = np.flatnonzero(trained & (rows.counts > 0))
     if packed:
         bins = _bins(_parts(rows, chosen, token_budget), token_budget)
         return [
@@ -174,16 +175,18 @@ def _batch(
     positions: Tensor | None = None,
     layout: Layout | None = None,
 ) -> MicroBatch:
-    lengths, places = rows.lengths[chosen], rows.places(chosen)
+    counts, places = rows.counts[chosen], rows.places(chosen)
+    if rows.sampled is not None:  # the head computes no logprobs of what the policy did not sample
+        index = index[torch.from_numpy(rows.sampled[ranges(rows.starts[chosen], rows.lengths[chosen])])]
     return MicroBatch(
         ids=ids,
         index=index,
         targets=torch.from_numpy(rows.completions[places].astype(np.int64)),
         behavior=torch.from_numpy(rows.behavior[places]),
         versions=torch.from_numpy(rows.versions[places]),
-        advantages=torch.from_numpy(np.repeat(advantages[chosen], lengths).astype(np.float32)),
-        coefficients=torch.from_numpy(np.repeat(coefficients[chosen], lengths).astype(np.float32)),
-        lengths=torch.from_numpy(lengths),
+        advantages=torch.from_numpy(advantages[places].astype(np.float32)),
+        coefficients=torch.from_numpy(np.repeat(coefficients[chosen], counts).astype(np.float32)),
+        lengths=torch.from_numpy(counts),
         places=torch.from_numpy(places),
         positions=positions,
         layout=layout,

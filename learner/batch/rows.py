@@ -1,7 +1,8 @@
 """The columns of a batch's groups that the learner needs, read out of their Arrow tables.
 
-Letters: P prompt tokens, T completion tokens, R completions and M their tokens in the optimizer batch, C completions
-and N their tokens in a micro-batch.
+Letters: P prompt tokens, T tokens after the prompt, R completions and M their tokens in the optimizer batch, C
+completions and N the tokens of theirs that the policy sampled in a micro-batch. What an environment said between its
+turns belongs to a completion, and to M, but is not predicted.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout.schema import check, ragged, rewards_of
+from rollout.schema import check, masks_of, ragged, rewards_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ class Rows:
     versions: npt.NDArray[np.int32]  # [M] policy version of each token
     lengths: npt.NDArray[np.int64]  # [R] T of each completion
     truncated: npt.NDArray[np.bool_]  # [R] whether it was cut at rollout.max_completion_length
+    sampled: npt.NDArray[np.bool_] | None = None  # [M] whether the policy sampled the token; None: all of them
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """[R] tokens of each completion that the policy sampled."""
+        if self.sampled is None:
+            return self.lengths
+        total = np.concatenate([[0], np.cumsum(self.sampled)])
+        return np.asarray(total[self.starts + self.lengths] - total[self.starts])
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -35,11 +45,12 @@ class Rows:
         return np.cumsum(self.lengths) - self.lengths
 
     def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
-        """[N] where in [M] the tokens of the chosen completions stand, completion after completion."""
-        return ranges(self.starts[chosen], self.lengths[chosen])
+        """[N] where in [M] the sampled tokens of the chosen completions stand, completion after completion."""
+        every = ranges(self.starts[chosen], self.lengths[chosen])
+        return every if self.sampled is None else every[self.sampled[every]]
 
     def inputs(self, chosen: Sequence[int]) -> npt.NDArray[np.int32]:
-        """[N - C] their tokens but the last of each, which predicts nothing."""
+        """All their tokens but the last of each, which predicts nothing."""
         return self.completions[ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
 
@@ -75,8 +86,23 @@ def read(groups: Sequence[pa.Table]) -> Rows:
         raise ValueError(
             f"behavior_logprobs: must be finite, row {row} has {behavior[broken[0]]}; the generator is broken"
         )
+    rewards, sampled = [rewards_of(table) for table in tables], _sampled(tables, sizes[0])
     cut = _joined([pc.equal(table.column("finish_reason"), "length").to_numpy() for table in tables], np.bool_)
-    return Rows([rewards_of(table) for table in tables], prompts, completions, behavior, versions, sizes[0], cut)
+    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled)
+
+
+def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+    """[M] loss_mask of all rows; None where no row has one."""
+    if all(table.column("loss_mask").null_count == len(table) for table in tables):
+        return None
+    masks = [mask for table in tables for mask in masks_of(table)]
+    odd = [row for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)) if len(mask) != length]
+    if odd:
+        raise ValueError(
+            f"loss_mask: must have one value per token, row {odd[0]} has {len(masks[odd[0]])} for {lengths[odd[0]]}; "
+            "re-record these rollouts"
+        )
+    return np.concatenate(masks)
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:

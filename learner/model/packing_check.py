@@ -77,7 +77,7 @@ def _by_config(config: Any) -> str:
 
 
 def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:
-    """A few random rows, with the row's number in place of its advantage."""
+    """A few random rows, with the row's number in place of the advantage of its tokens."""
     rng = np.random.default_rng(0)
 
     def draw(length: int) -> Any:
@@ -89,7 +89,7 @@ def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:
     tokens = np.concatenate(completions)
     rows = Rows([], prompts, tokens, np.zeros(len(tokens), np.float32), np.zeros_like(tokens), lengths, lengths < 0)
     numbers = np.arange(len(pairs), dtype=np.float64)
-    return rows, numbers, numbers, np.ones(len(pairs), dtype=bool)
+    return rows, np.repeat(numbers, lengths), numbers, np.ones(len(pairs), dtype=bool)
 
 
 def _measure(

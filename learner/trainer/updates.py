@@ -89,10 +89,10 @@ class Updates:
         budget, packed = self._budget, self._policy.packed
         # Enough completions to fill a micro-batch, whether they share their prompt or not.
         rows = longest_rows(prompt_length, length, count=budget.tokens // max(length - 1, 1) + 1)
-        same = np.ones(len(rows.lengths))
+        same, each = np.ones(len(rows.lengths)), np.ones(len(rows.completions))
 
         def plan(tokens: int) -> list[MicroBatch]:
-            return micro_batches(rows, same, same, same > 0, tokens, packed=packed)[:1]
+            return micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1]
 
         states = torch.empty(self._updater.missing_state_bytes(), dtype=torch.uint8, device=self._policy.head.device)
         budget.run(plan, partial(self._passes.learn, version=version))

@@ -21,9 +21,10 @@ def make_group(
     position: int = 0,
     version: int = 0,
     cut: Sequence[int] = (),
+    masks: Sequence[Sequence[bool] | None] | None = None,
 ) -> pa.Table:
     """One group; `behavior` gives the sampler's logprobs of a completion after a prompt. `cut`: those that were stopped
-    at the greatest length."""
+    at the greatest length. `masks`: which tokens the policy sampled; None: all."""
     n = len(completions)
     zeros, empty = [0.0] * n, [""] * n
     return build_group(
@@ -45,7 +46,10 @@ def make_group(
             "policy_version_max": [version] * n,
             "finish_reason": ["length" if i in cut else "stop" for i in range(n)],
             "reward": rewards,
-            "reward_parts": [{}] * n,
+            "reward_parts": [[]] * n,
+            "loss_mask": masks or [None] * n,
+            "turns": [[]] * n,
+            "messages": [None] * n,
             "reward_status": ["error" if r is None else "ok" for r in rewards],
             "reward_ms": zeros,
             "generate_ms": zeros,

@@ -9,7 +9,7 @@ import pytest
 
 from rollout import ledger
 from rollout.fake_groups import make_group
-from rollout.schema import parts_of
+from rollout.schema import SCHEMA, parts_of
 
 PARTS = [[("format", 0.5), ("answer", None)], [], [("format", 1.0)]]
 
@@ -44,15 +44,28 @@ def test_what_is_read_is_what_was_sent(tmp_path: Path) -> None:
         assert parts_of(read) == parts_of(rows)
 
 
-def test_rollouts_of_the_version_that_wrote_maps_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("type_of_parts", [pa.map_(pa.string(), pa.float32()), SCHEMA.field("reward_parts").type])
+def test_rollouts_of_version_1_are_read(type_of_parts: pa.DataType, tmp_path: Path) -> None:
+    """It had maps in flight and, for a while, at rest."""
+    first = group().drop_columns(list(ledger.NEW_IN_2))
+    place = first.schema.get_field_index("reward_parts")
+    first = first.set_column(
+        place, pa.field("reward_parts", type_of_parts, nullable=False), pa.array(PARTS, type_of_parts)
+    )
     old = tmp_path / "step-000001.parquet"
-    pq.write_table(group(), old)
-    assert pa.types.is_map(pq.read_schema(old).field("reward_parts").type)
+    pq.write_table(first.replace_schema_metadata({"gleaner.schema": "1"}), old)
     assert ledger.read(old).equals(group())
+
+
+def test_what_is_not_whole_of_version_1_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    pq.write_table(group().drop_columns(["seed"]).replace_schema_metadata({"gleaner.schema": "1"}), path)
+    with pytest.raises(ValueError, match="must be 2, got 1"):
+        ledger.read(path)
 
 
 def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "step-000001.parquet"
     pq.write_table(pa.table({"reward_parts": [[1.0]], "x": [1]}), other)
-    with pytest.raises(ValueError, match="schema version must be 1, got none"):
+    with pytest.raises(ValueError, match="schema version must be 2, got none"):
         ledger.read(other)

@@ -36,7 +36,7 @@ def test_a_truncated_completion_counts_in_the_advantages_and_is_not_trained(kind
     config = LossConfig(kind=kind, advantage="none", beta=0.1, mask_truncated=True)
     found = found_in(config)
     assert found.trained.tolist() == [True, True, False, True, True]  # not for the KL either
-    assert found.advantages.tolist() == [-1, 0, 1, -2, 2]  # of groups with it
+    assert found.advantages.tolist() == [-1] * 2 + [0] * 3 + [1] * 4 + [-2] + [2] * 5  # of groups with it
     own = found.trained
     assert found.coefficients[own].tolist() == pytest.approx([c for c, t in zip(coefficients, own, strict=True) if t])
 
@@ -47,6 +47,17 @@ def test_truncated_completions_train_unless_masked_and_an_update_may_be_left_wit
     assert plain.coefficients == pytest.approx([1 / 15] * 5)
     all_cut = found_in(LossConfig(mask_truncated=True), [GROUPS[0] | {"cut": [0, 1, 2]}])
     assert not all_cut.trained.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficients"), [("dapo", [1 / 4] * 2), ("dr_grpo", [1 / 20] * 2), ("grpo", [1 / 2, 1 / 6])]
+)
+def test_only_what_the_policy_sampled_counts_as_tokens_of_the_loss(kind: Any, coefficients: Any) -> None:
+    masks = [[True, False], [True, False, True, True]]
+    group = {"completions": [[1] * 2, [2] * 4], "rewards": [0, 1], "masks": masks}
+    found = found_in(LossConfig(kind=kind, advantage="none"), [group])
+    assert found.coefficients.tolist() == pytest.approx(coefficients)
+    assert found.advantages.tolist() == [-0.5] * 2 + [0.5] * 4
 
 
 def test_of_no_group_there_is_nothing_of_the_right_types() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -26,12 +28,17 @@ def sequence(batch: MicroBatch, place: int) -> list[int]:
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10_000), budget=st.integers(1, 200), packed=st.booleans())
-def test_every_trained_token_once_in_its_place_and_within_budget(seed: int, budget: int, packed: bool) -> None:
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 200), packed=st.booleans(), observed=st.booleans())
+def test_every_trained_token_once_in_its_place_and_within_budget(
+    seed: int, budget: int, packed: bool, observed: bool
+) -> None:
     groups = make_groups([[0, 1, 0], [1, 0, 1, 1]], lambda p, c: [-0.5 - i for i in range(len(c))], seed=seed)
     rows = read(groups)
+    if observed:  # about a third of the tokens were not sampled
+        rows = replace(rows, sampled=np.random.default_rng(seed).random(len(rows.completions)) > 1 / 3)
     trained = np.array([True, False, True, True, True, True, False])
-    advantages, coefficients = np.arange(7, dtype=np.float64), np.arange(7, dtype=np.float64) / 8
+    coefficients = np.arange(7, dtype=np.float64) / 8
+    advantages = np.repeat(np.arange(7, dtype=np.float64), rows.lengths)
     found: list[int] = []
     batches = micro_batches(rows, advantages, coefficients, trained, budget, packed=packed)
     sizes = [batch.ids.numel() for batch in batches]
@@ -42,21 +49,28 @@ def test_every_trained_token_once_in_its_place_and_within_budget(seed: int, budg
         assert torch.equal(batch.lengths, torch.unique_consecutive(batch.advantages, return_counts=True)[1])
         for row in sorted(set(numbers)):
             mine = batch.advantages == row
-            prompt, completion = rows.prompts[row].tolist(), rows.completions[rows.places([row])].tolist()
-            assert batch.targets[mine].tolist() == completion
-            for i, place in enumerate(batch.index[mine].tolist()):
+            own = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
+            prompt, completion = rows.prompts[row].tolist(), rows.completions[own].tolist()
+            kept = np.flatnonzero(np.ones(len(completion)) if rows.sampled is None else rows.sampled[own]).tolist()
+            assert batch.targets[mine].tolist() == [completion[i] for i in kept]
+            for i, place in zip(kept, batch.index[mine].tolist(), strict=True):
                 assert sequence(batch, place) == prompt + completion[:i]
-            assert batch.coefficients[mine].tolist() == [row / 8] * len(completion)
-            assert batch.places[mine].tolist() == rows.places([row]).tolist()
-            assert batch.behavior[mine].tolist() == [-0.5 - i for i in range(len(completion))]
+            assert batch.coefficients[mine].tolist() == [row / 8] * len(kept)
+            assert batch.places[mine].tolist() == [int(rows.starts[row]) + i for i in kept]
+            assert batch.behavior[mine].tolist() == [-0.5 - i for i in kept]
             found.append(row)
-    assert sorted(found) == [0, 2, 3, 4, 5]
+    assert sorted(found) == [row for row in (0, 2, 3, 4, 5) if rows.counts[row]]
 
 
 def everything(rows: Rows, budget: int, *, packed: bool) -> list[MicroBatch]:
     n = len(rows.lengths)
     return micro_batches(
-        rows, np.arange(n, dtype=np.float64), np.ones(n), np.ones(n, dtype=bool), budget, packed=packed
+        rows,
+        np.repeat(np.arange(n, dtype=np.float64), rows.lengths),
+        np.ones(n),
+        np.ones(n, dtype=bool),
+        budget,
+        packed=packed,
     )
 
 

@@ -58,6 +58,18 @@ def test_rows_of_tables_that_are_slices_and_chunks_of_others() -> None:
     assert [p.tolist() for p in found.prompts] == [p.tolist() for p in wanted.prompts[1:4]]
 
 
+def test_what_was_not_sampled_is_known_by_its_mask_and_no_mask_costs_nothing() -> None:
+    plain = make_group([5], [[1, 2], [3]], [0, 1], uniform)
+    mixed = make_group([5], [[4, 5, 6], [7]], [0, 1], uniform, masks=[[True, False, True], None])
+    assert read([plain]).sampled is None
+    rows = read([plain, mixed])
+    assert rows.sampled is not None
+    assert rows.sampled.tolist() == [True] * 3 + [True, False, True] + [True]
+    assert (rows.lengths.tolist(), rows.counts.tolist()) == ([2, 1, 3, 1], [2, 1, 2, 1])
+    assert rows.places([2, 1]).tolist() == [3, 5, 2]
+    assert rows.inputs([2, 0]).tolist() == [4, 5, 1]
+
+
 def broken(value: float) -> Any:
     return lambda prompt, completion: [value if token == 4 else -1.0 for token in completion]
 
@@ -72,6 +84,10 @@ WRONG = {
     "versions": (
         with_versions(make_group([5], [[1], [2, 3]], [0, 1], uniform), [[0], [0]]),
         "must have one length per row, row 3 has 2, 2, 1",
+    ),
+    "mask": (
+        make_group([5], [[1], [2, 3, 4]], [0, 1], uniform, masks=[None, [True, False]]),
+        "loss_mask: must have one value per token, row 3 has 2 for 3",
     ),
     "nan": (make_group([5], [[1], [2, 4]], [0, 1], broken(float("nan"))), "must be finite, row 3 has nan"),
     "inf": (make_group([5], [[4], [4]], [0, 1], broken(float("-inf"))), "must be finite, row 2 has -inf"),

@@ -65,7 +65,8 @@ def make_rows() -> Rows:
 def gradients(policy: Any, rows: Rows, budget: int, *, packed: bool) -> tuple[Tensor, Tensor]:
     """(logprobs, gradient of a weighted sum of them to all of the adapter), in the order of the rows."""
     numbers = np.arange(len(rows.lengths), dtype=np.float64)
-    batches = micro_batches(rows, numbers, numbers, np.ones(len(numbers), dtype=bool), budget, packed=packed)
+    advantages = np.repeat(numbers, rows.lengths)
+    batches = micro_batches(rows, advantages, numbers, np.ones(len(numbers), dtype=bool), budget, packed=packed)
     policy.clear_gradients()
     parts = []
     for batch in batches:
