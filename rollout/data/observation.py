@@ -1,0 +1,209 @@
+"""What a chat template puts behind a turn that was sampled, as token ids: observations, without the past anew.
+
+Rendering the whole conversation again after each turn would tokenise what the policy sampled a second time, and into
+other ids; many templates also rewrite a past turn. So the past stays as it was sampled, and only what comes behind it
+is rendered: once, behind a dummy turn that holds a marker. What stands behind the token that ends the dummy turn is
+what stands behind any turn (to be proven for a model before a run).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rollout.data.chat_error import ChatError
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+MARKER = "markerQ7x"  # letters and a digit, which no template escapes, trims or splits
+CALL_ID = "callQ7x{:02d}"  # some templates want nine letters and digits
+USER = {"role": "user", "content": "Go."}
+
+
+class UnclosedTurn(ChatError):
+    """The sampled turn ended with another stop token than the one the template ends such a turn with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the template ends the turn before observations of one shape.
+
+    Attributes:
+        past: the dummy conversation, its last message the turn with the marker.
+        between: the text between marker and ending.
+        text, token: what the template writes as the ending; its id. It may be the first token of the observation.
+        sampled: the stop token that the policy samples there; another one only where the template writes a past turn's
+            ending anew.
+    """
+
+    past: tuple[dict[str, Any], ...]
+    between: str
+    text: str
+    token: int
+    sampled: int
+
+    def tail(self, rendered: str) -> str:
+        """What stands behind the ending. Raises ChatError if the turn does not end as it did."""
+        rest = rendered.partition(MARKER)[2]
+        if not rest.startswith(self.between + self.text):
+            raise ChatError("model.path: the model's chat template ends a turn differently for different observations")
+        return rest[len(self.between) + len(self.text) :]
+
+
+class Observations:
+    """Observation messages to token ids, for one tokenizer with a chat template."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs)
+        self._stops = {str(tokenizer.decode([i], skip_special_tokens=False)): i for i in stop_ids}
+        self._added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: -len(item[0]))
+        self._ending = lru_cache(maxsize=1024)(self._find_ending)  # by roles, names and tools
+
+    def ids(self, messages: Messages, closed_by: int | None, tools: Tools = ()) -> tuple[int, ...]:
+        """See Chat.observe."""
+        _check(messages)
+        shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
+        ending = self._ending(shape, json.dumps(tools))
+        if closed_by is not None and closed_by != ending.sampled:
+            raise UnclosedTurn(
+                f"trajectory: the turn before observations of roles {', '.join(m['role'] for m in messages)} must end "
+                f"with token {ending.sampled}, as the chat template ends it, got {closed_by}"
+            )
+        tail = ending.tail(self.render([*ending.past, *_with_ids(messages)], tools))
+        # From the ending on: it is a border for every tokenizer, so that what stands before it changes no id, and
+        # a tokenizer that puts a space before a text puts none before an added token.
+        token, *rest = self._tokenizer.encode(ending.text + tail, add_special_tokens=False)
+        if token != ending.token:
+            raise ChatError(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
+        return tuple(rest) if closed_by is not None else (token, *rest)
+
+    def render(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> str:
+        """The text of a conversation, with the opening of the assistant's turn if `opened`. Raises ChatError."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) or None,
+                    add_generation_prompt=opened,
+                    tokenize=False,
+                    **self._template_kwargs,
+                )
+            )
+        except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            roles = ", ".join(message["role"] for message in messages)
+            raise ChatError(f"model.path: the model's chat template refuses roles {roles}: {said}") from error
+
+    def ending(self, past: Messages, probes: Messages, tools: Tools) -> Ending:
+        """How the template ends the last turn of `past`, which holds MARKER, before `probes`: observations whose
+        contents are found nowhere else. Raises ChatError."""
+        text = self.render([*past, *probes], tools)
+        words = [MARKER, *(probe["content"] for probe in probes)]
+        places = [text.find(word) for word in words]
+        if [text.count(word) for word in words] != [1] * len(words) or places != sorted(places):
+            raise ChatError(
+                "model.path: the model's chat template must write a turn and the messages of roles "
+                f"{', '.join(p['role'] for p in probes)} behind it once each and in order, and drops or repeats one"
+            )
+        start = places[0] + len(MARKER)
+        found = _first(text[start : places[1]], self._stops)
+        if found is not None:
+            at, stop = found
+            return Ending(tuple(map(dict, past)), text[start : start + at], stop, self._stops[stop], self._stops[stop])
+        return self._rewritten(past, tools, text[start : places[1]], text[start:])
+
+    def _rewritten(self, past: Messages, tools: Tools, before: str, text: str) -> Ending:
+        """The ending where a turn that is past ends with another token than one that was just sampled; behind the
+        marker stand `text` and, up to the observation, `before`."""
+        last = self.render(past, tools, opened=False).partition(MARKER)[2]
+        found = _first(last, self._stops)
+        if found is not None and before.startswith(last[: found[0]]):
+            for token, id_ in self._added:
+                if text.startswith(token, found[0]) and found[0] + len(token) <= len(before):
+                    return Ending(tuple(map(dict, past)), last[: found[0]], token, id_, self._stops[found[1]])
+        raise ChatError(
+            "model.path: the model's chat template ends a turn that is past with none of the model's stop tokens "
+            f"({', '.join(self._stops)}), but with {before[:40]!r}"
+        )
+
+    def _find_ending(self, shape: tuple[tuple[str, str | None, str | None], ...], tools_json: str) -> Ending:
+        tools = json.loads(tools_json)
+        probes = _with_ids(
+            [
+                {"role": role, "content": f"probe{index}Q7x"}
+                | {key: value for key, value in (("name", name), ("tool_call_id", id_)) if value is not None}
+                for index, (role, name, id_) in enumerate(shape)
+            ]
+        )
+        refused = None
+        for turn in dummies(probes, tools):
+            try:
+                ending = self.ending([USER, turn], probes, tools)
+            except ChatError as error:
+                refused = error
+                continue
+            self._check_ids(ending, probes, shape, tools)
+            return ending
+        assert refused is not None
+        raise refused
+
+    def _check_ids(self, ending: Ending, probes: Messages, shape: Sequence[Sequence[str | None]], tools: Tools) -> None:
+        tail = ending.tail(self.render([*ending.past, *probes], tools))
+        made_up = [
+            p["tool_call_id"] for p, (*_, id_) in zip(probes, shape, strict=True) if "tool_call_id" in p and not id_
+        ]
+        if any(id_ in tail for id_ in made_up):
+            raise ChatError(
+                "model.path: the model's chat template writes the id of the call into its answer, so messages of role "
+                "tool must hold it as tool_call_id, as the policy wrote it"
+            )
+
+
+def dummies(probes: Messages, tools: Tools = (), content: str = "") -> Iterator[dict[str, Any]]:
+    """Assistant turns with MARKER that observations of these roles may follow, the likeliest first.
+
+    Before messages of role tool: as many calls, the marker in the last; one call, for templates that know no more; and
+    plain text, for templates that write no calls (the policy's calls are then part of its text).
+    """
+    asked = [probe for probe in probes if probe["role"] == "tool"] if probes[0]["role"] == "tool" else []
+    fallback = tools[0]["function"]["name"] if tools else "tool"
+    for answered in (asked, asked[-1:]) if len(asked) > 1 else (asked,) if asked else ():
+        for as_json in (False, True):  # what templates want of arguments differs, too
+            calls = []
+            for probe in answered:
+                value = {"value": MARKER if probe is answered[-1] else "0"}
+                arguments = json.dumps(value) if as_json else value
+                function = {"name": probe.get("name", fallback), "arguments": arguments}
+                calls.append({"type": "function", "id": probe["tool_call_id"], "function": function})
+            yield {"role": "assistant", "content": content, "tool_calls": calls}
+    yield {"role": "assistant", "content": content + MARKER}
+
+
+def _with_ids(messages: Messages) -> list[dict[str, Any]]:
+    """Copies in which every answer of a tool names the call that it answers."""
+    return [
+        {"tool_call_id": CALL_ID.format(index), **message} if message["role"] == "tool" else dict(message)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _first(text: str, tokens: Mapping[str, int]) -> tuple[int, str] | None:
+    """Place and text of the first of these tokens; of two that begin there, the longer."""
+    places = [(text.find(token), -len(token), token) for token in tokens if token in text]
+    if not places:
+        return None
+    at, _, token = min(places)
+    return at, token
+
+
+def _check(messages: Messages) -> None:
+    if not messages:
+        raise ChatError("trajectory: an environment that is not done must answer a turn with messages, got none")
+    for message in messages:
+        if message.get("role") not in ("tool", "user") or not isinstance(message.get("content"), str):
+            raise ChatError(
+                "trajectory: an observation must be a message of role tool or user with its content as text, got "
+                f"{str(dict(message))[:100]}"
+            )
