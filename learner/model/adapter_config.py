@@ -10,9 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from safetensors import safe_open
+
 from learner.config.learner import LoraConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+HEAD = "base_model.model.score.weight"  # [1, H], in the file of an adapter with a scalar head
 VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
 MODEL = "model"  # folder, in the learner's part of a checkpoint, of a whole model
 
@@ -41,6 +44,41 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
     Raises:
         AdapterError: there is none, or it is no plain LoRA adapter.
     """
+    content = _content(folder, key)
+    _check_plain(content, Path(folder) / CONFIG_FILE, key)
+    return content
+
+
+def read_scored(folder: str, key: str) -> dict[str, Any]:
+    """The same of a plain LoRA adapter with a scalar head: PEFT's sequence classification with one label.
+
+    Raises:
+        AdapterError: there is none, or it is something else, such as a head of two outputs.
+    """
+    content, file = _content(folder, key), Path(folder) / CONFIG_FILE
+    if content.get("task_type") != "SEQ_CLS":
+        raise AdapterError(
+            f"{key}: task_type of {file} must be 'SEQ_CLS', got {content.get('task_type')!r}; give an adapter with a "
+            "head, as gleaner reward-model train makes one"
+        )
+    _check_plain({**content, "modules_to_save": None}, file, key)
+    if others := set(content.get("modules_to_save") or ()) - {"classifier", "score"}:
+        raise AdapterError(
+            f"{key}: modules_to_save of {file} must be the head alone, got {', '.join(sorted(others))} too; only the "
+            "adapter and its head are kept beside the base"
+        )
+    with safe_open(file.parent / WEIGHTS_FILE, framework="numpy") as weights:
+        shape = weights.get_slice(HEAD).get_shape() if HEAD in list(weights.keys()) else None
+    if shape is None or shape[0] != 1:
+        got = "none" if shape is None else f"{shape[0]} outputs"
+        raise AdapterError(
+            f"{key}: {HEAD} in {file.parent / WEIGHTS_FILE} must be a head of one output, got {got}; train it with "
+            "num_labels=1"
+        )
+    return content
+
+
+def _content(folder: str, key: str) -> dict[str, Any]:
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder}; give one in PEFT's form")
@@ -50,6 +88,10 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
         raise AdapterError(f"{key}: {file} must be JSON: {error}; save the adapter again") from None
     if not isinstance(content, dict):
         raise AdapterError(f"{key}: {file} must be a JSON object, got {type(content).__name__}; save the adapter again")
+    return content
+
+
+def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
     for name, value in content.items():
         allowed = FIXED.get(name)
         if (value not in allowed) if allowed is not None else (value and name not in FREE):
@@ -59,7 +101,6 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
                 "served as they are: merge this one into its base, or convert it"
             )
     _check_kind(content, file, key)
-    return content
 
 
 def _check_kind(content: Mapping[str, Any], file: Path, key: str) -> None:

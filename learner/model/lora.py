@@ -1,11 +1,12 @@
 """LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import peft
 import torch
+from torch import Tensor
 
 from learner.config import ModelConfig
 from learner.config.learner import LoraConfig
@@ -53,9 +54,10 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
 
 @contextmanager
 def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
-    """Inside this block the model computes with the adapter `name`, or with the base alone (None); nothing is trained.
+    """Inside this block the model computes with the adapter `name`, or with the base alone (None).
 
-    Which weights train is the same after as before: PEFT's switches set requires_grad, so it is put back.
+    Which weights train is the same inside and after as before: PEFT's switches set requires_grad, so it is put back. A
+    backward pass belongs into the block of its forward pass: activation checkpointing computes again.
     """
     trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
     try:
@@ -63,12 +65,17 @@ def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
             with wrapped.disable_adapter():
                 yield
         else:
-            wrapped.set_adapter(name, inference_mode=True)
+            wrapped.set_adapter(name)
+            _set_trained(trained)
             yield
     finally:
         wrapped.set_adapter(POLICY)
-        for weight, wanted in trained:
-            weight.requires_grad = wanted
+        _set_trained(trained)
+
+
+def _set_trained(weights: Sequence[tuple[Tensor, bool]]) -> None:
+    for weight, wanted in weights:
+        weight.requires_grad = wanted
 
 
 def as_json(config: peft.PeftConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def merged(lm: Any) -> dict[str, Source]:
 
     Raises ValueError for an adapter on layers that are not nn.Linear.
     """
-    blocks = {name.rpartition(".")[0] for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    blocks = {name.rpartition(".")[0] for name, module in lm.named_modules() if _is_adapted(module)}
     return {f"{block}.{name}": source for block in sorted(blocks) for name, source in _block(lm.get_submodule(block))}
 
 
@@ -37,8 +37,13 @@ def _block(block: nn.Module) -> Iterator[tuple[str, Source]]:
                 f"learner.push: merged is for adapters of nn.Linear, {name} is {type(base).__name__}; set push=adapter"
             )
         for kind, weight in base.named_parameters():
-            moved = kind == "weight" and base is not layer
+            moved = kind == "weight" and _is_adapted(layer)
             yield f"{name}.{kind}", Source(weight.shape, partial(_merge, layer)) if moved else Source.of(weight)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """By the policy's adapter; another role's may lie on further layers."""
+    return isinstance(module, LoraLayer) and POLICY in module.scaling
 
 
 def _merge(layer: Any, place: Tensor) -> None:

@@ -11,7 +11,7 @@ there are no masters (learner.trainer.stochastic_rounding), and it is 2N for the
 states. A reference is another 2N, or N.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from learner.batch.layout import Layout
 from learner.batch.micro_batch import MicroBatch
@@ -38,7 +38,9 @@ from learner.model.logits import logits_of
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
 from learner.model.lora_merge import merged
 from learner.model.mapped_base import MappedBase
+from learner.model.masters import Masters
 from learner.model.reference import Reference
+from learner.model.roles import ScoredAdapter, ScoredRole
 from rollout.safetensors_stream import Source
 
 
@@ -47,13 +49,13 @@ class Policy:
 
     Args:
         attention: see learner.model.packing_check.enable. mapped: the base to use, instead of one of its own.
+        roles: further adapters, with a scalar head each; they need `lora`.
 
     Attributes:
         head: [V, H] output embedding; frozen with an adapter.
         logits: what the model does to head @ hidden.
         model_type: of its config.
-        masters: PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each
-            of its weights -> float32 weight to optimize; the model's own weight if keep_masters is false.
+        scored: name -> adapter of each further role with a scalar head.
         packed: whether micro-batches may be packed (learner.model.packed_attention); otherwise they must be padded.
         peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json); None without one.
 
@@ -75,6 +77,7 @@ class Policy:
         keep_reference: bool = False,
         attention: str | None = None,
         mapped: MappedBase | None = None,
+        roles: Sequence[ScoredRole] = (),
     ) -> None:
         self._lm = load_base(model, device, lora=lora is not None, mapped=mapped)
         self._offload = offload
@@ -87,14 +90,12 @@ class Policy:
             adapters = self._peft.peft_config
             self.peft_config = as_json(adapters[POLICY]) | {"base_model_name_or_path": model.path}
             self._roles["reference"] = partial(acting_as, self._peft, REFERENCE if REFERENCE in adapters else None)
-        self._cast = [
-            (name.replace(f".{POLICY}.", "."), weight)
-            for name, weight in self._peft.named_parameters()
-            if weight.requires_grad
-        ]
-        self.masters = {
-            name: _master(weight, self.head.dtype) if keep_masters else weight for name, weight in self._cast
-        }
+        self.scored = {role.name: ScoredAdapter(self._peft, role, seed) for role in roles}
+        self._roles |= {name: partial(acting_as, self._peft, name) for name in self.scored}
+        own = [(name, weight) for name, weight in self._peft.named_parameters() if weight.requires_grad]
+        if lora is not None:
+            own = [(name.replace(f".{POLICY}.", "."), weight) for name, weight in own if f".{POLICY}." in name]
+        self._masters = Masters(dict(own), self.head.dtype, keep=keep_masters)
         if model.adapter is not None:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)
@@ -127,49 +128,32 @@ class Policy:
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
-        """Inside this block the model acts as another role on the same base; there is one, `reference`.
+        """Inside this block the model acts as another role on the same base: `reference`, or one of `scored`. A forward
+        pass and its backward pass belong into one block.
 
         The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes); of
         a model that is trained as a whole, model.reference or the weights that training started from.
         """
         return self._roles[role]()
 
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each of its
+        weights -> float32 weight to optimize; the model's own weight if keep_masters is false."""
+        return self._masters.named
+
     def clear_gradients(self) -> None:
-        """To be called before the first micro-batch; a step that failed half-way may have left some."""
-        for name, weight in self._cast:
-            self.masters[name].grad = weight.grad = None
+        """See Masters, as the next three."""
+        self._masters.clear_gradients()
 
     def collect_gradients(self) -> None:
-        """Adds the gradients of a micro-batch to those of the masters, in float32."""
-        for name, weight in self._cast:
-            master = self.masters[name]
-            if master is weight or weight.grad is None:
-                continue
-            master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
-            weight.grad = None
+        self._masters.collect_gradients()
 
-    @torch.no_grad()
     def sync(self) -> None:
-        """Masters -> the copy that the model computes with; to be called after each change of the masters."""
-        for name, weight in self._cast:
-            if self.masters[name] is not weight:
-                weight.copy_(self.masters[name])
+        self._masters.sync()
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Sets masters and model. Raises ValueError if names or shapes differ from this policy's."""
-        wanted = {name: master.shape for name, master in self.masters.items()}
-        found = {name: tensor.shape for name, tensor in tensors.items()}
-        if wanted != found:
-            names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-            raise ValueError(
-                f"weights: names and shapes must be this model's, {len(names)} differ, first {names[0]}: "
-                f"wanted {wanted.get(names[0])}, got {found.get(names[0])}; compare learner.lora with r and "
-                "target_modules in the adapter's adapter_config.json"
-            )
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(tensors[name])
-        self.sync()
+        self._masters.load(tensors)
 
     def merged(self) -> dict[str, Source]:
         """The base's weights that the adapter changes, with it (learner.model.lora_merge); the base's own stay."""
@@ -178,7 +162,7 @@ class Policy:
     def scalings(self) -> dict[str, float]:
         """PEFT's name of each layer with an adapter -> what B A is multiplied with, alpha / r."""
         layers = ((name, module) for name, module in self._peft.named_modules() if isinstance(module, LoraLayer))
-        return {name: float(layer.scaling[POLICY]) for name, layer in layers}
+        return {name: float(layer.scaling[POLICY]) for name, layer in layers if POLICY in layer.scaling}
 
     def save_config(self, folder: Path) -> None:
         """Writes the base model's config.json and generation_config.json."""
@@ -192,12 +176,3 @@ class Policy:
                 f"token ids: must be below the vocabulary of model.path, {len(self.head)}, got {highest}; the rollouts "
                 "were made with another tokenizer or model"
             )
-
-
-def _master(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A float32 copy of `weight`, which itself becomes `dtype`; for float32 the weight itself."""
-    if dtype == torch.float32:
-        return weight
-    master = weight.detach().float().clone().requires_grad_()
-    weight.data = weight.data.to(dtype)
-    return master

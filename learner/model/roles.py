@@ -1,0 +1,131 @@
+"""Further roles on the policy's base: adapters with a scalar head (reward and value models), no second copy of it.
+
+In files they are PEFT's sequence classification: task_type SEQ_CLS, `score` among modules_to_save, and the head beside
+the LoRA weights as HEAD. PEFT itself would put the head into the model; here it is kept apart, since the model is one
+that speaks.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from learner.model.adapter_config import CONFIG_FILE, HEAD, WEIGHTS_FILE, AdapterError, read_scored
+from learner.model.lora import POLICY, as_json
+from learner.model.masters import Masters
+from learner.model.scalar_head import ScalarHead
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRole:
+    """What is asked for.
+
+    name: of the adapter, and of the role for learner.model.policy.Policy.acting_as. folder: of an adapter in PEFT's
+    sequence-classification format; None: a fresh one of the policy's rank and targets, with a head of zeros. trained:
+    whether its weights want a gradient. key: the setting that asks for it, for messages.
+    """
+
+    name: str
+    folder: str | None
+    trained: bool
+    key: str
+
+
+class ScoredAdapter:
+    """An adapter beside the policy's, and its head.
+
+    Attributes:
+        head: of the states that the model has while it acts as this role.
+        weights: PEFT's name of each LoRA weight, and HEAD -> the weight that the model computes with: the head float32,
+            the others of the base's type.
+        masters: of the weights, if they are trained.
+        peft_config: the content of its adapter_config.json.
+    """
+
+    def __init__(self, wrapped: Any, role: ScoredRole, seed: int) -> None:
+        """Adds it to the PEFT model. Raises AdapterError: the folder is none for a scalar head on this base."""
+        lm = wrapped.get_base_model()
+        place = lm.get_output_embeddings().weight
+        tensors = {} if role.folder is None else load_file(Path(role.folder) / WEIGHTS_FILE)
+        settings = _settings(wrapped, role)
+        with _unchanged(wrapped), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            wrapped.add_adapter(role.name, settings)
+        lora = {
+            name.replace(f".{role.name}.", "."): weight
+            for name, weight in wrapped.named_parameters()
+            if f".{role.name}." in name
+        }
+        self.head = ScalarHead.zeros(place.shape[1], place.device)
+        self.weights: dict[str, nn.Parameter] = lora | {HEAD: self.head.weight}
+        if role.folder is not None:
+            _fill(self.weights, tensors, f"{role.key}: {role.folder}")
+        for weight in self.weights.values():
+            weight.requires_grad = role.trained
+        self.masters: Masters | None = None
+        if role.trained:
+            self.masters = Masters(self.weights, lm.dtype, wide=(HEAD,))
+        else:
+            for weight in lora.values():
+                weight.data = weight.data.to(lm.dtype)
+        self.peft_config = as_json(settings) | {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+
+    def save(self, folder: Path, path: str) -> None:
+        """For PEFT's AutoPeftModelForSequenceClassification, float32; `path` is the base model's. The folder is made.
+
+        transformers' sequence classification also wants a padding token in the base's config.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        named = self.weights if self.masters is None else self.masters.named
+        save_file(
+            {name: weight.detach().to("cpu", torch.float32) for name, weight in named.items()}, folder / WEIGHTS_FILE
+        )
+        (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config | {"base_model_name_or_path": path}, indent=2))
+
+
+def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
+    """For an adapter without the head."""
+    if role.folder is None:
+        settings: peft.LoraConfig = copy.deepcopy(wrapped.peft_config[POLICY])
+    else:
+        read_scored(role.folder, role.key)
+        settings = peft.LoraConfig.from_pretrained(role.folder)
+    settings.modules_to_save = None
+    settings.task_type = peft.TaskType.CAUSAL_LM  # the model's, or PEFT would look for a head in it
+    settings.inference_mode, settings.lora_dropout, settings.init_lora_weights = False, 0.0, True
+    return settings
+
+
+def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], what: str) -> None:
+    wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wanted != found:
+        odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        raise AdapterError(
+            f"{what}: must have the names and shapes of model.path, {len(odd)} differ, first {odd[0]}: wanted "
+            f"{wanted.get(odd[0])}, got {found.get(odd[0])}; give an adapter that was trained on this base"
+        )
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(tensors[name])
+
+
+@contextmanager
+def _unchanged(wrapped: Any) -> Iterator[None]:
+    """Puts back what PEFT switches on all modules as it adds an adapter: what trains, and the mode of each module, on
+    which checkpointing and 4-bit layers hang."""
+    modes = [(module, module.training) for module in wrapped.modules()]
+    trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
+    yield
+    for module, training in modes:
+        module.training = training
+    for weight, wanted in trained:
+        weight.requires_grad = wanted
