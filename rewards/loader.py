@@ -8,10 +8,10 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from rewards import environment, memory
 from rewards.base import Reward, RewardLoadError, said
@@ -34,19 +34,24 @@ def load(use: str) -> Reward:
     """
     if use in BUILT_INS:
         return _built_in(use)
-    place, _, function = use.rpartition(":")
-    if not place:
-        place, function = use, ""
-    if place.endswith(".py"):
-        return _function(_import_file(Path(place)), function, use)
-    if not function:
+    if ":" not in use and not use.endswith(".py"):
         nearest = difflib.get_close_matches(use, BUILT_INS, n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise RewardLoadError(
             f"{use!r} is no built-in reward; {hint}Built-ins: {', '.join(sorted(BUILT_INS))}. "
             "Your own: path/file.py:function or package.module:function"
         )
-    return _function(_import_module(place), function, use)
+    return cast(Reward, load_own(use, "my_reward"))
+
+
+def load_own(use: str, example: str) -> Callable[..., Any]:
+    """The callable that `use` names: `package.module:function` or `path/file.py:function`; `example` is a name for the
+    sentence to whoever forgot it. Raises RewardLoadError with one sentence, whatever the callable is for."""
+    place, _, function = use.rpartition(":")
+    if not place:
+        place, function = use, ""
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    return _function(module, function, use, example)
 
 
 def _built_in(name: str) -> Reward:
@@ -110,16 +115,18 @@ def _on_path(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def _function(module: ModuleType, name: str, use: str) -> Reward:
+def _function(module: ModuleType, name: str, use: str, example: str) -> Callable[..., Any]:
     found = getattr(module, name, None) if name else None
     if callable(found):
-        return cast(Reward, found)
+        return cast(Callable[..., Any], found)
     own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
     there = f"functions there: {', '.join(own) or 'none'}"
     if found is not None:
         raise RewardLoadError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a function; {there}")
     if not name:
-        raise RewardLoadError(f"{use!r} names no function; write it after a colon, as in {use}:my_reward; {there}")
+        raise RewardLoadError(
+            f"{use!r} names no function; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
+        )
     raise RewardLoadError(f"{module.__file__} has no function {name!r}; {there}")
 
 

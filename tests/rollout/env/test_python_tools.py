@@ -1,0 +1,210 @@
+"""Whatever a call does, the policy is told in the order of its calls, and it is counted."""
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rewards.base import RewardLoadError
+from rollout.env.function_tool import ToolError
+from rollout.env.protocol import Step, ToolCall, Turn
+from rollout.env.python_tools import PythonTools
+from rollout.schema import Problem
+
+PROBLEM = Problem("p", ({"role": "user", "content": "2+3=?"},), {}, (), 0, 0)
+NONE = {"calls": 0, "bad_calls": 0, "malformed": 0, "tool_errors": 0, "cut_answers": 0}
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: a number
+        b: another
+    """
+    return a + b
+
+
+async def look_up(word: str, where: Literal["left", "right"]) -> dict[str, str]:
+    """Looks up a word.
+
+    Args:
+        word: the word
+        where: on which side
+    """
+    await asyncio.sleep(0)
+    return {where: word}
+
+
+def misbehave(how: str) -> Any:
+    """Does what no tool should.
+
+    Args:
+        how: what
+    """
+    does: dict[str, Callable[[], Any]] = {
+        "exit": lambda: exit(1),
+        "hang": threading.Event().wait,
+        "half": lambda: "\ud83d",
+        "long": lambda: "x" * 201,
+        "object": lambda: {1, 2}.__class__,
+        "stop": lambda: next(iter(())),
+        "timeout": lambda: (_ for _ in ()).throw(TimeoutError("the site's")),
+    }
+    return does[how]()
+
+
+async def hang(cancel: bool) -> str:
+    """Waits for ever, or cancels itself.
+
+    Args:
+        cancel: whether
+    """
+    if cancel:
+        raise asyncio.CancelledError
+    await asyncio.Event().wait()
+    return ""
+
+
+TOOLS = PythonTools([add, look_up, misbehave, hang], timeout_s=0.2, max_chars=200)
+
+
+async def step(*calls: ToolCall, malformed: tuple[str, ...] = ()) -> Step:
+    return await TOOLS.step(Turn("", (), calls, malformed))
+
+
+def said(step: Step) -> list[str]:
+    assert {message["role"] for message in step.messages} <= {"tool"}
+    return [message["content"] for message in step.messages]
+
+
+async def test_calls_are_answered_in_their_order() -> None:
+    start = await TOOLS.reset(PROBLEM, 0)
+    assert start.messages == PROBLEM.messages
+    assert start.tools[0] == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "a number"},
+                    "b": {"type": "integer", "description": "another"},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    calls = [
+        ToolCall("look_up", {"word": "ü", "where": "left"}),
+        ToolCall("add", {"a": 2, "b": 3}),
+        ToolCall("add", {"a": 1}),
+    ]
+    seen = await step(*calls, malformed=("Tool call 4 could not be read.",))
+    assert said(seen) == ['{"left": "ü"}', "5", "2", "Tool call 4 could not be read."]
+    assert [message.get("name") for message in seen.messages] == ["look_up", "add", "add", None]
+    assert not seen.done
+    assert seen.metrics == NONE | {"calls": 3, "malformed": 1}
+
+
+async def test_a_turn_without_calls_is_the_last() -> None:
+    assert await step() == Step(done=True, metrics=NONE)
+    assert await TOOLS.score() == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (ToolCall("subtract", {}), "There is no tool 'subtract'; the tools are add, look_up, misbehave, hang."),
+        (ToolCall("add", {"a": "2"}), "add was not called, .* wrong: a: Input should be a valid integer"),
+        (ToolCall("add", {"b": 2, "c": 3}), "a: Field required; c: Extra inputs are not permitted"),
+        (ToolCall("look_up", {"word": "x", "where": "up"}), "where: Input should be 'left' or 'right'"),
+    ],
+)
+async def test_a_call_that_does_not_fit_is_said(call: ToolCall, sentence: str) -> None:
+    seen = await step(call)
+    assert re.search(sentence, said(seen)[0])
+    assert seen.metrics == NONE | {"calls": 1, "bad_calls": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (ToolCall("misbehave", {"how": "exit"}), "misbehave failed: SystemExit: 1"),
+        (ToolCall("misbehave", {"how": "hang"}), "misbehave was stopped after 0.2 s without an answer"),
+        (ToolCall("misbehave", {"how": "timeout"}), "misbehave failed: TimeoutError: the site's"),
+        (ToolCall("misbehave", {"how": "stop"}), "misbehave failed: RuntimeError: StopIteration"),
+        (ToolCall("misbehave", {"how": "what"}), "misbehave failed: KeyError: 'what'"),
+        (ToolCall("hang", {"cancel": False}), "hang was stopped after 0.2 s without an answer"),
+        (ToolCall("hang", {"cancel": True}), "hang failed: it was cancelled"),
+    ],
+)
+async def test_a_tool_that_fails_is_an_observation(call: ToolCall, sentence: str) -> None:
+    seen = await step(call)
+    assert said(seen) == [sentence]
+    assert seen.metrics == NONE | {"calls": 1, "tool_errors": 1}
+
+
+async def test_answers_are_text_that_a_tokenizer_takes() -> None:
+    seen = await step(*(ToolCall("misbehave", {"how": how}) for how in ("half", "object", "long")))
+    assert said(seen) == ["?", "\"<class 'set'>\"", "x" * 200 + "\n[cut: the first 200 of 201 characters]"]
+    assert seen.metrics == NONE | {"calls": 3, "cut_answers": 1}
+
+
+async def test_who_cancels_a_step_is_obeyed() -> None:
+    task = asyncio.create_task(step(ToolCall("hang", {"cancel": False})))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def without_doc(a: int) -> int:
+    return a
+
+
+def without_hint(a):  # type: ignore[no-untyped-def]
+    """Is untyped.
+
+    Args:
+        a: a number
+    """
+    return a
+
+
+def open_ended(*a: int) -> int:
+    """Takes any.
+
+    Args:
+        a: numbers
+    """
+    return sum(a)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([without_doc], "^tool without_doc: every parameter must .*; .* has no docstring"),
+        ([without_hint], "^tool without_hint: every parameter must .*; Argument a is missing a type hint"),
+        ([open_ended], r"^tool open_ended: parameters must be given by name, got \*a: int; name each"),
+        ([add, add], "^tools: names must differ, got add, add; rename one"),
+        ([], "^tools: must be at least one function"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(functions: list[Any], message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        PythonTools(functions)
+
+
+async def test_tools_are_named_as_reward_functions_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f'def twice(a: int) -> int:\n    """{add.__doc__}"""\n    return 2 * a\n')
+    tools = PythonTools([f"{tmp_path}/mine.py:twice", "tests.rollout.env.test_python_tools:add"])
+    seen = await tools.step(Turn("", (), (ToolCall("twice", {"a": 4}),)))
+    assert said(seen) == ["8"]
+    with pytest.raises(RewardLoadError, match=r"mine.py' names no function; write it .*mine\.py:my_tool; .* twice$"):
+        PythonTools([f"{tmp_path}/mine.py"])
