@@ -3,7 +3,7 @@
 Rendering the whole conversation again after each turn would tokenise what the policy sampled a second time, and into
 other ids; many templates also rewrite a past turn. So the past stays as it was sampled, and only what comes behind it
 is rendered: once, behind a dummy turn that holds a marker. What stands behind the token that ends the dummy turn is
-what stands behind any turn (to be proven for a model before a run).
+what stands behind any turn (rollout/data/observation_check.py proves that for a model before a run).
 """
 
 import json
@@ -16,10 +16,16 @@ from rollout.data.chat_error import ChatError
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+Shape = tuple[tuple[str, str | None, str | None], ...]
+"""Role, name and tool_call_id of each message."""
 
 MARKER = "markerQ7x"  # letters and a digit, which no template escapes, trims or splits
 CALL_ID = "callQ7x{:02d}"  # some templates want nine letters and digits
 USER = {"role": "user", "content": "Go."}
+
+
+class TemplateRefuses(ChatError):
+    """The template itself raised."""
 
 
 class UnclosedTurn(ChatError):
@@ -59,13 +65,13 @@ class Observations:
         self._tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs)
         self._stops = {str(tokenizer.decode([i], skip_special_tokens=False)): i for i in stop_ids}
         self._added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: -len(item[0]))
-        self._ending = lru_cache(maxsize=1024)(self._find_ending)  # by roles, names and tools
+        self.ending = lru_cache(maxsize=1024)(self._ending)
 
     def ids(self, messages: Messages, closed_by: int | None, tools: Tools = ()) -> tuple[int, ...]:
         """See Chat.observe."""
         _check(messages)
         shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
-        ending = self._ending(shape, json.dumps(tools))
+        ending = self.ending(shape, json.dumps(tools))
         if closed_by is not None and closed_by != ending.sampled:
             raise UnclosedTurn(
                 f"trajectory: the turn before observations of roles {', '.join(m['role'] for m in messages)} must end "
@@ -73,8 +79,8 @@ class Observations:
             )
         tail = ending.tail(self.render([*ending.past, *_with_ids(messages)], tools))
         # From the ending on: it is a border for every tokenizer, so that what stands before it changes no id, and
-        # a tokenizer that puts a space before a text puts none before an added token.
-        token, *rest = self._tokenizer.encode(ending.text + tail, add_special_tokens=False)
+        # a tokenizer that puts a space before a text puts none before an added token. See `ends_with`.
+        token, *rest = self._encode(ending.text + tail)
         if token != ending.token:
             raise ChatError(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
         return tuple(rest) if closed_by is not None else (token, *rest)
@@ -94,9 +100,9 @@ class Observations:
         except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
             said = " ".join(str(error).split())[:200] or type(error).__name__
             roles = ", ".join(message["role"] for message in messages)
-            raise ChatError(f"model.path: the model's chat template refuses roles {roles}: {said}") from error
+            raise TemplateRefuses(f"model.path: the model's chat template refuses roles {roles}: {said}") from error
 
-    def ending(self, past: Messages, probes: Messages, tools: Tools) -> Ending:
+    def ending_behind(self, past: Messages, probes: Messages, tools: Tools) -> Ending:
         """How the template ends the last turn of `past`, which holds MARKER, before `probes`: observations whose
         contents are found nowhere else. Raises ChatError."""
         text = self.render([*past, *probes], tools)
@@ -114,6 +120,20 @@ class Observations:
             return Ending(tuple(map(dict, past)), text[start : start + at], stop, self._stops[stop], self._stops[stop])
         return self._rewritten(past, tools, text[start : places[1]], text[start:])
 
+    def until_stop(self, text: str) -> str:
+        """A text up to the first stop token behind MARKER, that token included; all of it if there is none."""
+        before, marker, rest = text.partition(MARKER)
+        found = _first(rest, self._stops)
+        return text if found is None else before + marker + rest[: found[0]] + found[1]
+
+    def ends_with(self, text: str, end: str) -> bool:
+        """Whether the ids of a text end with those of its end alone."""
+        ids = self._encode(end)
+        return self._encode(text)[-len(ids) :] == ids
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _rewritten(self, past: Messages, tools: Tools, before: str, text: str) -> Ending:
         """The ending where a turn that is past ends with another token than one that was just sampled; behind the
         marker stand `text` and, up to the observation, `before`."""
@@ -128,19 +148,13 @@ class Observations:
             f"({', '.join(self._stops)}), but with {before[:40]!r}"
         )
 
-    def _find_ending(self, shape: tuple[tuple[str, str | None, str | None], ...], tools_json: str) -> Ending:
-        tools = json.loads(tools_json)
-        probes = _with_ids(
-            [
-                {"role": role, "content": f"probe{index}Q7x"}
-                | {key: value for key, value in (("name", name), ("tool_call_id", id_)) if value is not None}
-                for index, (role, name, id_) in enumerate(shape)
-            ]
-        )
+    def _ending(self, shape: Shape, tools_json: str) -> Ending:
+        """How the template ends the turn before observations of a shape, behind the first dummy turn that it takes."""
+        tools, probes = json.loads(tools_json), probes_of(shape)
         refused = None
         for turn in dummies(probes, tools):
             try:
-                ending = self.ending([USER, turn], probes, tools)
+                ending = self.ending_behind([USER, turn], probes, tools)
             except ChatError as error:
                 refused = error
                 continue
@@ -149,7 +163,7 @@ class Observations:
         assert refused is not None
         raise refused
 
-    def _check_ids(self, ending: Ending, probes: Messages, shape: Sequence[Sequence[str | None]], tools: Tools) -> None:
+    def _check_ids(self, ending: Ending, probes: Messages, shape: Shape, tools: Tools) -> None:
         tail = ending.tail(self.render([*ending.past, *probes], tools))
         made_up = [
             p["tool_call_id"] for p, (*_, id_) in zip(probes, shape, strict=True) if "tool_call_id" in p and not id_
@@ -161,7 +175,14 @@ class Observations:
             )
 
 
-def dummies(probes: Messages, tools: Tools = (), content: str = "") -> Iterator[dict[str, Any]]:
+def probes_of(shape: Shape) -> list[dict[str, Any]]:
+    """Messages of a shape, with contents that are found nowhere else."""
+    probes = [{"role": role, "name": name, "tool_call_id": id_} for role, name, id_ in shape]
+    probes = [{key: value for key, value in probe.items() if value is not None} for probe in probes]
+    return _with_ids([probe | {"content": f"probe{index}Q7x"} for index, probe in enumerate(probes)])
+
+
+def dummies(probes: Messages, tools: Tools = ()) -> Iterator[dict[str, Any]]:
     """Assistant turns with MARKER that observations of these roles may follow, the likeliest first.
 
     Before messages of role tool: as many calls, the marker in the last; one call, for templates that know no more; and
@@ -177,8 +198,8 @@ def dummies(probes: Messages, tools: Tools = (), content: str = "") -> Iterator[
                 arguments = json.dumps(value) if as_json else value
                 function = {"name": probe.get("name", fallback), "arguments": arguments}
                 calls.append({"type": "function", "id": probe["tool_call_id"], "function": function})
-            yield {"role": "assistant", "content": content, "tool_calls": calls}
-    yield {"role": "assistant", "content": content + MARKER}
+            yield {"role": "assistant", "content": "", "tool_calls": calls}
+    yield {"role": "assistant", "content": MARKER}
 
 
 def _with_ids(messages: Messages) -> list[dict[str, Any]]:
