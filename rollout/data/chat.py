@@ -35,7 +35,7 @@ class Chat:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         _check_tokens(tokenizer, stop_ids, vocabulary)
-        self._tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
+        self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
         try:
             check_kwargs(tokenizer, self._template_kwargs)
         except TemplateKwargsError as error:
@@ -88,11 +88,11 @@ class Chat:
             )
         if not self.has_template:
             text = self._plain(messages)
-            return text, tuple(self._tokenizer.encode(text))
+            return text, tuple(self.tokenizer.encode(text))
         prompt = tuple(dict(message) for message in messages)
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
-            ids = self._tokenizer.apply_chat_template(
+            ids = self.tokenizer.apply_chat_template(
                 list(prompt),
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
@@ -135,7 +135,7 @@ class Chat:
         messages = [{"role": role, "content": "1+1?"} for role in roles]
 
         def rendered() -> object:  # as text: the tokenizer's own threads are not there in a copy of this process
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
             )
 
@@ -146,7 +146,7 @@ class Chat:
         """What ends a completion: the model's end tokens and those of rollout.stop that are special tokens, by id; and
         the other strings. Raises ChatError for a string that could never end one."""
         try:
-            ids, others = split(self._tokenizer, strings)
+            ids, others = split(self.tokenizer, strings)
         except StopError as error:
             raise ChatError(str(error)) from error
         return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
@@ -154,7 +154,7 @@ class Chat:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Token ids [T] -> text exactly as it was generated, without special tokens unless `special`: several models
         mark tool calls with them."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return str(text)
 
     def _plain(self, messages: Messages) -> str:

@@ -102,6 +102,10 @@ class Observations:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefuses(f"model.path: the model's chat template refuses roles {roles}: {said}") from error
 
+    def ids_of(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
+        """The ids of `render`."""
+        return self._encode(self.render(messages, tools, opened=opened))
+
     def ending_behind(self, past: Messages, probes: Messages, tools: Tools) -> Ending:
         """How the template ends the last turn of `past`, which holds MARKER, before `probes`: observations whose
         contents are found nowhere else. Raises ChatError."""

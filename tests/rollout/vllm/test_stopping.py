@@ -37,7 +37,7 @@ def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) ->
     seen = set()
     for completion in run(own.engine.generate(PROMPT, SAMPLING)):
         tokens, text = completion.token_ids.tolist(), chat.decode(completion.token_ids.tolist())
-        ends = set(ids) | {chat._tokenizer.convert_tokens_to_ids("U")}
+        ends = set(ids) | {chat.tokenizer.convert_tokens_to_ids("U")}
         assert not set(tokens[:-1]) & ends  # nothing comes behind an end
         assert (completion.finish_reason == "stop") == (tokens[-1] in ends)
         assert text.count("U") == text.endswith("U")

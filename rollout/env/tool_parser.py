@@ -1,0 +1,163 @@
+"""Which parser reads a model's tool calls: the one that reads back what the model's chat template writes."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.data.chat import Chat, ChatError
+from rollout.data.observation import USER
+from rollout.env.protocol import ToolCall, ToolSpec
+from rollout.env.tool_calls import Parsed, answer_of, parse_hermes
+
+ToolParser = Callable[[str, Sequence[ToolSpec]], Parsed]
+"""Text of a turn, special tokens kept, and the tools -> Parsed."""
+
+PROBE: ToolSpec = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "word": {"type": "string", "description": "what"},
+                "count": {"type": "integer", "description": "how many"},
+                "exact": {"type": "boolean", "description": "whether"},
+            },
+            "required": ["word", "count", "exact"],
+        },
+    },
+}
+ONE = ToolCall("look_up", {"word": "red fox", "count": 3, "exact": True})
+OTHER = ToolCall("look_up", {"word": "hare", "count": 12, "exact": False})
+NO_CALL = "It is a red fox."
+
+
+class ToolParserError(ValueError):
+    """No parser reads the calls that this model's chat template writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a chat template writes ONE, and ONE and OTHER in one turn (None where it refuses that), in the text that the
+    policy would sample, without the end token."""
+
+    one: str
+    two: str | None
+
+    @property
+    def mark(self) -> str:
+        """What a call begins with: a tag such as <tool_call> or [TOOL_CALLS], else its first word; "" for none."""
+        start = answer_of(self.one).partition(ONE.name)[0].lstrip()
+        tag = re.search(r"<[^<>\s]+>|\[[A-Z_]+\]", start)
+        return tag[0] if tag else (start.split() or [""])[0]
+
+
+def choose(chat: Chat, name: str = "auto") -> ToolParser:
+    """A parser for a model's turns.
+
+    name: "hermes", ours; a parser of vLLM; or "auto", the first of these that reads back the calls that the chat
+        template writes. A template that writes no calls leaves their form to the policy: hermes.
+
+    Raises ToolParserError: one sentence that names the setting.
+    """
+    forms = [] if name == "hermes" else written_by(chat)
+    if name == "hermes" or (name == "auto" and (not forms or any(reads(hermes, form) for form in forms))):
+        return hermes
+    from rollout.vllm.tool_parsers import names
+
+    known = names()
+    if name != "auto" and name not in known:
+        raise ToolParserError(f"env.tool_parser: must be auto, hermes or one of {', '.join(known)}, got {name}")
+    for candidate in known if name == "auto" else [name]:
+        for form in forms:
+            parser = of_vllm(candidate, chat, form)
+            if parser is not None and reads(parser, form):
+                return parser
+    writes = f"it writes {forms[0].one[:120]!r}" if forms else "it writes none"
+    raise ToolParserError(
+        f"env.tool_parser: {'some parser' if name == 'auto' else name} must read back the calls of the model's chat "
+        f"template, and does not: {writes}; give hermes if the policy is to learn that form, or another model"
+    )
+
+
+def written_by(chat: Chat) -> list[Written]:
+    """The chat template's ways to write calls: given their arguments as an object, or as text; [] for none."""
+    forms = []
+    for as_json in (False, True):
+        one = _rendered(chat, [ONE], as_json)
+        if one is not None:
+            forms.append(Written(one, _rendered(chat, [ONE, OTHER], as_json)))
+    return forms
+
+
+def reads(parser: ToolParser, form: Written) -> bool:
+    """Whether a parser gives back the calls that were written, and finds none in plain text."""
+    cases: list[tuple[str, tuple[ToolCall, ...]]] = [(form.one, (ONE,)), (NO_CALL, ())]
+    if form.two is not None:
+        cases.append((form.two, (ONE, OTHER)))
+    return all(parser(text, [PROBE]) == (calls, ()) for text, calls in cases)
+
+
+def hermes(text: str, tools: Sequence[ToolSpec]) -> Parsed:
+    """parse_hermes, which needs no tools to tell a number from a text."""
+    return parse_hermes(text)
+
+
+def of_vllm(name: str, chat: Chat, form: Written) -> ToolParser | None:
+    """A parser of vLLM that sees attempts; None where it cannot be made for this tokenizer."""
+    from rollout.vllm.tool_parsers import VllmToolParser
+
+    try:
+        parser = VllmToolParser(name, chat.tokenizer)
+    except Exception:  # they have no error in common; most want a token of their model
+        return None
+    return Attempts(parser, form, [chat.decode([stop], special=True) for stop in chat.stop_ids])
+
+
+class Attempts:
+    """A parser that takes an attempt at a call for plain text, made to see it: a mark without a call behind it.
+
+    parser: text without end token, and tools -> calls. form: how the template writes calls. ends: texts of end tokens.
+    """
+
+    def __init__(
+        self, parser: Callable[[str, Sequence[ToolSpec]], list[ToolCall]], form: Written, ends: Sequence[str]
+    ) -> None:
+        self._parser, self._mark, self._ends = parser, form.mark, tuple(ends)
+        self._one_for_all = form.two is None or form.two.count(form.mark) < 2  # calls of a turn may share their mark
+
+    def __call__(self, text: str, tools: Sequence[ToolSpec]) -> Parsed:
+        text = answer_of(text)
+        for end in self._ends:
+            text = text.removesuffix(end)
+        try:
+            calls, why = tuple(self._parser(text, tools)), ""
+        except Exception as error:  # of a parser that did not expect what a policy may write
+            calls, why = (), f": {' '.join(str(error).split())[:200]}"
+        begun = text.count(self._mark) if self._mark else 0
+        missed = begun > 0 and not calls if self._one_for_all else begun > len(calls)
+        return calls, (f"A tool call was begun with {self._mark} and could not be read{why}.",) if missed else ()
+
+
+def _rendered(chat: Chat, calls: Sequence[ToolCall], as_json: bool) -> str | None:
+    """What the policy would have to sample for these calls; None where the template refuses or drops them."""
+    tool_calls: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        arguments = json.dumps(call.arguments) if as_json else call.arguments
+        function = {"name": call.name, "arguments": arguments}
+        tool_calls.append({"type": "function", "id": f"callQ7x{index:02d}", "function": function})
+    turn = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    try:
+        opened = chat.observations.ids_of([USER], [PROBE])
+        whole = chat.observations.ids_of([USER, turn], [PROBE], opened=False)
+    except ChatError:
+        return None
+    # What opens a turn may be written otherwise for one that is past, such as with the end of thinking.
+    same = next((i for i, (a, b) in enumerate(zip(opened, whole, strict=False)) if a != b), len(opened))
+    sampled = whole[same:]
+    end = next((i for i, token in enumerate(sampled) if token in chat.stop_ids), len(sampled))
+    text = chat.decode(sampled[:end], special=True)
+    return text if all(str(call.arguments["word"]) in text for call in calls) else None

@@ -1,0 +1,46 @@
+"""vLLM's tool parsers as a library: text to calls, for models that do not write them as Hermes does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.env.protocol import ToolCall, ToolSpec
+
+
+def names() -> list[str]:
+    """All parsers of the installed vLLM."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers})
+
+
+class VllmToolParser:
+    """One of them, for a tokenizer. Raises what its constructor raises, often for a token that the tokenizer lacks."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        # A text that a parser cannot read is daily bread for a policy that learns, and no traceback in the log.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        self._class, self._tokenizer = ToolParserManager.get_tool_parser(name), tokenizer
+        self._class(tokenizer)
+
+    def __call__(self, text: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
+        """The calls that it finds in the text of a turn without its end token; several parsers look up the types of
+        arguments in the tools. Raises what it raises for a text that it does not expect."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+
+        specs = [ChatCompletionToolsParam(**tool) for tool in tools]
+        request = ChatCompletionRequest(messages=[], model="", tools=specs or None)  # type: ignore[call-arg]
+        found = self._class(self._tokenizer, specs).extract_tool_calls(text, request)  # type: ignore[arg-type]
+        return [_call(one.function.name, one.function.arguments) for one in found.tool_calls]
+
+
+def _call(name: str, arguments: str) -> ToolCall:
+    value = json.loads(arguments)
+    if not isinstance(value, dict):
+        raise ValueError(f"arguments of {name} must be an object, got {arguments[:80]}")
+    return ToolCall(name, value)
