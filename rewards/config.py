@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from rewards.secret_values import Arguments
 
+TAKEN = frozenset({"mean", "std", "failed", "ms", "zero_variance_groups"})  # what metrics are called beside rewards
+
 
 class RewardConfig(BaseModel):
     """One reward function of the `rewards` list.

@@ -8,7 +8,7 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -35,13 +35,18 @@ def load(use: str) -> Reward:
     if use in BUILT_INS:
         return _built_in(use)
     if ":" not in use and not use.endswith(".py"):
-        nearest = difflib.get_close_matches(use, BUILT_INS, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise RewardLoadError(
-            f"{use!r} is no built-in reward; {hint}Built-ins: {', '.join(sorted(BUILT_INS))}. "
-            "Your own: path/file.py:function or package.module:function"
-        )
+        raise RewardLoadError(no_built_in(use, "reward", BUILT_INS, "function"))
     return cast(Reward, load_own(use, "my_reward"))
+
+
+def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
+    """The sentence for a name that is none of the known rewards, or of the known things of another sort."""
+    nearest = difflib.get_close_matches(use, known, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return (
+        f"{use!r} is no built-in {what}; {hint}Built-ins: {', '.join(sorted(known))}. "
+        f"Your own: path/file.py:{kind} or package.module:{kind}"
+    )
 
 
 def load_own(use: str, example: str) -> Callable[..., Any]:

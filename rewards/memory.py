@@ -34,12 +34,12 @@ def met(error: BaseException) -> bool:
     return "cuda" not in text and any(words in text for words in _SAID)
 
 
-def advice() -> str:
-    """The cap of this process, which it met, and what to set instead."""
+def advice(key: str = "rollout.reward_memory") -> str:
+    """The cap of this process, which it met, and what to set instead: the setting of that name."""
     bytes_ = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if bytes_ == resource.RLIM_INFINITY:
         return "the machine has no more memory"
     return (
-        f"its process may hold {bytes_ / GIB:g} GiB: raise rollout.reward_memory, for example to "
+        f"its process may hold {bytes_ / GIB:g} GiB: raise {key}, for example to "
         f"{2 * bytes_ / GIB:g}GiB, or let the function need less"
     )

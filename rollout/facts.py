@@ -4,18 +4,23 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from rollout.schema import Problem
 from rollout.types import Completion
 
 
 class Sampled(NamedTuple):
-    """How a group came about. seed: None counts as -1. generate_ms: milliseconds that its sampling took."""
+    """How a group came about. seed: None counts as -1. generate_ms: milliseconds that its sampling took. version: of
+    the newest policy, which counts for a completion without a token."""
 
     run_id: str
     worker: int
     attempt: int
     seed: int | None
     generate_ms: float
+    version: int = 0
 
 
 def facts_of(problem: Problem, completions: Sequence[Completion], by: Sampled) -> dict[str, Sequence[Any]]:
@@ -40,11 +45,16 @@ def facts_of(problem: Problem, completions: Sequence[Completion], by: Sampled) -
         "loss_mask": [None] * size,
         "turns": [[]] * size,
         "messages": [None] * size,
+        "env_metrics": [[]] * size,
         "sample": list(range(size)),
         "completion_ids": [c.token_ids for c in completions],
         "behavior_logprobs": [c.logprobs for c in completions],
         "token_versions": [c.versions for c in completions],
-        "policy_version_min": [int(c.versions.min()) for c in completions],
-        "policy_version_max": [int(c.versions.max()) for c in completions],
+        "policy_version_min": [_least(c.versions, by.version) for c in completions],
+        "policy_version_max": [-_least(-c.versions, -by.version) for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
     }
+
+
+def _least(versions: npt.NDArray[np.int32], default: int) -> int:
+    return int(versions.min()) if len(versions) else default

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from cluster.files import writing
 from rollout.schema import SCHEMA, check
 
-NEW_IN_2 = ("loss_mask", "turns", "messages")  # and reward_parts was a map in flight
+NEW_IN_2 = ("loss_mask", "turns", "messages", "env_metrics")  # and reward_parts was a map in flight
 
 
 def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
@@ -52,7 +52,7 @@ def _of_version_2(rows: pa.Table) -> pa.Table:
     version = (rows.schema.metadata or {}).get(b"gleaner.schema")
     if version != b"1" or {*rows.column_names, *NEW_IN_2} != {*SCHEMA.names}:
         return rows
-    values: dict[str, Any] = {name: [[] if name == "turns" else None] * len(rows) for name in NEW_IN_2}
+    values: dict[str, Any] = {name: [None if SCHEMA.field(name).nullable else []] * len(rows) for name in NEW_IN_2}
     values["reward_parts"] = rows.column("reward_parts").to_pylist()  # pairs in flight, structs at rest
     made = {name: pa.array(column, SCHEMA.field(name).type) for name, column in values.items()}
     return pa.table({name: made[name] if name in made else rows.column(name) for name in SCHEMA.names}, schema=SCHEMA)

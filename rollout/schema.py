@@ -64,6 +64,7 @@ SCHEMA = pa.schema(
         pa.field("worker", pa.int32(), nullable=False),
         pa.field("seed", pa.int64(), nullable=False),
         pa.field("messages", pa.string()),  # JSON list: the conversation after the prompt; null of a single completion
+        pa.field("env_metrics", pa.list_(PART), nullable=False),  # numbers that the environment gave, summed over turns
         pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
     ],
     metadata={"gleaner.schema": VERSION},

@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -15,14 +16,22 @@ from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
+from rollout.env.dialogue import ChatDialogue
+from rollout.env.play import Player
+from rollout.env.rollouts import EnvSettings, Trajectories
+from rollout.env.rows import rows_of, scored
+from rollout.env.tool_calls import parse_hermes
+from rollout.env.trajectory import Trajectory
 from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Sampling, Weights
+from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
 log = logging.getLogger("rollout")
+
+Columns = dict[str, Sequence[Any]]
 
 MAX_SENTENCES = 50  # different failures of reward functions that are logged; the metrics count all
 
@@ -38,6 +47,7 @@ class WorkerSpec:
     reward_workers: int
     reward_memory: int  # bytes of each
     make_engine: Callable[[EngineSettings], Engine]
+    env: EnvSettings | None = None  # None: single completions
 
 
 class RolloutWorker(RolloutService):
@@ -50,35 +60,60 @@ class RolloutWorker(RolloutService):
         self.spec = spec
         self.chat = Chat.load(spec.engine.model)
         # Its reward functions load while the engine starts.
-        self.pool = RewardPool(spec.rewards, workers=spec.reward_workers, memory_bytes=spec.reward_memory)
+        workers, memory = spec.reward_workers, spec.reward_memory
+        self.pool = RewardPool(spec.rewards, workers=workers, memory_bytes=memory) if spec.rewards else None
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
+        self.trajectories: Trajectories | None = None
+        if spec.env is not None:
+            player = Player(ChatDialogue(self.chat, parse_hermes, stop_ids), spec.env.limits)
+            self.trajectories = Trajectories(spec.env, self.engine, player)
+        self._version = 0  # of the newest policy
         self._said: set[str] = set()
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        start = time.perf_counter()
+        begun = time.perf_counter()
+
+        def by() -> Sampled:
+            elapsed = (time.perf_counter() - begun) * 1e3
+            return Sampled(self.spec.run_id, self.spec.rank, attempt, sampling.seed, elapsed, self._version)
+
         try:
             with self._engine_alive():
-                completions = await self.engine.generate(problem.prompt_ids, sampling)
+                if self.trajectories is None:
+                    completions = await self.engine.generate(problem.prompt_ids, sampling)
+                    return build_group(await self._of_completions(problem, completions, by()))
+                played = await self.trajectories.group(problem, sampling)
+                return build_group(await self._of_trajectories(problem, played, by()))
         except NoAdapter:
             return None
-        generate_ms = (time.perf_counter() - start) * 1e3
+
+    async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Sampled) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
+        assert self.pool is not None  # RunConfig: without an environment there is a reward function
         scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
-        for sentence in scores.failures:
-            if sentence not in self._said and len(self._said) < MAX_SENTENCES:
-                self._said.add(sentence)
-                log.warning(sentence)
-        by = Sampled(self.spec.run_id, self.spec.rank, attempt, sampling.seed, generate_ms)
-        rows = facts_of(problem, completions, by) | {
+        self._say(scores.failures)
+        return facts_of(problem, completions, by) | {
             "completion": texts,
             "reward": scores.reward,
             "reward_parts": [[(k, v[i]) for k, v in scores.parts.items()] for i in range(len(texts))],
             "reward_status": scores.status,
             "reward_ms": [scores.ms] * len(texts),
         }
-        return build_group(rows)
+
+    async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Sampled) -> Columns:
+        self._say(f"environment: {t.outcome}: {t.fault}" for t in played if t.faulted)
+        scores = await scored(self.pool, problem, played)
+        self._say(scores.failures if scores is not None else ())
+        return rows_of(problem, played, [self.chat.decode(t.ids) for t in played], scores, by)
+
+    def _say(self, sentences: Iterable[str]) -> None:
+        """Each once, to the log; the metrics count all."""
+        for sentence in sentences:
+            if sentence not in self._said and len(self._said) < MAX_SENTENCES:
+                self._said.add(sentence)
+                log.warning(sentence)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:
@@ -96,6 +131,7 @@ class RolloutWorker(RolloutService):
                 digest = await self.engine.load_weights(policy)
             else:
                 digest = await self.engine.load_adapter(policy)
+        self._version = policy.version
         return Receipt(digest, time.perf_counter() - start, peak_memory())
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
@@ -118,7 +154,10 @@ class RolloutWorker(RolloutService):
 
     async def close(self) -> None:
         await self.engine.close()
-        self.pool.close()
+        if self.pool is not None:
+            self.pool.close()
+        if self.trajectories is not None:
+            self.trajectories.close()
 
 
 def vllm_engine(settings: EngineSettings) -> Engine:

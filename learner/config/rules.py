@@ -14,6 +14,7 @@ from typing import Any
 from learner.algo.surrogates import SURROGATES
 from learner.config.learner import LoraConfig
 from learner.config.settings import Settings
+from rollout.env.config import EnvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,36 @@ def _not_shared(needs: str, mend: str, got: tuple[str, ...], broken: Callable[[S
 GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
 CLIPPED = ", ".join(name for name, row in SURROGATES.items() if row.several_updates)
 
+REWARDS = (
+    Rule(
+        "rewards:", "must list at least one reward function, unless an environment gives the rewards",
+        "add for example {use: number}, or set env.use", ("env.use",),
+        lambda c: not c.rewards and c.env.use is None,
+    ),
+)  # fmt: skip
+
+
+def _env_seconds(config: Settings) -> float:
+    """The longest that a group's trajectories may take, those included that wait for a place."""
+    lanes = -(-config.learner.groups_per_step * (config.max_staleness + 1) // config.rollout.workers)
+    rounds = -(-lanes * config.rollout.num_generations // config.trajectories)
+    return config.env.timeout_s * rounds
+
+
+ENV = (
+    Rule(
+        "env:", "its settings need env.use, without which there is no environment", "set env.use, or leave them out",
+        ("env.use",),
+        lambda c: c.env.use is None and c.env != EnvConfig(),
+    ),
+    Rule(
+        "env.timeout_s:",
+        "must leave a group's trajectories within cluster.deadlines.group, with those that wait for a place",
+        "lower it, or raise env.concurrency or the deadline",
+        ("env.concurrency", "rollout.num_generations", "learner.groups_per_step", "cluster.deadlines.group"),
+        lambda c: c.env.use is not None and _env_seconds(c) >= c.cluster.deadlines.group,
+    ),
+)  # fmt: skip
 LENGTH = (
     Rule(
         "steps:", "does not go with epochs: both say when the run ends", "leave one of them out", ("steps", "epochs"),
@@ -206,4 +237,4 @@ SHARED = (
     ),
 )  # fmt: skip
 
-RULES = (*LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY, *SHARED)
+RULES = (*REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY, *SHARED)

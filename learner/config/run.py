@@ -5,7 +5,7 @@ from pydantic import model_validator
 from cluster.placement import Role
 from learner.config.rules import broken_rules
 from learner.config.settings import Settings
-from rewards.config import resolved_names
+from rewards.config import TAKEN, resolved_names
 
 
 class RunConfig(Settings):
@@ -13,7 +13,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _reward_names(self) -> "RunConfig":
-        taken = {"mean", "std", "failed", "ms", "zero_variance_groups"} & set(resolved_names(self.rewards))
+        taken = TAKEN & set(resolved_names(self.rewards))
         if taken:
             raise ValueError(f"rewards: a metric is named so already; set rewards.<i>.name (got {', '.join(taken)})")
         return self

@@ -11,6 +11,7 @@ from cluster.trackers import known_tracker
 from learner.config.learner import LearnerConfig
 from rewards.config import RewardConfig
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
+from rollout.env.config import EnvConfig
 
 
 class ModelConfig(Frozen):
@@ -73,8 +74,8 @@ class GuardConfig(Frozen):
 
 
 class Settings(Frozen):
-    """Everything that defines a run, each setting as it may be by itself. Only `model.path`, `data.path` and `rewards`
-    have no default."""
+    """Everything that defines a run, each setting as it may be by itself. Only `model.path` and `data.path` have no
+    default; `rewards` may be left out where an environment gives them."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\{seed\})?$")] = "run"
     """The run's folder below `output_dir`. Each run wants its own; `{seed}` at its end stands for the seed."""
@@ -93,7 +94,7 @@ class Settings(Frozen):
     """`auto`: go on from the newest whole checkpoint of the run folder; `none`: start afresh; or a checkpoint's
     path."""
     resume_allow_changed: tuple[str, ...] = ()
-    """What may differ from the checkpoint on purpose: `data`, `rewards`, `loss`, `base` (their content), or settings
+    """What may differ from the checkpoint on purpose: `data`, `rewards`, `loss`, `base`, `env` (content), or settings
     such as `learner.learning_rate`; all else that decides a run's numbers must be the same."""
     max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
     """0: generate, then train, in turns. k: generation runs up to k policy versions ahead of training. Raise it to 1 or
@@ -101,7 +102,8 @@ class Settings(Frozen):
     advise."""
     model: ModelConfig
     data: DataConfig
-    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    rewards: list[RewardConfig] = Field(default_factory=list)
+    env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
     memory: MemoryConfig = MemoryConfig()
@@ -116,6 +118,12 @@ class Settings(Frozen):
         """Of the generators' keys and values: the coarsest type that a logprob goes through."""
         cached = self.rollout.kv_cache_dtype
         return self.model.dtype if cached == "auto" else cached
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories that a generator plays at once."""
+        auto = self.env.concurrency == "auto"
+        return 2 * self.rollout.sequences if auto else int(self.env.concurrency)
 
     @property
     def run_dir(self) -> Path:

@@ -14,7 +14,8 @@ def absolute(config: RunConfig) -> RunConfig:
     rewards = [reward.model_copy(update={"use": _function(reward.use)}) for reward in config.rewards]
     loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
     learner = config.learner.model_copy(update={"loss": loss})
-    return config.model_copy(update={"model": model, "rewards": rewards, "learner": learner})
+    env = config.env if config.env.use is None else config.env.model_copy(update={"use": _function(config.env.use)})
+    return config.model_copy(update={"model": model, "rewards": rewards, "learner": learner, "env": env})
 
 
 def _function(use: str) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from learner.driver.env_metrics import env_metrics
 from rollout.schema import failed, parts_of, rewards_of
 
 
@@ -45,7 +46,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     if not np.isnan(rewards).all():
         metrics |= {"reward/mean": float(np.nanmean(rewards)), "reward/std": float(np.nanstd(rewards))}
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    return metrics | reward_means(rows) | staleness_shares(rows, version)
+    return metrics | reward_means(rows) | staleness_shares(rows, version) | env_metrics(rows)
 
 
 def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:

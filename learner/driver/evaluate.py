@@ -11,6 +11,7 @@ import pyarrow as pa
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver.batch_metrics import reward_means
+from learner.driver.env_metrics import env_metrics
 from rewards.config import RewardConfig, resolved_names
 from rollout.producer import Producer
 from rollout.schema import Problem, failed, parts_of
@@ -32,9 +33,15 @@ class Evaluation:
         return asdict(self)
 
 
-def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None) -> str:
-    """The name of the reward function that counts as accuracy: the configured one, else that of the largest weight."""
+def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, environment: bool = False) -> str | None:
+    """The name of the reward function that counts as accuracy: the configured one, else that of the largest weight;
+    None, where only an environment gives rewards: their sum. An environment's own rewards are known once it gives them.
+    """
     names = resolved_names(rewards)
+    if name is None and not names:
+        return None
+    if name is not None and environment:
+        return name
     if name is None:
         return max(zip(names, rewards, strict=True), key=lambda pair: pair[1].weight)[0]
     if name not in names:
@@ -77,10 +84,10 @@ async def evaluate(
             return group
 
     rows = pa.concat_tables(await asyncio.gather(*(answer(i, p) for i, p in enumerate(problems))))
-    accuracy = accuracy_reward(config.rewards, config.data.eval.reward)
-    said = [parts[accuracy] for parts in parts_of(rows)]
+    said = _said(rows, accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None))
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}
+    means |= {key.replace("env/", "eval/"): value for key, value in env_metrics(rows).items()}
     means["eval/failed"] = float(failed(rows).mean())
     if scores:
         means["eval/accuracy"] = sum(scores) / len(scores)
@@ -95,3 +102,15 @@ async def evaluate(
         for i, problem in enumerate(problems[:NUM_SAMPLES])
     ]
     return Evaluation(step, means, samples)
+
+
+def _said(rows: pa.Table, accuracy: str | None) -> list[float | None]:
+    """The reward that counts as accuracy, of each row; nan where the row failed, None where it has none."""
+    parts, lost = parts_of(rows), failed(rows).tolist()
+    if accuracy is None:
+        rewards = rows.column("reward").to_pylist()
+        return [math.nan if bad else value for value, bad in zip(rewards, lost, strict=True)]
+    if not any(accuracy in row for row in parts) and not all(lost):
+        given = sorted({name for row in parts for name in row})
+        raise ValueError(f"data.eval.reward: must be one of {', '.join(given) or 'none'}, got {accuracy}")
+    return [row.get(accuracy, math.nan if bad else None) for row, bad in zip(parts, lost, strict=True)]

@@ -18,6 +18,7 @@ from cluster.files import digest_of
 from learner.config import RunConfig
 from rewards.config import RewardConfig, resolved_names
 from rewards.source import grader_version, source_of
+from rollout.env.loader import code_of
 
 FILE = "inputs.json"  # in a checkpoint
 KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
@@ -33,6 +34,7 @@ class Fingerprints:
     rewards: Mapping[str, str]  # the file of each reward function
     base: Mapping[str, str]  # files of the base model; those of the adapter that the run stays close to
     loss: Mapping[str, str] = field(default_factory=dict)  # the file of the user's own surrogate, if it is one
+    env: Mapping[str, str] = field(default_factory=dict)  # that of the environment
 
     def to_json(self) -> str:
         """For `from_json`."""
@@ -61,6 +63,7 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
         rewards=_rewards(config.rewards),
         base=base,
         loss=dict([_function(loss.ratio.rpartition(":")[2], loss.ratio)]) if loss.own else {},
+        env=dict(_function(use.rpartition(":")[2], use) for use in code_of(config.env)),
     )
 
 

@@ -15,6 +15,7 @@ from learner.driver import checkpoint
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
+from learner.driver.env_check import check_environment
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
@@ -119,6 +120,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(_check_loss, config)
     if chat is not None and data is not None:
         found.of(_check_rewards, config, data[0].at(0))
+        found.of(check_environment, config, chat, data[0].at(0))
     found.finish()
     assert data is not None
     assert budgets is not None
@@ -207,7 +209,7 @@ def _check_weights(config: RunConfig, *, adapters: bool) -> None:
 
 def _check_accuracy(config: RunConfig) -> None:
     try:
-        accuracy_reward(config.rewards, config.data.eval.reward)
+        accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
     except ValueError as error:
         raise PreflightError(str(error)) from None
 
@@ -241,6 +243,8 @@ def _check_loss(config: RunConfig) -> None:
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:
     """Each function once, on two dummy completions of the first problem, in a worker process like those of the run."""
+    if not config.rewards:
+        return
     case = case_of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
     try_rewards(config.rewards, **case, memory_bytes=config.rollout.reward_memory)
 

@@ -15,6 +15,8 @@ from learner.driver.preflight import Prepared
 from learner.driver.watched_learner import WatchedLearner
 from learner.trainer.service import TrainerService
 from rollout.engine import EngineSettings
+from rollout.env.play import Limits
+from rollout.env.rollouts import EnvSettings
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
 from rollout.supervised_worker import until_started
@@ -105,7 +107,17 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
         reward_workers=rollout.reward_workers,
         reward_memory=rollout.reward_memory,
         make_engine=vllm_engine,
+        env=env_settings(config),
     )
+
+
+def env_settings(config: RunConfig) -> EnvSettings | None:
+    """How trajectories are played; None where they are single completions."""
+    if config.env.use is None:
+        return None
+    rollout, env = config.rollout, config.env
+    limits = Limits(rollout.max_prompt_length, rollout.max_completion_length, env.max_turns, env.timeout_s)
+    return EnvSettings(env, limits, config.trajectories, config.seed)
 
 
 def _room(config: RunConfig, budgets: Budgets) -> int:

@@ -15,16 +15,19 @@ from pydantic import ValidationError
 from learner.config import RunConfig
 from learner.driver.fingerprints import FILE, Fingerprints
 
-DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "rollout", "learner")
+DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "env", "rollout", "learner")
 FREE = (
     "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.reward_memory",
     "learner.token_budget", "learner.checkpointing", "learner.offload_boundaries", "learner.restarts", "data.eval",
+    "env.variables", "env.concurrency", "env.memory",
 )  # fmt: skip
 BY_CONTENT = ("model.path", "model.adapter", "model.reference", "data.path", "data.split", "data.args", "data.size")
 # The saved weights and optimizer states are made for these.
 FIXED = ("model.dtype", "model.base", "learner.mode", "learner.lora", "learner.optimizer.kind")
-CONTENTS = ("data", "rewards", "loss", "base")
-FUNCTIONS = re.compile(r"rewards\.\d+\.use|learner\.loss\.ratio")  # settings that may name a file of the user's
+CONTENTS = ("data", "rewards", "loss", "base", "env")
+FUNCTIONS = re.compile(
+    r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio"
+)  # settings that may name a file of the user's
 SHOWN = 40  # letters of a value in a sentence
 
 
@@ -45,7 +48,7 @@ def check_allowed(config: RunConfig) -> None:
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help for the settings"
             raise ResumeError(
-                "resume_allow_changed: must name data, rewards, loss or base (their content), or a setting that "
+                "resume_allow_changed: must name data, rewards, loss, base or env (their content), or a setting that "
                 f"decides a run's numbers, such as learner.learning_rate; got {key}; {hint}"
             )
 

@@ -94,8 +94,10 @@ async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes:
 def _case(group: pa.Table) -> dict[str, Any]:
     """What a reward function was given for this group."""
     problem = json.loads(group.column("problem")[0].as_py())
-    texts, ids = (group.column(name).to_pylist() for name in ("completion", "completion_ids"))
-    return case_of(problem["messages"], texts, ids, problem["columns"])
+    texts, ids, said = (group.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
+    case = case_of(problem["messages"], texts, ids, problem["columns"])
+    played = [case["completions"][i] if row is None else json.loads(row) for i, row in enumerate(said)]
+    return case | {"completions": played}
 
 
 def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores: Sequence[Scores]) -> str:

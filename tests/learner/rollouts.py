@@ -50,6 +50,7 @@ def make_group(
             "loss_mask": masks or [None] * n,
             "turns": [[]] * n,
             "messages": [None] * n,
+            "env_metrics": [[]] * n,
             "reward_status": ["error" if r is None else "ok" for r in rewards],
             "reward_ms": zeros,
             "generate_ms": zeros,

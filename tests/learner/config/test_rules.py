@@ -17,6 +17,12 @@ PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.k
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
 BROKEN = [  # what breaks one rule, and the sentence's parts that name it
+    (["rewards=[]"], "rewards: must list at least one reward function.*got env.use=null"),
+    (["env.max_turns=3"], "env: its settings need env.use"),
+    (
+        ["env.use=tools", "env.concurrency=16", "env.timeout_s=250"],  # 64 trajectories in 4 rounds
+        "env.timeout_s: must leave.*env.concurrency=16, .*generations=8, .*step=8, .*deadlines.group=900.0",
+    ),
     (["steps=3", "epochs=1"], "steps: does not go with epochs.*got steps=3, epochs=1.0"),
     (["rollout.in_flight=continue"], "rollout.in_flight: continue needs.*got max_staleness=0"),
     (["model.base=nf4", "model.dtype=float32"], "model.base: nf4 needs a type of 16 bits.*got model.dtype=float32"),
@@ -54,6 +60,8 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
 ]
 ALLOWED = [
     [],
+    ["rewards=[]", "env.use=tools"],
+    ["env.use=tools", "env.concurrency=16", "env.timeout_s=220"],
     ["epochs=2"],
     ["rollout.in_flight=continue", "max_staleness=1"],
     ["model.base=nf4"],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from learner.config import RunConfig
 from learner.driver.config_io import ConfigError, load, parse_value, to_yaml
+from rewards.secret_values import masked
 from rollout.config import parse_bytes
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: a}, {use: b, weight: 2}]"]
@@ -243,7 +244,7 @@ WHOLE = st.integers(-(2**63), 2**63)  # what a configuration may hold
     seed=st.integers(0, 2**31 - 1),
     rate=st.floats(1e-12, 1e3),
     prompt=TEXT,
-    args=st.dictionaries(TEXT, TEXT | WHOLE | st.booleans() | st.none(), max_size=3),
+    args=st.dictionaries(TEXT, TEXT | WHOLE | st.booleans() | st.none(), max_size=3).filter(lambda a: masked(a) == a),
     weight=st.floats(-1e6, 1e6),
     size=st.none() | st.integers(1, 10**6),
 )

@@ -1,0 +1,39 @@
+"""What the user writes about an environment."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat
+
+from cluster.config import Frozen
+from rewards.secret_values import Arguments
+from rollout.config import Bytes
+
+Seconds = Annotated[FiniteFloat, Field(gt=0)]
+
+
+class EnvConfig(Frozen):
+    """An environment that answers what the policy samples: tools, a game, a second try. Without `use` a trajectory is a
+    single completion."""
+
+    use: Annotated[str, Field(min_length=1)] | None = None
+    """A built-in name, `package.module:Class` or `path/file.py:Class`: what makes one trajectory's environment when it
+    is called with `args` (rollout.env.protocol.Environment)."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments that it is made with. `env:NAME` is the value of an environment variable."""
+    variables: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Environment variables that it may see, such as an API key; others that may hold a secret are kept from it."""
+    max_turns: Annotated[int, Field(ge=1)] = 8
+    """Turns of the policy in a trajectory, at most. All of a trajectory's tokens, observations included, must fit into
+    `rollout.max_completion_length`."""
+    start_timeout_s: Seconds = 60.0
+    """Seconds for an environment's process to start, load and reset."""
+    step_timeout_s: Seconds = 30.0
+    """Seconds for one answer of the environment; beyond it the trajectory ends as `env_timeout`, without a reward."""
+    timeout_s: Seconds = 300.0
+    """Seconds for a whole trajectory, generation included. With the time that trajectories wait for their turn it must
+    stay below `cluster.deadlines.group`."""
+    memory: Bytes = 2**30
+    """The most main memory that each environment's process may hold. Raise it for environments that load much."""
+    concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Trajectories that a generator plays at once; `auto`: twice `rollout.max_num_seqs`. Raise it where environments
+    are slow, so that the engine has others to sample meanwhile."""

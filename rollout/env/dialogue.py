@@ -1,0 +1,37 @@
+"""Trajectories in a model's own words: its chat template around what the policy samples, which stays as it is."""
+
+from collections.abc import Sequence
+
+from rollout.data.chat import Chat
+from rollout.data.chat_error import ChatError
+from rollout.data.observation import UnclosedTurn
+from rollout.env.play import EnvironmentFault
+from rollout.env.protocol import Message, ToolSpec, Turn
+from rollout.env.tool_calls import Parser
+
+
+class ChatDialogue:
+    """A rollout.env.play.Dialogue. parse: finds the calls in a turn's text; ends: tokens that end a turn."""
+
+    def __init__(self, chat: Chat, parse: Parser, ends: Sequence[int]) -> None:
+        self._chat, self._parse, self._ends = chat, parse, frozenset(ends)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        try:
+            return self._chat.render(messages, tools)[1]
+        except ChatError as error:
+            raise EnvironmentFault("bad_observation", f"reset: {error}") from error
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
+        calls, malformed = self._parse(self._chat.decode(token_ids, special=True)) if tools else ((), ())
+        return Turn(self._chat.decode(token_ids), tuple(token_ids), calls, malformed)
+
+    def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
+        last = turn.token_ids[-1]
+        try:
+            # A turn that a stop string ended is closed by the template's own ending, which the policy did not sample.
+            return self._chat.observe(messages, last if last in self._ends else None, tools)
+        except UnclosedTurn:
+            return None
+        except ChatError as error:
+            raise EnvironmentFault("bad_observation", f"step: {error}") from error

@@ -1,0 +1,109 @@
+"""What runs in an environment's process: one environment, asked over a socket until that closes.
+
+Requests come pickled, answers go back as JSON: what a user's code returns is never unpickled elsewhere. Each is
+preceded by its length in 8 bytes.
+"""
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rewards.base import said
+from rewards.environment import lent
+from rewards.memory import advice, met
+from rewards.worker import confine
+from rollout.env.loader import make
+from rollout.env.protocol import Environment
+from rollout.env.wire import BadAnswer, numbers, start_to_json, step_to_json
+
+LENGTH = 8  # bytes before each message
+MOST_BYTES = 16 * 2**20  # of an answer; a longer one is a flood
+SHOWN = 500  # characters of an exception's text
+
+
+class Spec(NamedTuple):
+    """What a process needs to make its environment. variables: names and values that only it may see."""
+
+    use: str
+    args: Mapping[str, Any]
+    variables: Mapping[str, str]
+    memory: int
+
+
+def host(end: socket.socket, spec: Spec) -> None:
+    """Makes the environment and serves it; ends with the socket, and the process with it."""
+    confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
+    with lent(spec.variables):
+        asyncio.run(_serve(end, spec))
+    os._exit(0)  # not held up by threads that an environment has left behind
+
+
+async def _serve(end: socket.socket, spec: Spec) -> None:
+    reader, writer = await asyncio.open_connection(sock=end)
+    env: Environment | None = None
+    while True:
+        try:
+            method, *arguments = pickle.loads(await read(reader))
+        except asyncio.IncompleteReadError:
+            return
+        try:
+            env = env or make(spec.use, spec.args)
+            answer: dict[str, Any] = {"value": await _METHODS[method](env, *arguments)}
+        except BadAnswer as error:
+            answer = {"outcome": "bad_observation", "sentence": str(error)}
+        except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
+            answer = {"outcome": "env_error", "sentence": f"{method}: {_described(error)}"}
+        encoded = json.dumps(answer).encode()
+        if len(encoded) > MOST_BYTES:
+            sentence = f"{method}: answered with {len(encoded)} bytes, at most {MOST_BYTES} are taken"
+            encoded = json.dumps({"outcome": "flood", "sentence": sentence}).encode()
+        write(writer, encoded)
+        await writer.drain()
+        if method == "close":
+            return
+
+
+async def _reset(env: Environment, *arguments: Any) -> dict[str, Any]:
+    return start_to_json(await env.reset(*arguments))
+
+
+async def _step(env: Environment, turn: Any) -> dict[str, Any]:
+    return step_to_json(await env.step(turn))
+
+
+async def _score(env: Environment) -> dict[str, float]:
+    return numbers("score", await env.score())
+
+
+async def _close(env: Environment) -> None:
+    await env.close()
+
+
+_METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "reset": _reset, "step": _step, "score": _score, "close": _close,
+}  # fmt: skip
+
+
+async def read(reader: asyncio.StreamReader) -> bytes:
+    """The next message. Raises IncompleteReadError when the other end is gone."""
+    length = int.from_bytes(await reader.readexactly(LENGTH))
+    return await reader.readexactly(length)
+
+
+def write(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Sends a message."""
+    writer.write(len(message).to_bytes(LENGTH) + message)
+
+
+def _described(error: BaseException) -> str:
+    """What was raised, where, and what to do where it is known."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    told = f"{type(error).__name__}: {said(error)[:SHOWN]}{where}"
+    return f"{told}: {advice('env.memory')}" if met(error) else told

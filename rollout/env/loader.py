@@ -1,0 +1,53 @@
+"""`env.use` -> an environment. Runs in the environment's process, never in the driver or the generator's."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from rewards.base import RewardLoadError, said
+from rewards.loader import load_own, no_built_in
+from rollout.env.config import EnvConfig
+from rollout.env.protocol import Environment
+from rollout.env.wire import BadAnswer
+
+BUILT_INS = {
+    "number_guessing": "rollout.env.number_guessing:NumberGuessing",
+    "second_try": "rollout.env.second_try:SecondTry",
+    "tools": "rollout.env.python_tools:PythonTools",
+}
+METHODS = ("reset", "step", "score", "close")
+
+
+def code_of(config: EnvConfig) -> list[str]:
+    """What names the code of an environment as `package.module:name` or `path/file.py:name`: the environment, and the
+    functions that it is given as tools."""
+    if config.use is None:
+        return []
+    functions = config.args.get("functions", ()) if config.use == "tools" else ()
+    return [BUILT_INS.get(config.use, config.use), *(name for name in functions if isinstance(name, str))]
+
+
+def found(use: str) -> Any:
+    """The class or function that `use` names. Raises RewardLoadError with one sentence."""
+    if use in BUILT_INS:
+        module, _, name = BUILT_INS[use].partition(":")
+        return getattr(import_module(module), name)
+    if ":" not in use and not use.endswith(".py"):
+        raise RewardLoadError(no_built_in(use, "environment", BUILT_INS, "Class"))
+    return load_own(use, "MyEnvironment")
+
+
+def make(use: str, args: Mapping[str, Any]) -> Environment:
+    """One trajectory's environment. Raises RewardLoadError if `use` is not found, BadAnswer if it makes none."""
+    factory = found(use)
+    try:
+        env = factory(**args)
+    except TypeError as error:
+        raise BadAnswer(f"env.args: {use} must take {', '.join(args) or 'no arguments'}: {said(error)}") from error
+    if missing := [name for name in METHODS if not callable(getattr(env, name, None))]:
+        raise BadAnswer(
+            f"env.use: {use} must make an environment with the methods {', '.join(METHODS)}; "
+            f"{type(env).__name__} lacks {', '.join(missing)}"
+        )
+    made: Environment = env
+    return made

@@ -1,0 +1,139 @@
+"""One trajectory from its start to its end, whatever the environment does."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.env.protocol import Environment, Message, Start, ToolSpec, Turn
+from rollout.env.trajectory import Trajectory
+from rollout.schema import Problem
+from rollout.types import Completion
+
+
+class EnvironmentFault(Exception):
+    """An environment that raised, hung, died, flooded or returned no answer.
+
+    Args:
+        outcome: one of rollout.env.trajectory.FAULTS.
+        sentence: what happened, for people.
+    """
+
+    def __init__(self, outcome: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.outcome, self.sentence = outcome, sentence
+
+
+class Dialogue(Protocol):
+    """How a conversation is written as tokens: rollout.env.dialogue.ChatDialogue."""
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        """The prompt [P]: the messages, and the opening of the policy's turn."""
+        ...
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
+        """What the policy sampled, with its tool calls."""
+        ...
+
+    def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
+        """The tokens that follow a sampled turn which these messages answer, up to the opening of the next turn; None
+        if the template cannot go on from the turn's last token."""
+        ...
+
+
+class Model(Protocol):
+    """The policy, for one trajectory."""
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
+        """The next turn after token_ids (prompt and all that followed)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """prompt: most tokens before the first turn. tokens: most of what follows, observations included. seconds: of a
+    trajectory."""
+
+    prompt: int
+    tokens: int
+    turns: int
+    seconds: float
+
+
+class Player:
+    """Plays trajectories within limits, writing them by a dialogue."""
+
+    def __init__(self, dialogue: Dialogue, limits: Limits) -> None:
+        self._dialogue, self._limits = dialogue, limits
+
+    async def play(self, env: Environment, model: Model, problem: Problem, seed: int) -> Trajectory:
+        """A whole trajectory. A fault of the environment is its outcome; what the engine raises is passed on.
+
+        The environment is closed by who made it.
+        """
+        trajectory = Trajectory(problem.prompt_ids)
+        clock = asyncio.timeout(self._limits.seconds)
+        try:
+            async with clock:
+                start = await self._begin(trajectory, env, problem, seed)
+                while not trajectory.outcome:
+                    await self._turn(trajectory, env, model, start)
+                trajectory.scored(await env.score())
+        except EnvironmentFault as fault:
+            trajectory.outcome, trajectory.fault = fault.outcome, fault.sentence
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            sentence = f"the trajectory took more than {self._limits.seconds:g} s (env.timeout_s)"
+            trajectory.outcome, trajectory.fault = "env_timeout", sentence
+        return trajectory
+
+    async def _begin(self, trajectory: Trajectory, env: Environment, problem: Problem, seed: int) -> Start:
+        start = await env.reset(problem, seed)
+        prompt = problem.prompt_ids
+        if start.messages or start.tools:
+            prompt = self._dialogue.open(opened(start, problem), start.tools)
+        trajectory.begin(start, prompt)
+        if len(trajectory.prompt_ids) > self._limits.prompt:
+            raise EnvironmentFault(
+                "bad_observation",
+                f"reset: its messages have {len(trajectory.prompt_ids)} tokens, and rollout.max_prompt_length is "
+                f"{self._limits.prompt}",
+            )
+        return start
+
+    async def _turn(self, trajectory: Trajectory, env: Environment, model: Model, start: Start) -> None:
+        """The policy's next turn and the answer to it; sets the outcome if it is the last."""
+        limits, begun = self._limits, time.perf_counter()
+        so_far = [*trajectory.prompt_ids, *trajectory.ids]
+        completion = await model.generate(so_far, limits.tokens - len(trajectory.ids), len(trajectory.turns))
+        trajectory.sampled(completion, _ms(begun))
+        turn = self._dialogue.read(completion.token_ids.tolist(), start.tools)
+        trajectory.spoke(turn)
+        if completion.finish_reason == "length":
+            trajectory.outcome = "length"
+            return
+        begun = time.perf_counter()
+        step = await env.step(turn)
+        trajectory.answered(step, _ms(begun))
+        if step.done or len(trajectory.turns) == limits.turns:
+            trajectory.outcome = "done" if step.done else "turns"
+            return
+        seen = self._dialogue.observe(step.messages, turn, start.tools)
+        if seen is None or len(trajectory.ids) + len(seen) >= limits.tokens:
+            trajectory.outcome = "unclosed" if seen is None else "length"
+            return
+        trajectory.observed(step.messages, seen)
+
+
+def opened(start: Start, problem: Problem) -> tuple[Message, ...]:
+    """The messages that a trajectory begins with: the environment's, else the problem's own."""
+    if start.messages:
+        return start.messages
+    said = problem.messages
+    return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(dict(message) for message in said)
+
+
+def _ms(since: float) -> float:
+    return (time.perf_counter() - since) * 1e3

@@ -1,0 +1,95 @@
+"""The trajectories of a group, each with an environment of its own, side by side."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rollout.engine import Engine
+from rollout.env.config import EnvConfig
+from rollout.env.play import Limits, Player
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.trajectory import Trajectory
+from rollout.schema import Problem
+from rollout.types import Completion, Sampling
+
+
+class UnequalStart(ValueError):
+    """Environments of one group began differently, so their rewards cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSettings:
+    """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run."""
+
+    config: EnvConfig
+    limits: Limits
+    concurrency: int
+    seed: int
+
+
+class Trajectories:
+    """Plays groups; at most `concurrency` trajectories at once, of whichever groups."""
+
+    def __init__(self, settings: EnvSettings, engine: Engine, player: Player) -> None:
+        self._settings, self._engine, self._player = settings, engine, player
+        self._forks = Forks(spec_of(settings.config))
+        self._room = asyncio.Semaphore(settings.concurrency)
+
+    async def group(self, problem: Problem, sampling: Sampling) -> list[Trajectory]:
+        """sampling.n trajectories of the problem. Raises UnequalStart, and what the engine raises."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                played = [tasks.create_task(self._play(problem, sampling, j)) for j in range(sampling.n)]
+        except BaseExceptionGroup as several:  # the first is the cause; the others were cancelled for it
+            raise several.exceptions[0] from None
+        trajectories = [task.result() for task in played]
+        _check_start(problem, trajectories)
+        return trajectories
+
+    async def _play(self, problem: Problem, sampling: Sampling, sample: int) -> Trajectory:
+        async with self._room:
+            env = EnvironmentProcess(self._forks, self._settings.config)
+            try:
+                policy = _Policy(self._engine, sampling, sample)
+                return await self._player.play(env, policy, problem, _env_seed(self._settings.seed, problem))
+            finally:
+                await env.close()
+
+    def close(self) -> None:
+        """No group can be played after this."""
+        self._forks.close()
+
+
+class _Policy:
+    """The engine, for one trajectory. Each turn is a request of its own, under the newest policy at its time."""
+
+    def __init__(self, engine: Engine, sampling: Sampling, sample: int) -> None:
+        self._engine, self._sampling, self._sample = engine, sampling, sample
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
+        seed = None if self._sampling.seed is None else _seed(self._sampling.seed, self._sample, turn)
+        (completion,) = await self._engine.generate(
+            token_ids, replace(self._sampling, n=1, max_tokens=max_tokens, seed=seed)
+        )
+        return completion
+
+
+def _seed(*parts: object) -> int:
+    """47 bits of these; the same each time."""
+    return int.from_bytes(hashlib.sha256("-".join(map(str, parts)).encode()).digest()[:6]) >> 1
+
+
+def _env_seed(run_seed: int, problem: Problem) -> int:
+    """Of the problem's place in the run: the same for the whole group, and for a group that is issued again."""
+    return _seed("environment", run_seed, problem.epoch, problem.position)
+
+
+def _check_start(problem: Problem, trajectories: Sequence[Trajectory]) -> None:
+    starts = {(t.prompt_ids, t.state) for t in trajectories if t.began}
+    if len(starts) > 1:
+        what = "initial states" if len({state for _, state in starts}) > 1 else "first messages or tools"
+        raise UnequalStart(
+            f"env: all trajectories of a group must begin alike, and those of {problem.id} have {len(starts)} "
+            f"different {what}; draw everything in reset() from its seed"
+        )

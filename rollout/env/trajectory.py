@@ -1,0 +1,104 @@
+"""One trajectory as it grows: what the policy sampled and what it was answered, token by token."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollout.env.protocol import Message, Start, Step, Turn
+from rollout.types import Completion
+
+FAULTS = ("env_error", "env_timeout", "env_killed", "flood", "bad_observation")
+"""Outcomes that are the environment's fault: the trajectory has no reward and is trained on nowhere."""
+OUTCOMES = ("done", "turns", "length", "unclosed", *FAULTS)
+"""How a trajectory ends: by its environment's word, at env.max_turns, at rollout.max_completion_length, with a turn
+that the chat template cannot go on from, or by a fault."""
+
+
+@dataclass(slots=True)
+class Played:
+    """One turn of the policy: tokens [start, stop) of what follows the prompt."""
+
+    start: int
+    stop: int
+    generate_ms: float
+    env_ms: float = 0.0
+    reward: float | None = None
+    calls: int = 0
+    malformed: int = 0
+
+    def as_row(self) -> dict[str, float | int | None]:
+        """The struct of rollout.schema."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """What follows the prompt. Letters: T tokens so far.
+
+    Attributes:
+        began: whether the environment was reset; before that prompt_ids are the problem's own.
+        opening: the messages that it began with; (): the problem's own.
+        ids, logprobs, versions, mask: [T]; of an observation the logprob is 0, the version that of the turn before, the
+            mask false.
+        messages: the conversation after the prompt, as reward functions are given it.
+        parts: rewards by name, from score(); the sum of the turns' rewards as "env".
+        outcome: one of OUTCOMES, once it is over; `fault` says in a sentence what went wrong with the environment.
+    """
+
+    prompt_ids: tuple[int, ...]
+    state: str = ""
+    began: bool = False
+    opening: tuple[Message, ...] = ()
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    turns: list[Played] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    metrics: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(default_factory=dict)
+    outcome: str = ""
+    fault: str = ""
+
+    def begin(self, start: Start, prompt_ids: tuple[int, ...]) -> None:
+        """Once the environment was reset."""
+        self.began, self.state, self.prompt_ids = True, start.state, prompt_ids
+        self.opening = start.messages
+
+    @property
+    def faulted(self) -> bool:
+        """Whether it ended by a fault of its environment."""
+        return self.outcome in FAULTS
+
+    def sampled(self, completion: Completion, generate_ms: float) -> None:
+        """The policy's next turn."""
+        start = len(self.ids)
+        self.ids += completion.token_ids.tolist()
+        self.logprobs += completion.logprobs.tolist()
+        self.versions += completion.versions.tolist()
+        self.mask += [True] * len(completion.token_ids)
+        self.turns.append(Played(start, len(self.ids), generate_ms))
+
+    def spoke(self, turn: Turn) -> None:
+        """What the turn says, once it has been read."""
+        calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
+        self.messages.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
+        self.turns[-1].calls, self.turns[-1].malformed = len(turn.calls), len(turn.malformed)
+
+    def answered(self, step: Step, env_ms: float) -> None:
+        """The environment's answer to it, before it is known whether there is room for it."""
+        self.turns[-1].env_ms, self.turns[-1].reward = env_ms, step.reward
+        self.metrics.update(step.metrics)
+
+    def observed(self, messages: tuple[Message, ...], ids: tuple[int, ...]) -> None:
+        """The answer as the policy sees it."""
+        self.messages += messages
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.versions += self.versions[-1:] * len(ids)
+        self.mask += [False] * len(ids)
+
+    def scored(self, parts: Mapping[str, float]) -> None:
+        """The final parts of the reward; turn rewards are one, if there is any."""
+        rewards = [turn.reward for turn in self.turns if turn.reward is not None]
+        self.parts = ({"env": float(sum(rewards))} if rewards else {}) | dict(parts)

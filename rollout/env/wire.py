@@ -1,0 +1,73 @@
+"""An environment's answers on their way from its process: checked there, plain JSON between."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rewards.config import TAKEN
+from rollout.env.protocol import Message, Start, Step
+
+OBSERVED = ("tool", "user")  # roles that may answer a turn
+
+
+class BadAnswer(ValueError):
+    """An environment returned something that a trajectory cannot go on with; one sentence."""
+
+
+def start_to_json(start: Any) -> dict[str, Any]:
+    """Raises BadAnswer unless it is a whole rollout.env.protocol.Start."""
+    if not isinstance(start, Start):
+        raise BadAnswer(f"reset must return a Start, got {type(start).__name__}")
+    messages = _messages("reset", start.messages, None)
+    if not isinstance(start.tools, Sequence) or not all(isinstance(tool, Mapping) for tool in start.tools):
+        raise BadAnswer(f"reset: tools must be a sequence of mappings, got {start.tools!r:.80}")
+    return {"messages": messages, "tools": [dict(tool) for tool in start.tools], "state": str(start.state)}
+
+
+def step_to_json(step: Any) -> dict[str, Any]:
+    """Raises BadAnswer unless it is a whole rollout.env.protocol.Step that the policy can go on from, or is done."""
+    if not isinstance(step, Step):
+        raise BadAnswer(f"step must return a Step, got {type(step).__name__}")
+    messages = _messages("step", step.messages, OBSERVED)
+    if not step.done and not messages:
+        raise BadAnswer("step: must return at least one message unless it is done, got none")
+    reward = None if step.reward is None else _number("step: reward", step.reward)
+    return {"messages": messages, "reward": reward, "done": bool(step.done), "metrics": numbers("step", step.metrics)}
+
+
+def start_from_json(answer: dict[str, Any]) -> Start:
+    """The inverse of start_to_json."""
+    return Start(tuple(answer["messages"]), tuple(answer["tools"]), answer["state"])
+
+
+def step_from_json(answer: dict[str, Any]) -> Step:
+    """The inverse of step_to_json."""
+    return Step(tuple(answer["messages"]), answer["reward"], answer["done"], answer["metrics"])
+
+
+def numbers(method: str, values: Any) -> dict[str, float]:
+    """Numbers by name. Raises BadAnswer for anything else."""
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise BadAnswer(f"{method}: numbers must come as a mapping from names, got {values!r:.80}")
+    if taken := TAKEN & set(values):
+        raise BadAnswer(f"{method}: a metric is named {', '.join(sorted(taken))} already; give another name")
+    return {name: _number(f"{method}: {name}", value) for name, value in values.items()}
+
+
+def _number(what: str, value: Any) -> float:
+    if not hasattr(value, "__float__") or not math.isfinite(number := float(value)):
+        raise BadAnswer(f"{what} must be a finite number, got {value!r:.80}")
+    return number
+
+
+def _messages(method: str, messages: Any, roles: Sequence[str] | None) -> list[Message]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise BadAnswer(f"{method}: messages must be a sequence of messages, got {type(messages).__name__}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadAnswer(f'{method}: a message must be {{"role": ..., "content": ...}}, got {message!r:.80}')
+        if not isinstance(message.get("content"), str):
+            raise BadAnswer(f"{method}: a message's content must be text, got {message.get('content')!r:.80}")
+        if roles is not None and message["role"] not in roles:
+            raise BadAnswer(f"{method}: a message's role must be one of {', '.join(roles)}, got {message['role']!r}")
+    return [dict(message) for message in messages]
