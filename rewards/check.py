@@ -57,7 +57,7 @@ async def _try(
             wrong.append(f"{sentence} {FIRST_CALL}" if slow else sentence)
     if wrong:
         raise RewardError("\n".join(wrong))
-    return pool.combine(verdicts, ms)
+    return pool.combine(verdicts, len(completions), ms)
 
 
 async def _slow_at_first(reward: RewardConfig, memory_bytes: int, *group: Any) -> bool:

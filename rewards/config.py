@@ -1,17 +1,19 @@
 """What the user writes about a reward. Light: needs pydantic and nothing else."""
 
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from rewards.secret_values import Arguments
 
 TAKEN = frozenset({"mean", "std", "failed", "ms", "zero_variance_groups"})  # what metrics are called beside rewards
+ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
 
 
 class RewardConfig(BaseModel):
-    """One reward function of the `rewards` list.
+    """One reward function of the `rewards` list, or a reward model.
 
     Raises pydantic.ValidationError on an unknown key or a value out of its range.
     """
@@ -20,7 +22,8 @@ class RewardConfig(BaseModel):
 
     use: Annotated[str, Field(min_length=1)]
     """The function: a built-in name, `package.module:function`, or `path/file.py:function` (relative to the working
-    directory)."""
+    directory). Or `adapter:<folder>`: a reward model, as an adapter with a scalar head on the base of the policy, which
+    the learner scores; only `weight` and `name` go with it."""
     weight: FiniteFloat = 1.0
     """Factor of this reward function in the weighted sum; may be negative. Raise it for what matters most."""
     timeout_s: Annotated[FiniteFloat, Field(gt=0)] = 10.0
@@ -37,12 +40,44 @@ class RewardConfig(BaseModel):
     """Environment variables that the function may see, such as OPENAI_API_KEY; others that may hold a secret are kept
     from it (rewards/environment.py lists those that are not)."""
 
+    @property
+    def adapter(self) -> str | None:
+        """The folder of a reward model; None for a function."""
+        return self.use.removeprefix(ADAPTER) if self.use.startswith(ADAPTER) else None
+
+    @model_validator(mode="after")
+    def _adapter_alone(self) -> "RewardConfig":
+        free = {"use", "weight", "name"}
+        fields = type(self).model_fields.items()  # by value: a configuration that was written out sets them all
+        given = [key for key, field in fields if key not in free and getattr(self, key) != field.default]
+        if self.adapter is not None and given:
+            raise ValueError(
+                f"use: {ADAPTER}<folder> does not go with {', '.join(sorted(given))}: no function is called, the "
+                "learner scores it; leave that out"
+            )
+        return self
+
+
+def functions_of(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+    """Those that are functions, which rollout workers call, each with its metrics name."""
+    return tuple(reward for reward in _named(rewards) if reward.adapter is None)
+
+
+def adapters_of(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+    """Those that are reward models on the policy's base, which the learner scores, each with its metrics name."""
+    return tuple(reward for reward in _named(rewards) if reward.adapter is not None)
+
+
+def _named(rewards: Sequence[RewardConfig]) -> list[RewardConfig]:
+    names = resolved_names(rewards)
+    return [one.model_copy(update={"name": name}) for one, name in zip(rewards, names, strict=True)]
+
 
 def resolved_names(rewards: Sequence[RewardConfig]) -> list[str]:
     """The metrics name of each reward, in order and unique: a second `accuracy` becomes `accuracy_2`."""
     names: list[str] = []
     for reward in rewards:
-        wanted = reward.name or reward.use.rsplit(":", 1)[-1]
+        wanted = reward.name or PurePath(reward.use.rsplit(":", 1)[-1]).name
         name, count = wanted, 1
         while name in names:
             count += 1

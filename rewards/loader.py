@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from rewards import environment, memory
 from rewards.base import Reward, RewardLoadError, said
+from rewards.config import ADAPTER
 
 BUILT_INS = {
     "format": "rewards.format:format_",
@@ -34,6 +35,8 @@ def load(use: str) -> Reward:
     """
     if use in BUILT_INS:
         return _built_in(use)
+    if use.startswith(ADAPTER):
+        raise RewardLoadError(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
         raise RewardLoadError(no_built_in(use, "reward", BUILT_INS, "function"))
     return cast(Reward, load_own(use, "my_reward"))

@@ -52,10 +52,9 @@ class RewardPool:
     """
 
     def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = memory.DEFAULT) -> None:
-        """`workers`: processes, each scoring one group at a time. `memory_bytes`: the most that each may hold. Raises
-        ValueError without a reward or a worker, RewardError for a variable that is named and not set."""
-        if not rewards:
-            raise ValueError("rewards: must list at least one reward, got none; add for example {use: number}")
+        """`workers`: processes, each scoring one group at a time; none without functions, and nothing is scored then.
+        `memory_bytes`: the most that each may hold. Raises ValueError without a worker, RewardError for a variable that
+        is named and not set."""
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
         self.names = resolved_names(rewards)
@@ -65,7 +64,7 @@ class RewardPool:
             for name, r in zip(self.names, rewards, strict=True)
         ]
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
-        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers)]
+        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers if rewards else 0)]
         for slot in self._slots:
             for call in self._calls:
                 slot.preload(call)
@@ -90,7 +89,7 @@ class RewardPool:
         for i, (reward, verdict) in enumerate(zip(self._rewards, verdicts, strict=True)):
             if verdict.status != "ok" and reward.on_error == "fail":
                 raise RewardFailed(self.sentence(i, verdict))
-        return self.combine(verdicts, (time.perf_counter() - begin) * 1e3)
+        return self.combine(verdicts, len(completions), (time.perf_counter() - begin) * 1e3)
 
     async def verdicts(
         self,
@@ -116,9 +115,9 @@ class RewardPool:
         finally:
             self._free.put_nowait(slot)
 
-    def combine(self, verdicts: Sequence[Verdict], ms: float) -> Scores:
-        """The scores of one group, from the outcomes of all reward functions; they took `ms` milliseconds."""
-        rows = [self._row(verdicts, i) for i in range(len(verdicts[0].values))]
+    def combine(self, verdicts: Sequence[Verdict], size: int, ms: float) -> Scores:
+        """The scores of one group of `size`, from the outcomes of all reward functions; they took `ms` milliseconds."""
+        rows = [self._row(verdicts, i) for i in range(size)]
         return Scores(
             reward=[reward for reward, _ in rows],
             parts={name: verdict.values for name, verdict in zip(self.names, verdicts, strict=True)},
@@ -148,7 +147,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
-        with ThreadPoolExecutor(len(self._slots)) as threads:
+        with ThreadPoolExecutor(max(len(self._slots), 1)) as threads:
             list(threads.map(Slot.close, self._slots))
         self._starter.shutdown()
 

@@ -72,7 +72,7 @@ class EvalConfig(Frozen):
     """Steps between evaluations; 0: none. Raise it where an evaluation takes long beside the steps."""
     reward: str | None = None
     """The reward function that counts as accuracy, by its name in the metrics; null: the one with the largest
-    weight."""
+    weight. Reward models are not asked."""
 
 
 class DataConfig(Frozen):

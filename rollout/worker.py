@@ -61,7 +61,8 @@ class RolloutWorker(RolloutService):
         self.chat = Chat.load(spec.engine.model)
         # Its reward functions load while the engine starts.
         workers, memory = spec.reward_workers, spec.reward_memory
-        self.pool = RewardPool(spec.rewards, workers=workers, memory_bytes=memory) if spec.rewards else None
+        scores = bool(spec.rewards) or spec.env is None  # a pool without functions says that nothing is scored
+        self.pool = RewardPool(spec.rewards, workers=workers, memory_bytes=memory) if scores else None
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None
@@ -91,7 +92,7 @@ class RolloutWorker(RolloutService):
     async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Sampled) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
-        assert self.pool is not None  # RunConfig: without an environment there is a reward function
+        assert self.pool is not None
         scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
         self._say(scores.failures)
         return facts_of(problem, completions, by) | {

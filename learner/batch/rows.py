@@ -44,6 +44,11 @@ class Rows:
         """[R] where in [M] each completion begins."""
         return np.cumsum(self.lengths) - self.lengths
 
+    @property
+    def highest_id(self) -> int:
+        """Of all tokens; 0 if there are none."""
+        return int(np.concatenate([[0], *self.prompts, self.completions]).max())
+
     def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
         """[N] where in [M] the sampled tokens of the chosen completions stand, completion after completion."""
         every = ranges(self.starts[chosen], self.lengths[chosen])

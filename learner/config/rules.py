@@ -14,6 +14,7 @@ from typing import Any
 from learner.algo.surrogates import SURROGATES
 from learner.config.learner import LoraConfig
 from learner.config.settings import Settings
+from rewards.config import adapters_of, functions_of
 from rollout.env.config import EnvConfig
 
 
@@ -141,6 +142,25 @@ FULL = (
     _not_with_full("model.base=nf4", "4 bits cannot be trained", lambda c: c.model.base == "nf4"),
     _not_with_full("model.dtype=float16", "its gradients underflow", lambda c: c.model.dtype == "float16"),
 )
+
+MODELS = "rewards: use: adapter:<folder>"
+MODEL_REWARDS = (
+    Rule(
+        MODELS, "needs learner.mode=lora: a reward model shares the frozen base, and a base that is trained is another "
+        "one after each step", "set that, or use: sequence_classifier", ("learner.mode",),
+        lambda c: c.learner.mode == "full" and bool(adapters_of(c.rewards)),
+    ),
+    Rule(
+        MODELS, "does not go with rollout.dynamic_sampling, which looks at rewards before the learner has scored",
+        "set dynamic_sampling=false, or use: sequence_classifier", ("rollout.dynamic_sampling",),
+        lambda c: c.rollout.dynamic_sampling and bool(adapters_of(c.rewards)),
+    ),
+    Rule(
+        "rewards:", "must list a function for evaluation, which reward models do not take part in",
+        "add one, with weight 0 if it is not to be trained on, or set data.eval.every=0", ("data.eval.every",),
+        lambda c: c.data.eval.every > 0 and bool(c.rewards) and c.env.use is None and not functions_of(c.rewards),
+    ),
+)  # fmt: skip
 LEARNER = (
     Rule(
         "learner.optimizer.kind: adamw_rounded",
@@ -237,4 +257,4 @@ SHARED = (
     ),
 )  # fmt: skip
 
-RULES = (*REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY, *SHARED)
+RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY, *SHARED)

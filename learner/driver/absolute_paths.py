@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from learner.config import RunConfig
+from rewards.config import ADAPTER
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -19,7 +20,9 @@ def absolute(config: RunConfig) -> RunConfig:
 
 
 def _function(use: str) -> str:
-    """`path/file.py:function` with the whole path; any other name as it is."""
+    """`path/file.py:function` and `adapter:folder` with the whole path; any other name as it is."""
+    if use.startswith(ADAPTER):
+        return f"{ADAPTER}{_whole(use.removeprefix(ADAPTER))}"
     file, colon, function = use.rpartition(":")
     return f"{_whole(file)}{colon}{function}" if file.endswith(".py") else use
 

@@ -12,7 +12,7 @@ from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver.batch_metrics import reward_means
 from learner.driver.env_metrics import env_metrics
-from rewards.config import RewardConfig, resolved_names
+from rewards.config import RewardConfig, functions_of, resolved_names
 from rollout.producer import Producer
 from rollout.schema import Problem, failed, parts_of
 from rollout.types import Sampling
@@ -35,15 +35,17 @@ class Evaluation:
 
 def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, environment: bool = False) -> str | None:
     """The name of the reward function that counts as accuracy: the configured one, else that of the largest weight;
-    None, where only an environment gives rewards: their sum. An environment's own rewards are known once it gives them.
+    None, where only an environment gives rewards: their sum. Reward models are not asked. An environment's own rewards
+    are known once it gives them.
     """
-    names = resolved_names(rewards)
+    functions = functions_of(rewards)
+    names = resolved_names(functions)
     if name is None and not names:
         return None
     if name is not None and environment:
         return name
     if name is None:
-        return max(zip(names, rewards, strict=True), key=lambda pair: pair[1].weight)[0]
+        return max(zip(names, functions, strict=True), key=lambda pair: pair[1].weight)[0]
     if name not in names:
         raise ValueError(f"data.eval.reward: must be one of {', '.join(names)}, got {name}")
     return name

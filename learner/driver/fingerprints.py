@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.files import digest_of
 from learner.config import RunConfig
-from rewards.config import RewardConfig, resolved_names
+from rewards.config import RewardConfig, adapters_of, functions_of
 from rewards.source import grader_version, source_of
 from rollout.env.loader import code_of
 
@@ -31,7 +31,7 @@ class Fingerprints:
     """Each: name of a part -> its digest, or another short text that changes with the content."""
 
     data: Mapping[str, str]  # the rows that are trained on, in order
-    rewards: Mapping[str, str]  # the file of each reward function
+    rewards: Mapping[str, str]  # the file of each reward function, the files of each reward model
     base: Mapping[str, str]  # files of the base model; those of the adapter that the run stays close to
     loss: Mapping[str, str] = field(default_factory=dict)  # the file of the user's own surrogate, if it is one
     env: Mapping[str, str] = field(default_factory=dict)  # that of the environment
@@ -85,7 +85,9 @@ def _plain(value: object) -> str:
 
 
 def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    return dict(_function(name, one.use) for name, one in zip(resolved_names(rewards), rewards, strict=True))
+    functions = dict(_function(str(one.name), one.use) for one in functions_of(rewards))
+    models = ((one.name, _folder(str(one.adapter))) for one in adapters_of(rewards))
+    return functions | {f"{name}, {file}": digest for name, files in models for file, digest in files.items()}
 
 
 def _function(name: str, use: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, machine_notes
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
+from learner.driver.reward_models import check_reward_models
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.trials import ENGINE, LEARNER, LOSS, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError, follow, read_adapter
@@ -29,6 +30,7 @@ from learner.model.reference_config import ReferenceConfigError, check_reference
 from learner.model.weight_files import WeightsError, adapter_weights, model_weights
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
+from rewards.config import functions_of
 from rollout.architecture import ArchitectureError, check_architecture, check_length
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.cursor import Cursor
@@ -108,6 +110,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     config, notes = followed or (absolute(config), ())
     chat = found.of(_chat, config)
     found.of(_check_weights, config, adapters=followed is not None)
+    found.of(check_reward_models, config)
     cards = cards or present()
     card, budgets = found.of(size_for, config, cards), None
     if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
@@ -243,10 +246,11 @@ def _check_loss(config: RunConfig) -> None:
 
 def _check_rewards(config: RunConfig, problem: Problem) -> None:
     """Each function once, on two dummy completions of the first problem, in a worker process like those of the run."""
-    if not config.rewards:
+    functions = functions_of(config.rewards)
+    if not functions:
         return
     case = case_of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
-    try_rewards(config.rewards, **case, memory_bytes=config.rollout.reward_memory)
+    try_rewards(functions, **case, memory_bytes=config.rollout.reward_memory)
 
 
 def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:

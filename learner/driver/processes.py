@@ -14,6 +14,7 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.watched_learner import WatchedLearner
 from learner.trainer.service import TrainerService
+from rewards.config import adapters_of, functions_of
 from rollout.engine import EngineSettings
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
@@ -103,7 +104,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
             shares_base=config.memory.base == "shared",
             room=_room(config, budgets),
         ),
-        rewards=tuple(config.rewards),
+        rewards=functions_of(config.rewards),
         reward_workers=rollout.reward_workers,
         reward_memory=rollout.reward_memory,
         make_engine=vllm_engine,
@@ -151,4 +152,5 @@ def make_trainer(
         device="cuda" if on_card else "cpu",
         memory_bytes=memory_bytes,
         base=base,
+        reward_adapters=[str(reward.adapter) for reward in adapters_of(config.rewards)],
     )

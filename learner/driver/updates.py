@@ -1,7 +1,7 @@
 """One update for each batch: its rollouts go to disk, the trainer takes a step, and the new policy is fetched."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +10,7 @@ from cluster.actor import Actor
 from cluster.buffer import Batch
 from learner.driver.batch_metrics import batch_metrics
 from learner.driver.card_turns import CardTurns
+from learner.driver.reward_models import RewardModels
 from learner.driver.step_metrics import StepMetrics
 from learner.driver.weight_sync import WeightSync
 from learner.trainer.service import TrainerService
@@ -35,9 +36,13 @@ class Updates:
         turns: CardTurns,
         metrics: StepMetrics,
         rollouts: Path,
+        reward_models: RewardModels,
     ) -> None:
         self.step, self.agrees = 0, True
-        self._trainer, self._deadline_s, self._pipes = trainer, deadline_s, pipes
+        self._step: Callable[[list[pa.Table]], Awaitable[dict[str, float]]] = lambda groups: trainer.call(
+            TrainerService.step, deadline_s, groups
+        )
+        self._pipes, self._reward_models = pipes, reward_models
         self._sync, self._turns, self._metrics, self._rollouts = sync, turns, metrics, rollouts
         self._under_way: asyncio.Task[tuple[dict[str, float], Push]] | None = None
 
@@ -69,30 +74,38 @@ class Updates:
             self._under_way.cancel()
 
     async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
+        """Reward models are asked first: what they say belongs to the facts."""
+        async with self._turns.learner():
+            groups, spent = await self._reward_models.score(batch.groups, self.step + 1)
+            metrics, push = await self._train(groups, batch.useless, tasks)
+        return metrics | spent, push
+
+    async def _train(
+        self, groups: Sequence[pa.Table], useless: Sequence[pa.Table], tasks: asyncio.TaskGroup
+    ) -> tuple[dict[str, float], Push]:
         """Metrics and ledger cover all that was generated for the batch. The ledger is written meanwhile, and is on
         disk before this returns, hence before any checkpoint counts these problems."""
-        generated = [*batch.groups, *batch.useless]
+        generated = [*groups, *useless]
         at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, self._rollouts, self.step + 1, generated))
         try:
             metrics = batch_metrics(generated, self.step)
-            metrics["rollout/refilled_groups"] = float(len(batch.useless))
-            async with self._turns.learner():
-                self.agrees = False
-                metrics |= await self._update(batch.groups)
-                await at_rest
-                for group in generated:
-                    self._pipes.cursor.finish(group_position(group)[0])
-                self.step += 1
-                self.agrees = True
-                self._metrics.hold(metrics)
-                with self._pipes.timeline.span("policy", "learner", version=self.step):
-                    push, spent = await self._sync.fetch(tasks)
+            metrics["rollout/refilled_groups"] = float(len(useless))
+            self.agrees = False
+            metrics |= await self._update(groups)
+            await at_rest
+            for group in generated:
+                self._pipes.cursor.finish(group_position(group)[0])
+            self.step += 1
+            self.agrees = True
+            self._metrics.hold(metrics)
+            with self._pipes.timeline.span("policy", "learner", version=self.step):
+                push, spent = await self._sync.fetch(tasks)
         finally:
             await at_rest
         return metrics | spent, push
 
     async def _update(self, groups: Sequence[pa.Table]) -> dict[str, float]:
         with self._pipes.timeline.span("train", "learner", step=self.step + 1):
-            metrics = await self._trainer.call(TrainerService.step, self._deadline_s, list(groups))
+            metrics = await self._step(list(groups))
         self._sync.trained_on(groups)
         return metrics

@@ -9,7 +9,7 @@ from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RemoteE
 from learner.trainer.service import TrainerService
 
 # Long calls, whose progress the learner reports (TrainerService.pulse); the others have only their deadline.
-ADVANCES: tuple[Any, ...] = (TrainerService.step, TrainerService.rehearse)
+ADVANCES: tuple[Any, ...] = (TrainerService.step, TrainerService.score, TrainerService.rehearse)
 MOST_S = 15.0  # between two looks
 
 

@@ -14,6 +14,7 @@ from learner.driver.evaluate import HeldOut
 from learner.driver.fingerprints import Fingerprints
 from learner.driver.loop import Loop
 from learner.driver.mismatch_guard import MismatchGuard
+from learner.driver.reward_models import RewardModels
 from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.schedule import Schedule
 from learner.driver.shared_base import replacing_owner
@@ -64,11 +65,12 @@ def wire(
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
     metrics, sync = StepMetrics(sinks, producers, pipes), WeightSync(config, trainer, producers, pipes)
     turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
+    reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)
     loop = Loop(
         Schedule(config, inputs.total_steps, cursor, config.num_problems(len(inputs.problems))),
         producers,
         Batches(config, buffer, sinks.timeline),
-        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, sinks.folder / "rollouts"),
+        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, sinks.folder / "rollouts", reward_models),
         sync,
         HeldOut(producers, inputs.heldout, config, sinks.timeline),
         RunCheckpoints(config, inputs.fingerprints, trainer, pipes, sinks),

@@ -13,10 +13,13 @@ import peft
 import torch
 
 from learner.config import ModelConfig, RunConfig
+from learner.model.adapter_config import HEAD
 from learner.model.base import head_of, load_base
 from learner.model.logits import logits_of
 from learner.model.lora import POLICY, attach
+from learner.model.roles import without_head
 from learner.model.weight_files import Stored, WeightsError, adapter_weights, model_weights
+from rewards.config import adapters_of
 
 SHOWN = 3  # names in a message
 
@@ -41,6 +44,8 @@ def wrong_with(config: RunConfig) -> list[str]:
         for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
             if folder is not None:
                 found += _adapter(model, folder, key)
+        for reward in adapters_of(config.rewards):
+            found += _adapter(model, str(reward.adapter), f"rewards: {reward.name}")
     return found
 
 
@@ -75,7 +80,7 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
     try:
         base = load_base(model, torch.device("meta"), lora=True)
         with torch.device("meta"):
-            wrapped = peft.get_peft_model(base, peft.PeftConfig.from_pretrained(folder), adapter_name=POLICY)
+            wrapped = peft.get_peft_model(base, without_head(peft.LoraConfig.from_pretrained(folder)), POLICY)
     except Exception as error:  # peft's
         yield _sentence(error, f"{key}: ")
         return
@@ -84,6 +89,8 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
         for name, weight in wrapped.named_parameters()
         if ".lora_" in name
     }
+    if HEAD in stored:
+        wanted[HEAD] = (1, head_of(base, model.path).shape[1])
     if sentence := _difference(wanted, stored, key, folder):
         yield sentence
 
@@ -106,7 +113,7 @@ def _difference(wanted: dict[str, tuple[int, ...]], stored: dict[str, Stored], k
 def _sentence(error: Exception, key: str) -> str:
     """An error in one line; those of this project begin with the key already."""
     text = " ".join(str(error).split())[:500] or type(error).__name__
-    known = text.startswith(("model.", "learner.", "rollout.", "memory."))
+    known = text.startswith(("model.", "learner.", "rollout.", "memory.", "rewards:"))
     return text if known else f"{key}{text}; see docs/models.md for what can be trained"
 
 

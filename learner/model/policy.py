@@ -40,7 +40,7 @@ from learner.model.lora_merge import merged
 from learner.model.mapped_base import MappedBase
 from learner.model.masters import Masters
 from learner.model.reference import Reference
-from learner.model.roles import ScoredAdapter, ScoredRole
+from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
 from rollout.safetensors_stream import Source
 
 
@@ -112,6 +112,12 @@ class Policy:
         """transformers' name of the architecture."""
         return str(self._lm.config.get_text_config().model_type)
 
+    @property
+    def pad(self) -> int | None:
+        """Id of the padding token, of its config; None: it has none."""
+        pad: int | None = self._lm.config.get_text_config().pad_token_id
+        return pad
+
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
 
@@ -135,6 +141,11 @@ class Policy:
         a model that is trained as a whole, model.reference or the weights that training started from.
         """
         return self._roles[role]()
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Those of `scored` that are reward models (learner.model.roles.reward_roles), in their order."""
+        return [name for name in self.scored if name.startswith(REWARD)]
 
     @property
     def masters(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ that speaks.
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters
 from learner.model.scalar_head import ScalarHead
 
+REWARD = "reward_"  # and a number: names of reward models
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredRole:
@@ -37,6 +39,11 @@ class ScoredRole:
     folder: str | None
     trained: bool
     key: str
+
+
+def reward_roles(folders: Sequence[str]) -> list[ScoredRole]:
+    """Of frozen reward models."""
+    return [ScoredRole(f"{REWARD}{i}", folder, trained=False, key="rewards") for i, folder in enumerate(folders)]
 
 
 class ScoredAdapter:
@@ -98,9 +105,14 @@ def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
     else:
         read_scored(role.folder, role.key)
         settings = peft.LoraConfig.from_pretrained(role.folder)
-    settings.modules_to_save = None
-    settings.task_type = peft.TaskType.CAUSAL_LM  # the model's, or PEFT would look for a head in it
+    settings = without_head(settings)
     settings.inference_mode, settings.lora_dropout, settings.init_lora_weights = False, 0.0, True
+    return settings
+
+
+def without_head(settings: peft.LoraConfig) -> peft.LoraConfig:
+    """The same for a causal language model, in which PEFT finds no head to save."""
+    settings.modules_to_save, settings.task_type = None, peft.TaskType.CAUSAL_LM
     return settings
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from learner.algo.loss import token_loss
 from learner.algo.own_surrogate import function_of
 from learner.batch.micro_batch import MicroBatch
+from learner.batch.whole import WholeBatch
 from learner.config.learner import LearnerConfig
 from learner.model.logprob import policy_logprobs, token_logprobs
 from learner.model.policy import Policy
@@ -70,6 +71,19 @@ class Passes:
         for batch in batches:
             known[batch.places] = self._logprobs(batch).cpu()
         return known
+
+    @torch.no_grad()
+    def sequence_scores(self, batches: Sequence[WholeBatch], role: str) -> dict[int, float]:
+        """Row -> what the head of a role (Policy.scored) says of the last token of its sequence."""
+        scores: dict[int, float] = {}
+        with self._policy.acting_as(role):
+            for whole in batches:
+                self.passed += 1
+                batch = whole.batch.to(self._device)
+                hidden = self._policy.hidden(batch.ids, batch.positions, batch.layout)
+                found = self._policy.scored[role].head(hidden[whole.ends.to(self._device)])
+                scores |= zip(whole.rows.tolist(), found.tolist(), strict=True)
+        return scores
 
     def _references(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         with self._policy.acting_as("reference"):

@@ -2,19 +2,28 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cluster.memory.plan import gib
 from cluster.telemetry import peak_resident
-from learner.batch.micro_batch import MicroBatch
 from learner.batch.rows import Rows
 
 log = logging.getLogger("learner")
 
+
+class Pass(Protocol):
+    """A micro-batch of any kind."""
+
+    @property
+    def ids(self) -> Tensor: ...
+
+
 T = TypeVar("T")
+B = TypeVar("B", bound=Pass)
 
 WARN_AT = 0.9  # of the limit
 
@@ -33,7 +42,7 @@ class TokenBudget:
     def __init__(self, tokens: int) -> None:
         self.tokens, self.retries = tokens, 0
 
-    def run(self, plan: Callable[[int], Sequence[MicroBatch]], learn: Callable[[Sequence[MicroBatch]], T]) -> T:
+    def run(self, plan: Callable[[int], Sequence[B]], learn: Callable[[Sequence[B]], T]) -> T:
         """learn(plan(tokens)), again from the start with half the budget as long as it runs out of memory.
 
         From the start, since the backward pass that broke off has added some of its gradients and not others. Plans
@@ -71,7 +80,7 @@ class TokenBudget:
         )
 
 
-def _largest(batches: Sequence[MicroBatch]) -> int:
+def _largest(batches: Sequence[Pass]) -> int:
     return max(batch.ids.numel() for batch in batches)
 
 

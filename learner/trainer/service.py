@@ -39,6 +39,15 @@ class TrainerService(Protocol):
             RuntimeError: loss or gradient was not finite in three steps in a row.
         """
 
+    async def score(self, groups: list[pa.Table]) -> list[list[float]]:
+        """What each reward model on the base (`rewards` with `use: adapter:...`) says of each row of the groups, in
+        their order; not finite where its hidden states are not. Prompt and completion are read as they are, special
+        tokens included, and the last token that is not padding counts, as in transformers' sequence classification.
+
+        Raises:
+            ValueError, OutOfMemory: as `step`.
+        """
+
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         """The most that a step can ask for, once, and nothing of it kept: a micro-batch as large as the token budget
         allows, of prompts of that length with completions of the greatest, forward and backward, beside room for the

@@ -5,10 +5,10 @@ one thread of its own, in the order of the calls, and the event loop stays free 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from learner.model import activation_checkpointing
 from learner.model.export import update_of
 from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
+from learner.model.roles import reward_roles
 from learner.trainer import trainer_state
 from learner.trainer.base_thread import BaseThread
 from learner.trainer.forward_backward import Passes
@@ -53,6 +54,7 @@ class Trainer(TrainerService):
         memory_bytes: most that the learner may hold (see learner.trainer.memory_limit.MemoryLimit); None: no limit.
         attention: see learner.model.packing_check.enable.
         base: the generator's, to be mapped; None: the learner loads one of its own.
+        reward_adapters: folders of reward models on the base (learner.model.roles), in the order of `score`.
 
     Raises:
         ValueError: model or adapter cannot be trained here (see learner.model.policy.Policy), or base not be mapped.
@@ -71,6 +73,7 @@ class Trainer(TrainerService):
         memory_bytes: int | None = None,
         attention: str | None = None,
         base: Manifest | None = None,
+        reward_adapters: Sequence[str] = (),
     ) -> None:
         self._path, self._merged = model.path, learner.push == "merged"
         where = device_of(device)
@@ -78,18 +81,8 @@ class Trainer(TrainerService):
         mapped = None if base is None else MappedBase(base, where)
         self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
         self._budget = TokenBudget(tokens)
-        self._policy = Policy(
-            model,
-            learner.lora if learner.mode == "lora" else None,
-            checkpointing=activation_checkpointing.resolve(learner.checkpointing, where),
-            seed=seed,
-            device=where,
-            offload=learner.offload_boundaries,
-            keep_masters=wants_masters(learner),
-            keep_reference=learner.loss.beta > 0,
-            attention=attention,
-            mapped=mapped,
-        )
+        roles = reward_roles(reward_adapters)
+        self._policy = _policy(model, learner, seed, where, attention=attention, mapped=mapped, roles=roles)
         weights = list(self._policy.masters.values())
         self._updater = updater_for(weights, learner, dtype=model.dtype, device=where)
         self._updates = Updates(
@@ -107,6 +100,9 @@ class Trainer(TrainerService):
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         return await self._thread.compute(lambda: self._step(groups))
+
+    async def score(self, groups: list[pa.Table]) -> list[list[float]]:
+        return await self._thread.compute(lambda: self._score(groups))
 
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return await self._thread.compute(lambda: self._rehearse(prompt_length))
@@ -144,7 +140,7 @@ class Trainer(TrainerService):
         started, retries = time.perf_counter(), self._budget.retries
         self._memory.start_step()
         rows = read(groups)
-        self._policy.check_ids(int(np.concatenate([[0], *rows.prompts, rows.completions]).max()))
+        self._policy.check_ids(rows.highest_id)
         rate = self._updates.rate(self._version)
         updates = self._updates.learn(rows, self._version, rate)
         metrics = metrics_of([part for update in updates for part in update.parts], max(len(updates), 1))
@@ -169,6 +165,11 @@ class Trainer(TrainerService):
             **_memory_metrics(self._memory, self._budget, retries),
         }
 
+    def _score(self, groups: list[pa.Table]) -> list[list[float]]:
+        rows = read(groups)
+        self._policy.check_ids(rows.highest_id)
+        return [self._updates.sequence_scores(rows, role) for role in self._policy.reward_models]
+
     def _rehearse(self, prompt_length: int) -> dict[str, float]:
         self._memory.start_step()
         self._updates.rehearse(prompt_length, self._version)
@@ -189,6 +190,20 @@ class Trainer(TrainerService):
         self._updater.load_state_dict(state["updater"])
         self._version, self._guard.in_a_row = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._policy.head.device)
+
+
+def _policy(model: ModelConfig, learner: LearnerConfig, seed: int, device: torch.device, **given: Any) -> Policy:
+    return Policy(
+        model,
+        learner.lora if learner.mode == "lora" else None,
+        checkpointing=activation_checkpointing.resolve(learner.checkpointing, device),
+        seed=seed,
+        device=device,
+        offload=learner.offload_boundaries,
+        keep_masters=wants_masters(learner),
+        keep_reference=learner.loss.beta > 0,
+        **given,
+    )
 
 
 def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from learner.algo.targets import Targets, targets_of
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows
+from learner.batch.whole import WholeBatch, whole_batches
 from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
 from learner.trainer.forward_backward import Passes
@@ -82,6 +83,16 @@ class Updates:
         return lambda budget: micro_batches(
             rows, targets.advantages, targets.coefficients, chosen, budget, packed=packed
         )
+
+    def sequence_scores(self, rows: Rows, role: str) -> list[float]:
+        """[R] what the head of a role (Policy.scored) says of prompt and completion, without a gradient."""
+        pad, packed = self._policy.pad, self._policy.packed
+
+        def plan(tokens: int) -> list[WholeBatch]:
+            return whole_batches(rows, tokens, packed=packed, pad=pad)
+
+        scores = self._budget.run(plan, partial(self._passes.sequence_scores, role=role))
+        return [scores[row] for row in range(len(rows.lengths))]
 
     def rehearse(self, prompt_length: int, version: int) -> None:
         """Forward and backward over the largest micro-batch, beside room for the optimizer's states; nothing stays."""

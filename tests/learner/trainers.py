@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ def make_trainer(
     dtype: Any = "float32",
     model: dict[str, Any] | None = None,
     memory_bytes: int | None = None,
+    reward_adapters: Sequence[str] = (),
     **learner: Any,
 ) -> Trainer:
     settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
@@ -42,6 +43,7 @@ def make_trainer(
         seed=0,
         device="cpu",
         memory_bytes=memory_bytes,
+        reward_adapters=reward_adapters,
     )
 
 

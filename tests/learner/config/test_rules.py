@@ -16,6 +16,8 @@ ONE_BASE = "memory.base=shared"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
+MODEL = "rewards=[{use: 'adapter:x'}, {use: format, weight: 0}]"
+
 BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["rewards=[]"], "rewards: must list at least one reward function.*got env.use=null"),
     (["env.max_turns=3"], "env: its settings need env.use"),
@@ -35,6 +37,9 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([FULL, "model.adapter=x"], "learner.mode: full does not go with model.adapter"),
     ([FULL, "model.base=nf4"], "learner.mode: full does not go with model.base=nf4"),
     ([FULL, "model.dtype=float16"], "learner.mode: full does not go with model.dtype=float16"),
+    ([MODEL, FULL], "rewards: use: adapter:<folder> needs learner.mode=lora: .*got learner.mode=full"),
+    ([MODEL, "rollout.dynamic_sampling=true"], "rewards: use: adapter:<folder> does not go with rollout.dynamic"),
+    (["rewards=[{use: 'adapter:x'}]"], "rewards: must list a function for evaluation, .*got data.eval.every=20"),
     ([ROUNDED], "learner.optimizer.kind: adamw_rounded is for bfloat16.*got learner.mode=lora, model.dtype=bfloat16"),
     ([ROUNDED, FULL, "model.dtype=float32"], "learner.optimizer.kind: adamw_rounded is for.*got.*model.dtype=float32"),
     ([PAGED], "learner.optimizer.kind: paged_adamw_8bit needs CUDA.*got cluster.gpus.learner=0"),
@@ -70,6 +75,8 @@ ALLOWED = [
     ["learner.push=merged", "max_staleness=2"],
     ["model.reference=x", "learner.loss.beta=0.1"],
     [FULL, "model.reference_dtype=int8", "learner.loss.beta=0.1", "learner.optimizer.kind=adamw_8bit"],
+    [MODEL],
+    ["rewards=[{use: 'adapter:x'}]", "data.eval.every=0"],
     [PAGED, LEARNER_CARD],
     [ROUNDED, FULL],
     [*OFFLOAD, LEARNER_CARD],

@@ -70,6 +70,16 @@ def test_an_adapter_counts_where_the_run_stays_close_to_it(tmp_path: Path) -> No
     }
 
 
+def test_a_reward_model_counts_by_the_files_of_its_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_text("one")
+    seen = made(tmp_path, "format", f"adapter:{tmp_path}").rewards
+    name = f"{tmp_path.name}, adapter_model.safetensors"
+    assert set(seen) == {"format of format.py", name}
+    (tmp_path / "adapter_model.safetensors").write_text("two")
+    again = made(tmp_path, "format", f"adapter:{tmp_path}").rewards
+    assert [key for key in seen if seen[key] != again[key]] == [name]
+
+
 def test_a_model_of_the_hub_counts_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
