@@ -20,7 +20,6 @@ from rollout.env.dialogue import ChatDialogue
 from rollout.env.play import Player
 from rollout.env.rollouts import EnvSettings, Trajectories
 from rollout.env.rows import rows_of, scored
-from rollout.env.tool_calls import parse_hermes
 from rollout.env.trajectory import Trajectory
 from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem, build_group
@@ -67,7 +66,7 @@ class RolloutWorker(RolloutService):
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None
         if spec.env is not None:
-            player = Player(ChatDialogue(self.chat, parse_hermes, stop_ids), spec.env.limits)
+            player = Player(ChatDialogue(self.chat, spec.env.config.tool_parser, stop_ids), spec.env.limits)
             self.trajectories = Trajectories(spec.env, self.engine, player)
         self._version = 0  # of the newest policy
         self._said: set[str] = set()

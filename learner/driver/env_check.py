@@ -1,21 +1,28 @@
 """An environment tried once before a run: does it begin, and can the model's chat template carry its turns."""
 
 import asyncio
+from collections.abc import Sequence
 
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
+from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
+from rollout.data.observation_check import check, hidden_tools
 from rollout.env.play import EnvironmentFault, opened
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.protocol import Start
+from rollout.env.protocol import Start, ToolSpec
+from rollout.env.tool_parser import is_hermes, written_by
 from rollout.schema import Problem
 
 
-def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> None:
-    """Begins one environment on the first problem, in a process like those of the run, and ends it. Raises
-    PreflightError, or what rollout.env.process.spec_of raises."""
+def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[str, ...]:
+    """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
+    template and the parser of tool calls.
+
+    Returns lines for the user. Raises PreflightError, or what rollout.env.process.spec_of raises.
+    """
     if config.env.use is None:
-        return
+        return ()
     if not chat.has_template:
         raise PreflightError(
             "env.use: an environment needs a model with a chat template, which says how its answers are written; "
@@ -31,6 +38,43 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> None:
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
+    if start.tools:
+        _check_tools(config, chat, start.tools)
+    return _check_template(config, chat, start.tools)
+
+
+def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> None:
+    if hidden := hidden_tools(chat.observations, tools):
+        raise PreflightError(
+            f"env.use: the model's chat template must write the tools into the prompt, and leaves out "
+            f"{', '.join(hidden)}; give a model whose template knows tools"
+        )
+    if not is_hermes(written_by(chat), config.env.tool_parser):
+        trial = Trial(TOOL_PARSER, config, "env.tool_parser", "parser")
+        try:
+            trial.finish()
+        finally:
+            trial.close()
+
+
+def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
+    """What the template does with the answers that the environment is likely to give: of tools where it has some."""
+    notes = []
+    for roles in [("tool",), ("tool", "tool")] if tools else [("user",)]:
+        verdict, named = check(chat.observations, roles, tools), " and ".join(roles)
+        if verdict.state == "refused" and len(roles) == 1:
+            raise PreflightError(
+                f"env.use: the model's chat template must take an answer of role {named}, and {verdict.reason}; give a "
+                "model whose template does"
+            )
+        if verdict.state == "varies" and config.env.history == "refuse":
+            raise PreflightError(
+                f"env.history: refuse, and the model's chat template writes answers of role {named} differently after "
+                f"different turns: {verdict.reason}; set append, or give another model"
+            )
+        if verdict.state != "exact":
+            notes.append(f"env: answers of role {named}: the model's chat template {verdict.state}: {verdict.reason}")
+    return tuple(notes)
 
 
 async def _begun(config: RunConfig, problem: Problem) -> Start:

@@ -123,7 +123,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(_check_loss, config)
     if chat is not None and data is not None:
         found.of(_check_rewards, config, data[0].at(0))
-        found.of(check_environment, config, chat, data[0].at(0))
+        notes += found.of(check_environment, config, chat, data[0].at(0)) or ()
     found.finish()
     assert data is not None
     assert budgets is not None

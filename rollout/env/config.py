@@ -25,6 +25,12 @@ class EnvConfig(Frozen):
     max_turns: Annotated[int, Field(ge=1)] = 8
     """Turns of the policy in a trajectory, at most. All of a trajectory's tokens, observations included, must fit into
     `rollout.max_completion_length`."""
+    tool_parser: Annotated[str, Field(min_length=1)] = "auto"
+    """What reads the tool calls of a turn: `hermes`, one of vLLM's tool parsers by its name, or `auto`, the one that
+    reads back what the model's chat template writes."""
+    history: Literal["append", "refuse"] = "append"
+    """Answers are appended behind what was sampled, which stays as it is. Some chat templates write an answer
+    differently after some turns: `append` goes on and says so at the start, `refuse` ends the run before it starts."""
     start_timeout_s: Seconds = 60.0
     """Seconds for an environment's process to start, load and reset."""
     step_timeout_s: Seconds = 30.0

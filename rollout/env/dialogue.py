@@ -1,20 +1,27 @@
 """Trajectories in a model's own words: its chat template around what the policy samples, which stays as it is."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.observation import UnclosedTurn
 from rollout.env.play import EnvironmentFault
 from rollout.env.protocol import Message, ToolSpec, Turn
-from rollout.env.tool_calls import Parser
+from rollout.env.tool_parser import choose
 
 
 class ChatDialogue:
-    """A rollout.env.play.Dialogue. parse: finds the calls in a turn's text; ends: tokens that end a turn."""
+    """A rollout.env.play.Dialogue.
 
-    def __init__(self, chat: Chat, parse: Parser, ends: Sequence[int]) -> None:
-        self._chat, self._parse, self._ends = chat, parse, frozenset(ends)
+    Args:
+        parser: env.tool_parser, chosen when there are tools for the first time; see rollout.env.tool_parser.choose.
+        ends: tokens that end a turn.
+    """
+
+    def __init__(self, chat: Chat, parser: str, ends: Sequence[int]) -> None:
+        self._chat, self._ends = chat, frozenset(ends)
+        self._parse = cache(lambda: choose(chat, parser))
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
         try:
@@ -23,7 +30,7 @@ class ChatDialogue:
             raise EnvironmentFault("bad_observation", f"reset: {error}") from error
 
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
-        calls, malformed = self._parse(self._chat.decode(token_ids, special=True)) if tools else ((), ())
+        calls, malformed = self._parse()(self._chat.decode(token_ids, special=True), tools) if tools else ((), ())
         return Turn(self._chat.decode(token_ids), tuple(token_ids), calls, malformed)
 
     def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:

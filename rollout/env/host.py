@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rewards.base import said
+from rewards.base import RewardError, said
 from rewards.environment import lent
 from rewards.memory import advice, met
 from rewards.worker import confine
+from rollout.env.function_tool import ToolError
 from rollout.env.loader import make
 from rollout.env.protocol import Environment
 from rollout.env.wire import BadAnswer, numbers, start_to_json, step_to_json
@@ -57,6 +58,8 @@ async def _serve(end: socket.socket, spec: Spec) -> None:
             answer: dict[str, Any] = {"value": await _METHODS[method](env, *arguments)}
         except BadAnswer as error:
             answer = {"outcome": "bad_observation", "sentence": str(error)}
+        except (RewardError, ToolError) as error:  # our own sentence, complete as it is
+            answer = {"outcome": "env_error", "sentence": str(error)}
         except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
             answer = {"outcome": "env_error", "sentence": f"{method}: {_described(error)}"}
         encoded = json.dumps(answer).encode()

@@ -64,7 +64,7 @@ def choose(chat: Chat, name: str = "auto") -> ToolParser:
     Raises ToolParserError: one sentence that names the setting.
     """
     forms = [] if name == "hermes" else written_by(chat)
-    if name == "hermes" or (name == "auto" and (not forms or any(reads(hermes, form) for form in forms))):
+    if is_hermes(forms, name):
         return hermes
     from rollout.vllm.tool_parsers import names
 
@@ -81,6 +81,11 @@ def choose(chat: Chat, name: str = "auto") -> ToolParser:
         f"env.tool_parser: {'some parser' if name == 'auto' else name} must read back the calls of the model's chat "
         f"template, and does not: {writes}; give hermes if the policy is to learn that form, or another model"
     )
+
+
+def is_hermes(forms: Sequence[Written], name: str = "auto") -> bool:
+    """Whether our own parser is the one to choose."""
+    return name == "hermes" or (name == "auto" and (not forms or any(reads(hermes, form) for form in forms)))
 
 
 def written_by(chat: Chat) -> list[Written]:
