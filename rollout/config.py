@@ -106,8 +106,8 @@ class RolloutConfig(Frozen):
 
     workers: Annotated[int, Field(ge=1)] = 1
     """Generators. Raise it where a run says that generation is the longer side, and there is hardware for another."""
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Completions per problem (G): the group that advantages are computed in. More: a better estimate, for more
+    num_generations: Annotated[int, Field(ge=1)] = 8
+    """Completions per problem (G): the group that GRPO's advantages are computed in. More: a better estimate, for more
     generation."""
     max_prompt_length: Annotated[int, Field(ge=1)] = 256
     """Longest prompt in tokens; see `data.overlong` for longer ones."""

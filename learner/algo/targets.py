@@ -36,9 +36,19 @@ class Targets:
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
 
 
-def targets_of(rows: Rows, config: Settings, max_completion_length: int) -> Targets:
+def learnable(rows: Rows, loss: LossConfig) -> npt.NDArray[np.bool_]:
+    """[R] whether a completion may be trained on at all: it has a reward and is not masked."""
+    masked = rows.truncated & loss.mask_truncated
+    return np.asarray(np.isfinite(np.concatenate([np.empty(0), *rows.rewards])) & ~masked)
+
+
+def targets_of(
+    rows: Rows, config: Settings, max_completion_length: int, advantages: npt.NDArray[np.float64] | None = None
+) -> Targets:
     """Whole groups go to the updates in their order, as evenly as possible. An advantage is worked out over the batch,
     a coefficient over the completions of the update, which is an optimizer batch of its own.
+
+    advantages: [M] PPO's, with which all that is learnable trains; None: GRPO's of the groups.
 
     With loss.mask_truncated (DAPO 2503.14476, section 3.4; mask_truncated_completions in TRL) a completion that was cut
     off has no tokens in the loss; its reward counts in the advantages of its group all the same.
@@ -48,14 +58,16 @@ def targets_of(rows: Rows, config: Settings, max_completion_length: int) -> Targ
         return Targets(np.empty(0), np.empty(0), np.empty(0, bool), np.empty(0, np.int64))
     rewards = np.concatenate(rows.rewards)
     scored = np.isfinite(rewards)
-    masked = rows.truncated & loss.mask_truncated
-    lengths = np.where(masked, 0, rows.counts)
-    advantages = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards))
+    lengths = np.where(rows.truncated & loss.mask_truncated, 0, rows.counts)
     groups = np.arange(len(rows.rewards)) * updates // len(rows.rewards)
     update = np.repeat(groups, [len(group) for group in rows.rewards])
     coefficients = np.zeros(len(rewards))
     for number in range(updates):
         own = scored & (update == number)
         coefficients[own] = LOSSES[loss.kind](lengths[own], max_completion_length)
-    trained = scored & ~masked & ((advantages != 0) | (loss.beta > 0))
-    return Targets(np.repeat(advantages, rows.lengths), coefficients, trained, update)
+    trained = learnable(rows, loss)
+    if advantages is None:
+        of_completions = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards))
+        trained &= (of_completions != 0) | (loss.beta > 0)
+        advantages = np.repeat(of_completions, rows.lengths)
+    return Targets(advantages, coefficients, trained, update)

@@ -30,6 +30,9 @@ class Rows:
     lengths: npt.NDArray[np.int64]  # [R] T of each completion
     truncated: npt.NDArray[np.bool_]  # [R] whether it was cut at rollout.max_completion_length
     sampled: npt.NDArray[np.bool_] | None = None  # [M] whether the policy sampled the token; None: all of them
+    turn_rewards: npt.NDArray[np.float64] | None = (
+        None  # [M] of the turn that ends with the token; None: no turn has one
+    )
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -93,7 +96,8 @@ def read(groups: Sequence[pa.Table]) -> Rows:
         )
     rewards, sampled = [rewards_of(table) for table in tables], _sampled(tables, sizes[0])
     cut = _joined([pc.equal(table.column("finish_reason"), "length").to_numpy() for table in tables], np.bool_)
-    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled)
+    of_turns = _turn_rewards(tables, sizes[0], sampled)
+    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns)
 
 
 def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
@@ -108,6 +112,26 @@ def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.
             "re-record these rollouts"
         )
     return np.concatenate(masks)
+
+
+def _turn_rewards(
+    tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.float64] | None:
+    """[M] each turn's reward at its last token; None where no turn has one."""
+    if all(pc.sum(pc.list_value_length(table.column("turns"))).as_py() == 0 for table in tables):
+        return None
+    starts, rewards = np.cumsum(lengths) - lengths, np.zeros(int(lengths.sum()))
+    rows = (row for table in tables for row in table.column("turns").to_pylist())
+    found = [(at, turn) for at, turns in enumerate(rows) for turn in turns if turn["reward"] is not None]
+    for at, turn in found:
+        last = starts[at] + turn["stop"] - 1
+        if not turn["start"] < turn["stop"] <= lengths[at] or (sampled is not None and not sampled[last]):
+            raise ValueError(
+                f"turns: must end with a token that the policy sampled, one of row {at} is [{turn['start']}, "
+                f"{turn['stop']}) of {lengths[at]} tokens; re-record these rollouts"
+            )
+        rewards[last] += turn["reward"]
+    return rewards if found else None
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:

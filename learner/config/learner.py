@@ -50,9 +50,35 @@ class OptimizerConfig(Frozen):
     """The gradient's norm is clipped to it. Lower it where `loss/grad_norm` has peaks that harm."""
 
 
+class ValueConfig(Frozen):
+    """PPO's value model: an adapter of its own on the base of all roles, and a float32 head. Optimizer, schedule and
+    updates per batch are the policy's."""
+
+    start: str | None = None
+    """Folder of a reward model to start from (an adapter with a scalar head, in PEFT's form); null: a new adapter of
+    the policy's rank and targets, whose value is 0 everywhere. A reward model knows from the first step what is
+    good."""
+    learning_rate: Positive = 1e-4
+    """Several times the policy's: what it has to follow moves with every step. Lower it where `value/loss` jumps."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What a token later counts. Below 1 short completions are preferred."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Of GAE: 1 trusts the rewards that came, 0 the value of the next token. Raise it where `value/explained_variance`
+    stays low, or completions are so long that a reward at their end never reaches their beginning."""
+    clip: Positive | None = 0.2
+    """How far a batch may move a value, in units of the reward; null: without bound. It matters only with
+    `updates_per_batch` above 1: the first update of a batch begins at the old values."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the value alone learns. Set it where the policy gets worse before it gets better."""
+
+
 class LearnerConfig(Frozen):
     """The learner's update."""
 
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    """Where advantages come from: `grpo` compares the completions of a group; `ppo` asks a value model, token by token,
+    and needs no groups. PPO for rewards of turns or long trajectories, where one number for all tokens says little."""
+    value: ValueConfig = ValueConfig()
     mode: Literal["lora", "full"] = "lora"
     """`lora` trains an adapter, `full` every weight of the model, at several times the memory."""
     push: Literal["adapter", "merged"] = "adapter"

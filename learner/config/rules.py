@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES
-from learner.config.learner import LoraConfig
+from learner.config.learner import LoraConfig, ValueConfig
 from learner.config.settings import Settings
 from rewards.config import adapters_of, functions_of
 from rollout.env.config import EnvConfig
@@ -207,6 +208,39 @@ LEARNER = (
         lambda c: c.learner.loss.ratio == "gspo" and c.learner.loss.epsilon is None and c.model.dtype != "float32",
     ),
 )  # fmt: skip
+
+
+def _not_with_ppo(setting: str, why: str, got: str, is_set: Callable[[Settings], bool]) -> Rule:
+    return Rule(
+        setting, f"does not go with learner.algorithm=ppo: {why}", "leave one of them out", ("learner.algorithm", got),
+        lambda c: c.learner.algorithm == "ppo" and is_set(c),
+    )  # fmt: skip
+
+
+PPO = (
+    _not_with_ppo(
+        "learner.mode: full", "the value model is an adapter on a base that stays as it is", "learner.mode",
+        lambda c: c.learner.mode == "full",
+    ),
+    _not_with_ppo(
+        "learner.loss.advantage:", "a value model takes the place of the group's mean", "learner.loss.advantage",
+        lambda c: c.learner.loss.advantage != LossConfig().advantage,
+    ),
+    _not_with_ppo(
+        "rollout.dynamic_sampling: true", "groups whose rewards are all equal teach, too", "rollout.dynamic_sampling",
+        lambda c: c.rollout.dynamic_sampling,
+    ),
+    Rule(
+        "learner.value:", "is of learner.algorithm=ppo, and grpo has no value model", "set that, or leave it out",
+        ("learner.algorithm",), lambda c: c.learner.algorithm == "grpo" and c.learner.value != ValueConfig(),
+    ),
+    Rule(
+        "rollout.num_generations:",
+        "must be at least 2 with learner.algorithm=grpo, which compares the completions of a group",
+        "raise it, or set learner.algorithm=ppo", ("rollout.num_generations", "learner.algorithm"),
+        lambda c: c.learner.algorithm == "grpo" and c.rollout.num_generations < 2,
+    ),
+)  # fmt: skip
 MEMORY = (
     Rule(
         "memory.device:", "does not go with one role on a GPU and one on a CPU, which share no memory",
@@ -257,4 +291,4 @@ SHARED = (
     ),
 )  # fmt: skip
 
-RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *MEMORY, *SHARED)
+RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED)

@@ -14,7 +14,8 @@ def absolute(config: RunConfig) -> RunConfig:
     )
     rewards = [reward.model_copy(update={"use": _function(reward.use)}) for reward in config.rewards]
     loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
-    learner = config.learner.model_copy(update={"loss": loss})
+    value = config.learner.value.model_copy(update={"start": _whole(config.learner.value.start)})
+    learner = config.learner.model_copy(update={"loss": loss, "value": value})
     env = config.env if config.env.use is None else config.env.model_copy(update={"use": _function(config.env.use)})
     return config.model_copy(update={"model": model, "rewards": rewards, "learner": learner, "env": env})
 

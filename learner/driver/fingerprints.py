@@ -32,7 +32,7 @@ class Fingerprints:
 
     data: Mapping[str, str]  # the rows that are trained on, in order
     rewards: Mapping[str, str]  # the file of each reward function, the files of each reward model
-    base: Mapping[str, str]  # files of the base model; those of the adapter that the run stays close to
+    base: Mapping[str, str]  # files of the base model, of the adapter that the run stays close to, and the value's
     loss: Mapping[str, str] = field(default_factory=dict)  # the file of the user's own surrogate, if it is one
     env: Mapping[str, str] = field(default_factory=dict)  # that of the environment
 
@@ -57,6 +57,8 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
     if config.learner.loss.beta > 0:
         kept = config.model.reference or config.model.adapter
         base |= {f"reference {name}": digest for name, digest in (_folder(kept) if kept else {}).items()}
+    if config.learner.value.start is not None:
+        base |= {f"value {name}": digest for name, digest in _folder(config.learner.value.start).items()}
     loss = config.learner.loss
     return Fingerprints(
         data=_rows(rows),

@@ -22,7 +22,7 @@ from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, machine_notes
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
-from learner.driver.reward_models import check_reward_models
+from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.trials import ENGINE, LEARNER, LOSS, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError, follow, read_adapter
@@ -110,7 +110,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     config, notes = followed or (absolute(config), ())
     chat = found.of(_chat, config)
     found.of(_check_weights, config, adapters=followed is not None)
-    found.of(check_reward_models, config)
+    found.of(check_scored_adapters, config)
     cards = cards or present()
     card, budgets = found.of(size_for, config, cards), None
     if chat is not None and (budgets := found.of(settle, config, chat.config, card)):

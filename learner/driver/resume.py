@@ -21,9 +21,12 @@ FREE = (
     "learner.token_budget", "learner.checkpointing", "learner.offload_boundaries", "learner.restarts", "data.eval",
     "env.variables", "env.concurrency", "env.memory",
 )  # fmt: skip
-BY_CONTENT = ("model.path", "model.adapter", "model.reference", "data.path", "data.split", "data.args", "data.size")
+BY_CONTENT = (
+    "model.path", "model.adapter", "model.reference", "learner.value.start",
+    "data.path", "data.split", "data.args", "data.size",
+)  # fmt: skip
 # The saved weights and optimizer states are made for these.
-FIXED = ("model.dtype", "model.base", "learner.mode", "learner.lora", "learner.optimizer.kind")
+FIXED = ("model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind")
 CONTENTS = ("data", "rewards", "loss", "base", "env")
 FUNCTIONS = re.compile(
     r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio"

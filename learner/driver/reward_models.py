@@ -46,11 +46,13 @@ class RewardModels:
         return scored, {"time/score": time.perf_counter() - started}
 
 
-def check_reward_models(config: RunConfig) -> None:
-    """Reads configurations and headers alone. Raises AdapterError or WeightsError: one is not of the base, has no
-    scalar head, or is damaged."""
-    for model in adapters_of(config.rewards):
-        folder, key = str(model.adapter), f"rewards: {model.name}"
+def check_scored_adapters(config: RunConfig) -> None:
+    """Reward models, and the one that a value starts from. Reads configurations and headers alone. Raises AdapterError
+    or WeightsError: one is not of the base, has no scalar head, or is damaged."""
+    named = [(f"rewards: {model.name}", str(model.adapter)) for model in adapters_of(config.rewards)]
+    if config.learner.value.start is not None:
+        named.append(("learner.value.start", config.learner.value.start))
+    for key, folder in named:
         adapter_weights(folder, key)
         base = read_scored(folder, key).get("base_model_name_or_path")
         if base and PurePath(base).name != PurePath(config.model.path).name:

@@ -41,7 +41,11 @@ def wrong_with(config: RunConfig) -> list[str]:
                 attach(lm, model, config.learner.lora, config.seed)
         except Exception as error:  # peft's
             found.append(_sentence(error, "learner.lora: "))
-        for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
+        for key, folder in (
+            ("model.adapter", config.model.adapter),
+            ("model.reference", config.model.reference),
+            ("learner.value.start", config.learner.value.start),
+        ):
             if folder is not None:
                 found += _adapter(model, folder, key)
         for reward in adapters_of(config.rewards):

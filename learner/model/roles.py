@@ -97,6 +97,11 @@ class ScoredAdapter:
         )
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config | {"base_model_name_or_path": path}, indent=2))
 
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, of a role that is trained. Raises ValueError if it is another adapter's."""
+        assert self.masters is not None, "a frozen role is what it was made from"
+        self.masters.load(load_file(folder / WEIGHTS_FILE))
+
 
 def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
     """For an adapter without the head."""

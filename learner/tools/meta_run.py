@@ -107,7 +107,7 @@ def footprint(
 def _warm(trainer: Trainer) -> None:
     """Gives AdamW its states, which it makes in its first step: those are part of every later peak. And the fused
     kernel, which it is not given when it is made, since it refuses tensors without content."""
-    for optimizer in trainer._updater.optimizers:
+    for optimizer in trainer._updates.updater.optimizers:
         for group in optimizer.param_groups:
             group["fused"] = True
             for weight in group["params"]:
@@ -125,7 +125,7 @@ def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
     masters = list(policy.masters.values())
     own = [weight for name, weight in named.items() if "lora_" in name]
     adapters = ledger.bytes_of([*own, *(master for master in masters if id(master) not in model)])
-    states = [state for optimizer in trainer._updater.optimizers for state in optimizer.state.values()]
+    states = [state for optimizer in trainer._updates.updater.optimizers for state in optimizer.state.values()]
     return Footprint(
         weights=built - adapters,
         adapters=adapters,

@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import torch
 
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
-from learner.algo.loss import metrics_of
 from learner.batch.rows import read
 from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
@@ -35,6 +33,7 @@ from learner.trainer.rng_state import random_state, set_random_state
 from learner.trainer.service import TrainerService
 from learner.trainer.stochastic_rounding import updater_for, wants_masters
 from learner.trainer.updates import Updates
+from learner.trainer.value_learner import value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
 from rollout.weight_sync import Answer
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 
 class Trainer(TrainerService):
-    """GRPO on a LoRA adapter, or on the whole model.
+    """GRPO on a LoRA adapter, or on the whole model; PPO on a LoRA adapter, beside that of its value.
 
     Args:
         temperature: the sampler's; logprobs are of the tempered distribution, except those of `probe`.
@@ -81,16 +80,16 @@ class Trainer(TrainerService):
         mapped = None if base is None else MappedBase(base, where)
         self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
         self._budget = TokenBudget(tokens)
-        roles = reward_roles(reward_adapters)
+        roles = [*reward_roles(reward_adapters), *value_roles(learner)]
         self._policy = _policy(model, learner, seed, where, attention=attention, mapped=mapped, roles=roles)
-        weights = list(self._policy.masters.values())
-        self._updater = updater_for(weights, learner, dtype=model.dtype, device=where)
+        updater = updater_for(list(self._policy.masters.values()), learner, dtype=model.dtype, device=where)
         self._updates = Updates(
             self._policy,
-            self._updater,
-            Passes(self._policy, learner, temperature, where, self._updater.scale),
+            updater,
+            Passes(self._policy, learner, temperature, where, updater.scale),
             self._budget,
             learner,
+            value_learner(self._policy, learner, self._budget, dtype=model.dtype, total_steps=total_steps),
             max_completion_length=max_completion_length,
             total_steps=total_steps,
         )
@@ -142,24 +141,20 @@ class Trainer(TrainerService):
         rows = read(groups)
         self._policy.check_ids(rows.highest_id)
         rate = self._updates.rate(self._version)
-        updates = self._updates.learn(rows, self._version, rate)
-        metrics = metrics_of([part for update in updates for part in update.parts], max(len(updates), 1))
-        loss, norm = metrics["loss/total"], float(np.mean([update.norm for update in updates])) if updates else 0.0
-        skipped = sum(not update.done for update in updates)
+        learned = self._updates.learn(rows, self._version, rate)
+        metrics = learned.metrics()
         self._version += 1
         self._thread.check(self._version)
         self._memory.check()
         self._guard.after(
-            skipped=0 < skipped == len(updates),
-            may_overflow=self._updater.may_overflow,
+            skipped=learned.failed,
+            may_overflow=self._updates.may_overflow,
             step=self._version,
-            loss=loss,
-            norm=norm,
+            loss=metrics["loss/total"],
+            norm=metrics["loss/grad_norm"],
         )
         return metrics | {
-            "loss/grad_norm": norm,
             "loss/learning_rate": rate,
-            "loss/skipped_nonfinite": float(skipped),
             "reward/zero_variance_groups": float(sum(not has_signal(rewards) for rewards in rows.rewards)),
             "time/train": time.perf_counter() - started,
             **_memory_metrics(self._memory, self._budget, retries),
@@ -180,14 +175,14 @@ class Trainer(TrainerService):
         state = {
             "version": self._version,
             "nonfinite": self._guard.in_a_row,
-            "updater": self._updater.state_dict(),
             "random": random_state(self._policy.head.device),
+            **self._updates.state_dict(),
         }
         return trainer_state.write(folder, self._policy, self._path, state)
 
     def _load(self, folder: Path) -> None:
         state = trainer_state.read(folder, self._policy)
-        self._updater.load_state_dict(state["updater"])
+        self._updates.load_state_dict(state)
         self._version, self._guard.in_a_row = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._policy.head.device)
 

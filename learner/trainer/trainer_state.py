@@ -10,12 +10,14 @@ from safetensors import SafetensorError
 from cluster.files import Digest, digests_in
 from learner.model import export
 from learner.model.policy import Policy
+from learner.model.roles import ScoredAdapter
 
 STATE_FILE = "trainer.pt"
 
 
 def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dict[str, Digest]:
-    """The policy and a state of tensors and plain values; `path` is the base model's. The folder is made.
+    """The policy, in a folder of its own each further role that is trained, and a state of tensors and plain values;
+    `path` is the base model's. The folder is made.
 
     Returns what was written, by path in the folder.
 
@@ -25,6 +27,8 @@ def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dic
     folder.mkdir(parents=True, exist_ok=True)
     try:
         export.save(policy, folder, path)
+        for name, role in _trained(policy):
+            role.save(folder / name, path)
         torch.save(state, folder / STATE_FILE)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' do not name the file
         free = shutil.disk_usage(folder).free / 2**20
@@ -36,7 +40,14 @@ def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dic
 
 
 def read(folder: Path, policy: Policy) -> dict[str, Any]:
-    """Sets the policy's weights and returns the state. Raises as learner.model.export.load_masters does."""
+    """Sets the weights of policy and trained roles, and returns the state. Raises as learner.model.export.load_masters
+    does."""
     state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
     export.load_masters(policy, folder)
+    for name, role in _trained(policy):
+        role.load(folder / name)
     return state
+
+
+def _trained(policy: Policy) -> list[tuple[str, ScoredAdapter]]:
+    return [(name, role) for name, role in policy.scored.items() if role.masters is not None]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +20,16 @@ from learner.trainer.forward_backward import Passes
 from learner.trainer.memory_limit import TokenBudget, longest_rows
 from learner.trainer.optimizer import rate_factor
 from learner.trainer.stochastic_rounding import AnyUpdater
-
-
-class Update(NamedTuple):
-    """One optimizer step of a batch."""
-
-    parts: list[dict[str, Tensor]]  # of its micro-batches (learner.algo.loss.token_loss)
-    norm: float  # of the gradient, before clipping
-    done: bool  # false if loss or gradient was not finite
+from learner.trainer.update import Learned, Update
+from learner.trainer.value_learner import ValueLearner
 
 
 class Updates:
     """max_completion_length: tokens; the constant of the dr_grpo loss, and the longest that a rehearsal takes.
     total_steps: of the run, for the learning-rate schedule.
+
+    Attributes:
+        updater: of the policy. value: PPO's; None: GRPO.
     """
 
     def __init__(
@@ -42,40 +39,69 @@ class Updates:
         passes: Passes,
         budget: TokenBudget,
         config: LearnerConfig,
+        value: ValueLearner | None,
         *,
         max_completion_length: int,
         total_steps: int,
     ) -> None:
-        self._policy, self._updater, self._passes, self._budget = policy, updater, passes, budget
+        self._policy, self.updater, self._passes, self._budget = policy, updater, passes, budget
+        self.value = value
         self._config, self._max_completion_length, self._total_steps = config, max_completion_length, total_steps
 
     @property
     def passed(self) -> int:
         """Micro-batches so far."""
-        return self._passes.passed
+        return self._passes.passed + (0 if self.value is None else self.value.passed)
+
+    @property
+    def may_overflow(self) -> bool:
+        """True while a loss scale, not the model, may be to blame for a gradient that is not finite."""
+        return self.updater.may_overflow or (self.value is not None and self.value.updater.may_overflow)
 
     def rate(self, version: int) -> float:
         """The learning rate of the batch that the policy of that version learns from."""
         return self._config.learning_rate * rate_factor(version, self._total_steps, self._config.schedule)
 
-    def learn(self, rows: Rows, version: int, rate: float) -> list[Update]:
+    def learn(self, rows: Rows, version: int, rate: float) -> Learned:
         """learner.updates_per_batch of them, but for those without anything to learn. Each takes its own micro-batches
-        again when memory runs out, never an update before it. version: the policy's before the batch."""
-        targets = targets_of(rows, self._config, self._max_completion_length)
-        count, proximal = self._config.updates_per_batch, None
-        if count > 1:
-            later = self._plan(rows, targets, targets.update > 0)
-            proximal = self._budget.run(later, partial(self._passes.score, tokens=len(rows.completions)))
-        updates = []
-        for number in range(count):
-            learn = partial(self._passes.learn, version=version, proximal=proximal if number > 0 else None)
-            parts = self._budget.run(self._plan(rows, targets, targets.update == number), learn)
-            if parts:
-                loss = float(torch.stack([part["loss"] for part in parts]).sum())
-                norm, done = self._updater.step(rate, loss_is_finite=math.isfinite(loss))
-                self._policy.sync()
-                updates.append(Update(parts, norm, done))
-        return updates
+        again when memory runs out, never an update before it. version: the policy's before the batch.
+
+        With a value each of the policy's updates is followed by one of the value, on the same completions. In the first
+        learner.value.warmup versions the value alone learns.
+        """
+        known = None if self.value is None else self.value.assess(rows, version)
+        targets = targets_of(
+            rows, self._config, self._max_completion_length, None if known is None else known.advantages
+        )
+        policy_learns = known is None or version >= self._config.value.warmup
+        proximal = self._proximal(rows, targets) if policy_learns else None
+        learned = Learned([], [], {} if known is None else known.metrics())
+        for number in range(self._config.updates_per_batch):
+            own = targets.update == number
+            plan = self._plan(rows, targets, own)
+            if policy_learns:
+                learn = partial(self._passes.learn, version=version, proximal=proximal if number > 0 else None)
+                learned.policy.extend(self._update(self._budget.run(plan, learn), rate))
+            if self.value is not None and known is not None:
+                tokens = int(rows.counts[own & targets.trained].sum())
+                learned.value.extend(self.value.learn(plan, known, tokens, version))
+        return learned
+
+    def _proximal(self, rows: Rows, targets: Targets) -> Tensor | None:
+        """[M] logprobs of the policy that the batch begins with, for the updates after the first; None without any."""
+        if self._config.updates_per_batch == 1:
+            return None
+        later = self._plan(rows, targets, targets.update > 0)
+        return self._budget.run(later, partial(self._passes.score, tokens=len(rows.completions)))
+
+    def _update(self, parts: list[dict[str, Tensor]], rate: float) -> list[Update]:
+        """The optimizer step on the gradient of these micro-batches; none without any."""
+        if not parts:
+            return []
+        loss = float(torch.stack([part["loss"] for part in parts]).sum())
+        norm, done = self.updater.step(rate, loss_is_finite=math.isfinite(loss))
+        self._policy.sync()
+        return [Update(parts, norm, done)]
 
     def _plan(self, rows: Rows, targets: Targets, own: npt.NDArray[np.bool_]) -> Callable[[int], list[MicroBatch]]:
         """Token budget -> micro-batches of those of the completions that are trained."""
@@ -105,7 +131,21 @@ class Updates:
         def plan(tokens: int) -> list[MicroBatch]:
             return micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1]
 
-        states = torch.empty(self._updater.missing_state_bytes(), dtype=torch.uint8, device=self._policy.head.device)
+        missing = self.updater.missing_state_bytes()
+        missing += 0 if self.value is None else self.value.updater.missing_state_bytes()
+        states = torch.empty(missing, dtype=torch.uint8, device=self._policy.head.device)
         budget.run(plan, partial(self._passes.learn, version=version))
+        if self.value is not None:
+            self.value.rehearse(plan, len(rows.completions))
         del states
         self._policy.clear_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizers, of tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+        value = None if self.value is None else self.value.updater.state_dict()
+        return {"updater": self.updater.state_dict(), "value": value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updater.load_state_dict(state["updater"])
+        if self.value is not None:
+            self.value.updater.load_state_dict(state["value"])

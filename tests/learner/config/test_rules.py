@@ -14,6 +14,7 @@ SHARED = ("cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5")
 TURNS = ("memory.layout=alternating", *SHARED)
 ONE_BASE = "memory.base=shared"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
+PPO = "learner.algorithm=ppo"
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
 MODEL = "rewards=[{use: 'adapter:x'}, {use: format, weight: 0}]"
@@ -50,6 +51,11 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["learner.updates_per_batch=2"], "learner.updates_per_batch: above 1 needs.*got.*2, learner.loss.ratio=masked"),
     ([CLIP, "learner.loss.cap=2"], "learner.loss.cap: with ratio=clip.*got learner.loss.cap=2.0"),
     (["learner.loss.ratio=gspo"], "learner.loss.epsilon: must be given.*model.dtype=bfloat16"),
+    ([PPO, FULL], "learner.mode: full does not go with learner.algorithm=ppo.*got learner.algorithm=ppo, .*mode=full"),
+    ([PPO, "learner.loss.advantage=group"], "learner.loss.advantage: does not go with .*ppo.*got.*advantage=group"),
+    ([PPO, "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling: true does not go with .*ppo"),
+    (["learner.value.lam=0.9"], "learner.value: is of learner.algorithm=ppo.*got learner.algorithm=grpo"),
+    (["rollout.num_generations=1"], "rollout.num_generations: must be at least 2 .*got rollout.num_generations=1"),
     (["memory.device=16GiB", GENERATOR_CARD], "memory.device: .*share no memory.*generator=1.0, .*learner=0.0"),
     (["memory.layout=separate", *SHARED], "memory.layout: separate needs a card for each.*generator=0.5"),
     (["memory.layout=slices", GENERATOR_CARD, LEARNER_CARD], "memory.layout: slices needs both.*learner=1.0"),
@@ -67,6 +73,7 @@ ALLOWED = [
     [],
     ["rewards=[]", "env.use=tools"],
     ["env.use=tools", "env.concurrency=16", "env.timeout_s=220"],
+    [PPO, "rollout.num_generations=1", "learner.value.warmup=3"],
     ["epochs=2"],
     ["rollout.in_flight=continue", "max_staleness=1"],
     ["model.base=nf4"],

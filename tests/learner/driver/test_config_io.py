@@ -63,13 +63,13 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
         tmp_path,
         "model: {pth: x}\nrewards: [{use: a, wieght: 2}]\nlearner: {learning_rate: -1, loss: {kind: ppo}}\nfoo: 1\n",
     )
-    said = refusal("rollout.num_generations=1", path=path)
+    said = refusal("rollout.num_generations=0", path=path)
     assert set(said) >= {
         "model.path: required, but not given",
         "model.pth: unknown key; did you mean path?",
         "data: required, but not given",
         "rewards.0.wieght: unknown key; did you mean weight?",
-        "rollout.num_generations: Input should be greater than or equal to 2 (got 1)",
+        "rollout.num_generations: Input should be greater than or equal to 1 (got 0)",
         "learner.learning_rate: Input should be greater than 0 (got -1)",
         "learner.loss.kind: Input should be 'dapo', 'dr_grpo' or 'grpo' (got 'ppo')",
     }

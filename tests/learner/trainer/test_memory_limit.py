@@ -126,7 +126,7 @@ async def test_rehearsal_runs_the_longest_and_leaves_nothing(tiny_path: str, ada
 async def test_rehearsal_leaves_room_for_the_optimizer(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tiny_path)
     weights = sum(master.numel() for master in trainer._policy.masters.values())
-    assert trainer._updater.missing_state_bytes() == 8 * weights
+    assert trainer._updates.updater.missing_state_bytes() == 8 * weights
     plain, made = torch.empty, []
 
     def empty(*size: Any, **options: Any) -> Tensor:
@@ -138,7 +138,7 @@ async def test_rehearsal_leaves_room_for_the_optimizer(tiny_path: str, monkeypat
     monkeypatch.undo()
     assert 8 * weights in [tensor.nbytes for tensor in made]
     await trainer.step(GROUPS)
-    assert trainer._updater.missing_state_bytes() == 0
+    assert trainer._updates.updater.missing_state_bytes() == 0
 
 
 def test_a_limit_on_a_cpu_warns_and_then_refuses(

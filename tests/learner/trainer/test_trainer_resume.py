@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig
+from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig, ValueConfig
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import adapter_of
@@ -27,7 +27,9 @@ from tests.learner.trainers import adapter_of
 STEPS = 6
 
 
-def make_trainer(path: str, dtype: Any = "float32", optimizer: Any = "adamw", rank: Any = 8) -> Trainer:
+def make_trainer(
+    path: str, dtype: Any = "float32", optimizer: Any = "adamw", rank: Any = 8, algorithm: Any = "grpo"
+) -> Trainer:
     return Trainer(
         ModelConfig(path=path, dtype=dtype),
         LearnerConfig(
@@ -35,6 +37,8 @@ def make_trainer(path: str, dtype: Any = "float32", optimizer: Any = "adamw", ra
             learning_rate=1e-2,
             schedule=ScheduleConfig(kind="cosine", warmup=0.3),
             optimizer=OptimizerConfig(kind=optimizer, weight_decay=0.01),
+            algorithm=algorithm,
+            value=ValueConfig(warmup=1, learning_rate=2e-2) if algorithm == "ppo" else ValueConfig(),
         ),
         temperature=1.0,
         max_completion_length=16,
@@ -55,7 +59,10 @@ async def run(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in trainer._policy.masters.items()}
+    """Of all roles that are trained."""
+    roles = {"": trainer._policy.masters}
+    roles |= {name: role.masters.named for name, role in trainer._policy.scored.items() if role.masters is not None}
+    return {role + name: one.detach().clone() for role, own in roles.items() for name, one in own.items()}
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -64,13 +71,17 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-async def test_resume_is_bitwise(tiny_path: str, tmp_path: Path, dtype: str, optimizer: str) -> None:
-    straight = make_trainer(tiny_path, dtype, optimizer)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+async def test_resume_is_bitwise(tiny_path: str, tmp_path: Path, dtype: str, optimizer: str, algorithm: str) -> None:
+    def make() -> Trainer:
+        return make_trainer(tiny_path, dtype, optimizer, algorithm=algorithm)
+
+    straight = make()
     wanted = await run(straight, 0, STEPS)
-    first = make_trainer(tiny_path, dtype, optimizer)
+    first = make()
     begun = await run(first, 0, 3)
     await first.save(tmp_path / "checkpoint")
-    second = make_trainer(tiny_path, dtype, optimizer)
+    second = make()
     await second.load(tmp_path / "checkpoint")
     found = begun + await run(second, 3, STEPS)
     assert json.dumps(found) == json.dumps(wanted)  # nan, of a float16 overflow, equals itself as text
@@ -105,6 +116,22 @@ def _without_moments(updater: dict[str, Any]) -> dict[str, Any]:
 )
 async def test_each_part_is_needed(tiny_path: str, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     straight, second = make_trainer(tiny_path), make_trainer(tiny_path)
+    await run(straight, 0, 3)
+    await straight.save(tmp_path)
+    spoil(tmp_path)
+    await second.load(tmp_path)
+    await run(straight, 3, STEPS)
+    await run(second, 3, STEPS)
+    assert not equal(weights(second), weights(straight))
+
+
+def _spoil_value(folder: Path) -> None:
+    _spoil_adapter(folder / "value")
+
+
+@pytest.mark.parametrize("spoil", [_spoil_value, _spoil("value", _without_moments)], ids=["value", "its optimizer"])
+async def test_each_part_of_the_value_is_needed(tiny_path: str, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    straight, second = (make_trainer(tiny_path, algorithm="ppo") for _ in range(2))
     await run(straight, 0, 3)
     await straight.save(tmp_path)
     spoil(tmp_path)

@@ -111,7 +111,7 @@ async def test_a_step_has_its_own_learning_rate(tiny_path: str) -> None:
     for wanted in (0.0025, 0.005):
         metrics = await trainer.step(make_groups([[0, 1]], uniform))
         assert metrics["loss/learning_rate"] == pytest.approx(wanted)
-        (optimizer,) = trainer._updater.optimizers
+        (optimizer,) = trainer._updates.updater.optimizers
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([wanted])
 
 

@@ -78,7 +78,7 @@ async def test_memory_that_runs_out_in_the_second_update_repeats_that_one_alone(
     tiny_path: str, adapter_path: str, groups: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, calm = (make_trainer(tiny_path, adapter=adapter_path, token_budget=200, **SPLIT) for _ in range(2))
-    plain, steps = trainer._updater.step, []
+    plain, steps = trainer._updates.updater.step, []
 
     def step(rate: float, *, loss_is_finite: bool) -> tuple[float, bool]:
         steps.append(rate)
@@ -89,7 +89,7 @@ async def test_memory_that_runs_out_in_the_second_update_repeats_that_one_alone(
             raise torch.OutOfMemoryError("no more")
         return type(trainer._policy).predicting(trainer._policy, batch)
 
-    monkeypatch.setattr(trainer._updater, "step", step)
+    monkeypatch.setattr(trainer._updates.updater, "step", step)
     monkeypatch.setattr(trainer._policy, "predicting", predicting)
     metrics, wanted = await trainer.step(groups), await calm.step(groups)
     assert metrics["memory/oom_retries"] >= 1
@@ -107,9 +107,10 @@ async def test_metrics_of_a_split_batch(
     split, updates = make_trainer(tiny_path, adapter=adapter_path, **SPLIT), list[Any]()
     learn = split._updates.learn
 
-    def seen(*args: Any) -> list[Any]:
-        updates.extend(learn(*args))
-        return updates
+    def seen(*args: Any) -> Any:
+        learned = learn(*args)
+        updates.extend(learned.policy)
+        return learned
 
     monkeypatch.setattr(split._updates, "learn", seen)
     parts = await split.step(groups)

@@ -1,0 +1,258 @@
+"""PPO of one base with adapters, against PPO of four full models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from examples.random_model import make_adapter
+from learner.algo.loss_config import LossConfig
+from learner.algo.ppo import Assessment
+from learner.config.learner import ValueConfig
+from learner.trainer.trainer import Trainer
+from rollout.schema import ragged, rewards_of
+from tests.learner import naive_ppo
+from tests.learner.rollouts import make_groups
+from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters
+
+SETTING = naive_ppo.Setting(TEMPERATURE, gamma=0.9, lam=0.8, clip=(0.2, 0.28), value_clip=0.2, beta=0.3)
+
+
+@pytest.fixture(scope="module")
+def value_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An adapter with a scalar head, no weight zero."""
+    torch.manual_seed(3)
+    base: Any = AutoModelForSequenceClassification.from_pretrained(tiny_path, num_labels=1, dtype=torch.float32)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="SEQ_CLS")
+    model = peft.get_peft_model(base, config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    folder: Path = tmp_path_factory.mktemp("value")
+    model.save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def reference_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("reference")
+    payload, config = make_adapter(Path(tiny_path), seed=2)
+    (folder / "adapter_model.safetensors").write_bytes(payload)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture
+def models(tiny_path: str, adapter_path: str, reference_path: str, value_path: str) -> naive_ppo.Models:
+    return naive_ppo.Models(tiny_path, adapter_path, reference_path, value_path)
+
+
+@pytest.fixture
+def batch(models: naive_ppo.Models) -> list[pa.Table]:
+    """Sampled, as it were, by the old policy; groups of one, of equal rewards, and of others."""
+
+    def behavior(prompt: list[int], completion: list[int]) -> list[float]:
+        with torch.no_grad():
+            return [float(x) for x in naive_ppo.logprobs(models.old, prompt, completion, TEMPERATURE)]
+
+    return make_groups([[0.5], [1, 1], [0, 2, 1.5]], behavior)
+
+
+def rows_of(groups: list[pa.Table]) -> list[naive_ppo.Row]:
+    names = ("prompt_ids", "completion_ids", "behavior_logprobs")
+    return [
+        (prompt.tolist(), completion.tolist(), behavior.tolist(), float(reward))
+        for group in groups
+        for prompt, completion, behavior, reward in zip(
+            *(ragged(group, name) for name in names), rewards_of(group), strict=True
+        )
+    ]
+
+
+def ppo_trainer(
+    path: str,
+    adapter: str | None = None,
+    start: str | None = None,
+    reference: str | None = None,
+    value: dict[str, Any] | None = None,
+    **learner: Any,
+) -> Trainer:
+    """start: of the value."""
+    own = ValueConfig(start=start, gamma=SETTING.gamma, lam=SETTING.lam, **value or {})
+    loss = LossConfig(ratio="clip", beta=SETTING.beta, epsilon=SETTING.clip)
+    settings: dict[str, Any] = {"algorithm": "ppo", "value": own, "loss": loss} | learner
+    return make_trainer(path, adapter=adapter, model={"reference": reference}, **settings)
+
+
+def assessments(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Assessment]:
+    """What the value says of each batch from now on."""
+    value, seen = trainer._updates.value, list[Assessment]()
+    assert value is not None
+    plain = value.assess
+
+    def assess(*args: Any) -> Assessment:
+        seen.append(plain(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(value, "assess", assess)
+    return seen
+
+
+def value_masters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    masters = trainer._policy.scored["value"].masters
+    assert masters is not None
+    return masters.named
+
+
+def gradient(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
+def copied(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def relative(found: Any, wanted: Any) -> float:
+    difference = np.asarray(found) - np.asarray(wanted)
+    return float(np.linalg.norm(difference) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("budget", [40, 100_000])
+async def test_a_step_is_that_of_four_full_models(
+    tiny_path: str,
+    adapter_path: str,
+    reference_path: str,
+    value_path: str,
+    models: naive_ppo.Models,
+    batch: list[pa.Table],
+    checkpointing: str,
+    budget: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = naive_ppo.step(models, rows_of(batch), SETTING)
+    trainer = ppo_trainer(
+        tiny_path, adapter_path, value_path, reference_path, checkpointing=checkpointing, token_budget=budget
+    )
+    seen = assessments(trainer, monkeypatch)
+    metrics = await trainer.step(batch)
+    (found,) = seen
+    assert relative(found.advantages, wanted.advantages) < 1e-6
+    assert relative(found.returns, wanted.returns) < 1e-6
+    assert metrics["loss/total"] == pytest.approx(wanted.policy_loss, rel=1e-6)
+    assert metrics["value/loss"] == pytest.approx(wanted.value_loss, rel=1e-6)
+    assert 0 < metrics["policy/clip_fraction"] < 1
+    policy, value = gradient(trainer._policy.masters), gradient(value_masters(trainer))
+    assert distance(value, wanted.value_gradient) < 1e-6
+    # Advantages of mean 0 cancel in the policy's gradient, so the textbook's own rounding is 1.5e-6 of what is left:
+    # it is measured, against the same in float64, and no more is allowed.
+    exact = naive_ppo.step(models.double(), rows_of(batch), SETTING).policy_gradient
+    rounding = distance(wanted.policy_gradient, exact)
+    assert rounding < 2e-6
+    assert distance(policy, exact) < 1.1 * rounding
+    assert distance(policy, wanted.policy_gradient) < 1.1 * rounding
+
+
+async def test_later_updates_of_a_batch_are_held_to_the_values_before_the_first(
+    tiny_path: str,
+    adapter_path: str,
+    reference_path: str,
+    value_path: str,
+    models: naive_ppo.Models,
+    batch: list[pa.Table],
+) -> None:
+    """Three updates of a group each; the textbook takes the value's alone, with AdamW."""
+    rate, clip, rows = 0.01, 0.1, rows_of(batch)
+    trainer = ppo_trainer(
+        tiny_path, adapter_path, value_path, reference_path,
+        value={"clip": clip, "learning_rate": rate}, updates_per_batch=3,
+    )  # fmt: skip
+    metrics = await trainer.step(batch)
+    found = value_masters(trainer)
+    with torch.no_grad():
+        old = [models.values(prompt, completion) for prompt, completion, _, _ in rows]
+    weights = naive_ppo.trained(models.value)
+    optimizer = torch.optim.AdamW(weights.values(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    held = 0
+    for own in ([0], [1, 2], [3, 4, 5]):
+        optimizer.zero_grad()
+        count = sum(len(rows[i][1]) for i in own)
+        for i in own:
+            prompt, completion, _, reward = rows[i]
+            v, before = models.values(prompt, completion), old[i]
+            gains = naive_ppo.advantages_of(before.tolist(), reward, SETTING.gamma, SETTING.lam)
+            target = before + torch.tensor(gains)
+            near = torch.clamp(v, before - clip, before + clip)
+            held += int(((near - target) ** 2 > (v - target) ** 2).sum())
+            torch.autograd.backward(0.5 * torch.max((v - target) ** 2, (near - target) ** 2).sum() / count)
+        optimizer.step()
+    assert metrics["value/clip_fraction"] == pytest.approx(held / sum(len(row[1]) for row in rows))
+    assert held > 0
+    assert distance(copied(found), {name: weight.detach() for name, weight in weights.items()}) < 1e-4
+
+
+async def test_in_the_warm_up_the_value_alone_learns(tiny_path: str, batch: list[pa.Table]) -> None:
+    trainer = ppo_trainer(tiny_path, value={"warmup": 2})
+    policy, value = masters(trainer), copied(value_masters(trainer))
+    for version in (1, 2):
+        metrics = await trainer.step(batch)
+        assert metrics["loss/trained_tokens"] == metrics["loss/grad_norm"] == 0
+        assert not [name for name in metrics if name.startswith("policy/")]
+        assert metrics["value/loss"] > 0
+        assert all(torch.equal(weight, policy[name]) for name, weight in masters(trainer).items())
+        assert (await adapter_of(trainer)).version == version
+    assert distance(copied(value_masters(trainer)), value) > 0
+    assert (await trainer.step(batch))["loss/grad_norm"] > 0
+
+
+async def test_a_new_value_is_zero_and_comes_to_tell_the_reward(tiny_path: str, batch: list[pa.Table]) -> None:
+    trainer = ppo_trainer(tiny_path, value={"warmup": 10, "learning_rate": 0.02, "clip": None}, checkpointing="full")
+    told = [await trainer.step(batch) for _ in range(10)]
+    assert told[0]["value/mean"] == 0.0
+    assert told[0]["value/explained_variance"] == 0.0
+    assert told[-1]["value/loss"] < 0.3 * told[0]["value/loss"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_in_16_bits_the_gradients_are_near_those_of_32(
+    tiny_path: str, adapter_path: str, value_path: str, batch: list[pa.Table], dtype: Any
+) -> None:
+    found, wanted = (
+        ppo_trainer(tiny_path, adapter_path, value_path, dtype=kind, token_budget=60) for kind in (dtype, "float32")
+    )
+    await found.step(batch)
+    await wanted.step(batch)
+    for weights in (value_masters, lambda trainer: trainer._policy.masters):
+        assert distance(gradient(weights(found)), gradient(weights(wanted))) < 0.1
+
+
+async def test_memory_that_runs_out_in_the_values_pass_does_not_repeat_the_policys_update(
+    tiny_path: str, value_path: str, batch: list[pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, calm = (ppo_trainer(tiny_path, start=value_path, token_budget=200) for _ in range(2))
+    policy = trainer._policy
+
+    def predicting(micro: Any) -> torch.Tensor:
+        if policy._peft.active_adapter == "value" and torch.is_grad_enabled() and micro.ids.numel() > 40:
+            raise torch.OutOfMemoryError("no more")
+        return type(policy).predicting(policy, micro)
+
+    monkeypatch.setattr(policy, "predicting", predicting)
+    metrics = await trainer.step(batch)
+    await calm.step(batch)
+    assert metrics["memory/oom_retries"] >= 1
+    assert distance(masters(trainer), masters(calm)) == 0
+    assert distance(copied(value_masters(trainer)), copied(value_masters(calm))) < 1e-4
+
+
+async def test_what_a_value_cannot_start_from_is_refused_by_its_setting(tiny_path: str, adapter_path: str) -> None:
+    with pytest.raises(ValueError, match=r"^learner.value.start: task_type of .* must be 'SEQ_CLS', got 'CAUSAL_LM'"):
+        ppo_trainer(tiny_path, start=adapter_path)
