@@ -1,0 +1,72 @@
+"""Environments that do what environments do when they are broken. Loaded by their file, as a user's are."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout.env.protocol import Start, Step
+
+CALLED = ({"role": "user", "content": "go on"},)
+
+
+class Plain:
+    """Answers twice, then is done; `wrong` is what it does instead, at its first step."""
+
+    def __init__(self, wrong: str = "", mark: str = "") -> None:
+        self._wrong, self._mark, self._steps = wrong, mark, 0
+
+    async def reset(self, problem: Any, seed: int) -> Start:
+        if self._mark:
+            Path(self._mark).mkdir(exist_ok=True)
+            (Path(self._mark) / str(os.getpid())).write_text("here")
+        if self._wrong == "reset raises":
+            raise OSError("no such level")
+        if self._wrong == "other start":
+            return Start(({"role": "user", "content": "begin"},), state=str(os.getpid()))
+        return Start(({"role": "user", "content": "begin"},), state=f"seed {seed}")
+
+    async def step(self, turn: Any) -> Any:
+        self._steps += 1
+        return await self._broken() if self._wrong else Step(CALLED, reward=0.5, done=self._steps == 3)
+
+    async def score(self) -> Any:
+        return {"mean": 1.0} if self._wrong == "taken name" else {"whole": float("nan")} if self._wrong == "nan" else {}
+
+    async def close(self) -> None:
+        if self._mark:
+            (Path(self._mark) / str(os.getpid())).write_text("closed")
+
+    async def _broken(self) -> Any:
+        match self._wrong:
+            case "raises":
+                raise ZeroDivisionError("three over nought")
+            case "exits":
+                sys.exit(3)
+            case "dies":
+                os._exit(7)
+            case "killed":
+                os.kill(os.getpid(), 9)
+            case "hangs":
+                time.sleep(600)
+            case "waits":
+                await asyncio.sleep(600)
+            case "floods":
+                return Step(({"role": "user", "content": "x" * 2**25},))
+            case "eats":
+                return Step(({"role": "user", "content": "x" * len(bytearray(2**30))},))
+            case "leaves a child":
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                time.sleep(600)
+            case "returns text":
+                return "well done"
+            case "says nothing":
+                return Step()
+            case "other role":
+                return Step(({"role": "assistant", "content": "I am you"},))
+            case "bad reward":
+                return Step(CALLED, reward="much")  # type: ignore[arg-type]
+        return Step(done=True)

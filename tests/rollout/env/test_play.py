@@ -1,0 +1,141 @@
+"""A trajectory token by token: a policy that samples what it is told, and an environment of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.env.play import EnvironmentFault, Limits, Player
+from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
+from rollout.env.trajectory import Trajectory
+from rollout.schema import Problem
+from rollout.types import Completion
+
+PROBLEM = Problem("train-1", "1 + 1", {}, (1, 2), 1, 0)
+END, OPEN = 9, 8  # ends a turn; opens the next one
+LIMITS = Limits(prompt=6, tokens=12, turns=3, seconds=5)
+
+
+class Digits:
+    """A message is its digits as tokens. A turn that does not end with END cannot be gone on from."""
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        return tuple(int(digit) for message in messages for digit in message["content"])
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
+        return Turn("".join(map(str, token_ids)), tuple(token_ids))
+
+    def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
+        return (*self.open(messages, tools), OPEN) if turn.token_ids[-1] == END else None
+
+
+class Policy:
+    """Samples the turns it is given, one version newer each; `seen`: what it was asked with."""
+
+    def __init__(self, *turns: list[int]) -> None:
+        self.turns = turns
+        self.seen: list[tuple[list[int], int]] = []
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
+        self.seen.append((list(token_ids), max_tokens))
+        ids = self.turns[turn][:max_tokens]
+        finish = "stop" if len(ids) == len(self.turns[turn]) else "length"
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        return Completion(np.array(ids, np.int32), logprobs, finish, np.full(len(ids), turn + 4, np.int32))
+
+
+class Answers:
+    """Answers each turn with a digit and a reward, and is done after `turns` of them."""
+
+    def __init__(self, turns: int = 2, start: str = "", wait: float = 0.0) -> None:
+        self.turns, self.start, self.wait = turns, start, wait
+        self.steps = 0
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        return Start(({"role": "user", "content": self.start},) if self.start else (), state="s")
+
+    async def step(self, turn: Turn) -> Step:
+        await asyncio.sleep(self.wait)
+        self.steps += 1
+        done = self.steps == self.turns
+        return Step(({"role": "tool", "content": "5"},), 0.25, done, {"answers": 1.0})
+
+    async def score(self) -> Mapping[str, float]:
+        return {"whole": 2.0}
+
+    async def close(self) -> None: ...
+
+
+async def play(policy: Policy, env: Any = None, limits: Limits = LIMITS) -> Trajectory:
+    return await Player(Digits(), limits).play(env or Answers(), policy, PROBLEM, 0)
+
+
+async def test_what_was_sampled_is_masked_in_and_what_was_answered_is_not() -> None:
+    policy = Policy([3, 4, END], [6, END])
+    found = await play(policy)
+    assert found.ids == [3, 4, END, 5, OPEN, 6, END]
+    assert found.mask == [True, True, True, False, False, True, True]
+    assert found.logprobs == [-1, -2, -3, 0, 0, -1, -2]
+    assert found.versions == [4, 4, 4, 4, 4, 5, 5]  # an observation has that of the turn before
+    assert [(turn.start, turn.stop, turn.reward) for turn in found.turns] == [(0, 3, 0.25), (5, 7, 0.25)]
+    assert (found.outcome, found.prompt_ids, found.state) == ("done", (1, 2), "s")
+    assert (found.parts, found.metrics) == ({"env": 0.5, "whole": 2.0}, {"answers": 2.0})
+    assert policy.seen == [([1, 2], 12), ([1, 2, 3, 4, END, 5, OPEN], 7)]
+    said = [("assistant", "349"), ("tool", "5"), ("assistant", "69")]
+    assert [(message["role"], message["content"]) for message in found.messages] == said
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "outcome", "length"),
+    [
+        ([[3, END]] * 3, LIMITS, "turns", 10),
+        ([[3] * 20], LIMITS, "length", 12),  # cut within a turn
+        ([[3] * 9 + [END]], LIMITS, "length", 10),  # two more would leave no room for a turn
+        ([[3] * 8 + [END], [4] * 9], LIMITS, "length", 12),  # and here it leaves room for one token
+        ([[3, 4]], LIMITS, "unclosed", 2),
+    ],
+)
+async def test_how_a_trajectory_ends(turns: list[list[int]], limits: Limits, outcome: str, length: int) -> None:
+    found = await play(Policy(*turns), Answers(turns=9), limits)
+    assert (found.outcome, len(found.ids), found.parts["whole"]) == (outcome, length, 2.0)
+    assert found.mask[-1]  # nothing is observed that no turn follows
+
+
+async def test_the_environments_own_messages_are_the_prompt_if_they_fit() -> None:
+    assert (await play(Policy([END], [END]), Answers(start="777"))).prompt_ids == (7, 7, 7)
+    found = await play(Policy([END]), Answers(start="7777777"))
+    assert (found.outcome, found.ids) == ("bad_observation", [])
+    assert found.fault == "reset: its messages have 7 tokens, and rollout.max_prompt_length is 6"
+
+
+async def test_a_trajectory_that_takes_too_long_ends_without_a_reward() -> None:
+    found = await play(Policy([3, END]), Answers(wait=60), Limits(6, 12, 3, seconds=0.05))
+    assert (found.outcome, found.faulted, found.parts, found.ids) == ("env_timeout", True, {}, [3, END])
+    assert found.fault == "the trajectory took more than 0.05 s (env.timeout_s)"
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    async def method(*_: Any) -> Any:
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize(("where", "tokens"), [("reset", 0), ("step", 2), ("score", 6)])
+async def test_a_fault_is_the_outcome_and_what_was_sampled_stays(where: str, tokens: int) -> None:
+    env = Answers()
+    setattr(env, where, raising(EnvironmentFault("env_killed", "gone")))
+    found = await play(Policy([3, END], [4, END]), env)
+    assert (found.outcome, found.fault, len(found.ids), found.parts) == ("env_killed", "gone", tokens, {})
+
+
+@pytest.mark.parametrize("error", [TimeoutError("of the engine"), RuntimeError("the engine died")])
+async def test_what_the_engine_raises_is_no_fault_of_the_environment(error: Exception) -> None:
+    policy = Policy()
+    policy.generate = raising(error)  # type: ignore[method-assign]
+    with pytest.raises(type(error), match=str(error)):
+        await play(policy)

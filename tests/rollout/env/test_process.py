@@ -1,0 +1,129 @@
+"""Environments in processes of their own: every way to break one has a name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout.env.config import EnvConfig
+from rollout.env.play import EnvironmentFault
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.protocol import Turn
+from rollout.schema import Problem
+
+FAULTY = f"{Path(__file__).with_name('faulty.py')}:Plain"
+PROBLEM = Problem("train-1", "1 + 1", {"answer": "2"}, (1, 2), 1, 0)
+TURN = Turn("two", (5, 6))
+
+BROKEN = {
+    "raises": ("env_error", r"step: ZeroDivisionError: three over nought \(faulty.py, line \d+\)"),
+    "exits": ("env_error", "step: SystemExit: 3"),
+    "dies": ("env_killed", r"step: its process died \(exit code 7\)"),
+    "killed": ("env_killed", r"step: its process died \(SIGKILL\)"),
+    "hangs": ("env_timeout", r"step: no answer within 1 s \(env.step_timeout_s\)"),
+    "waits": ("env_timeout", "step: no answer within 1 s"),
+    "leaves a child": ("env_timeout", "step: no answer within 1 s"),
+    "floods": ("flood", r"step: answered with 335545\d\d bytes, at most 16777216 are taken"),
+    "eats": ("env_error", r"step: MemoryError.*its process may hold 0.5 GiB: raise env.memory, for example to 1GiB"),
+    "returns text": ("bad_observation", "step must return a Step, got str"),
+    "says nothing": ("bad_observation", "step: must return at least one message unless it is done, got none"),
+    "other role": ("bad_observation", "a message's role must be one of tool, user, got 'assistant'"),
+    "bad reward": ("bad_observation", "step: reward must be a finite number, got 'much'"),
+}
+
+
+def config(wrong: str = "", mark: Path | str = "", use: str = FAULTY) -> EnvConfig:
+    args = {"wrong": wrong, "mark": str(mark)}
+    return EnvConfig(use=use, args=args, step_timeout_s=1, memory="512MiB")  # type: ignore[arg-type]
+
+
+def forks(wrong: str = "", mark: Path | str = "") -> Forks:
+    return Forks(spec_of(config(wrong, mark)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """No process of an environment, nor what it has started, and no descriptor."""
+    with_server = len(os.listdir("/proc/self/fd")) + 3  # the server that is forked stays: its pipes
+    yield
+    deadline = time.monotonic() + 10
+    while any("time.sleep(600)" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < deadline, "what an environment has started is still there"
+        time.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) <= with_server
+
+
+@pytest.mark.parametrize("wrong", BROKEN)
+async def test_what_a_broken_environment_does_has_a_name(wrong: str, tmp_path: Path) -> None:
+    made = forks(wrong, tmp_path)
+    env = EnvironmentProcess(made, config(wrong))
+    start = await env.reset(PROBLEM, 3)
+    assert start.state == "seed 3"
+    (pid,) = [int(file.name) for file in tmp_path.iterdir()]
+    with pytest.raises(EnvironmentFault, match=BROKEN[wrong][1]) as fault:
+        await env.step(TURN)
+    assert fault.value.outcome == BROKEN[wrong][0]
+    await env.close()
+    assert not psutil.pid_exists(pid)
+    made.close()
+
+
+async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) -> None:
+    made = forks("", tmp_path)
+    env = EnvironmentProcess(made, config())
+    assert (await env.reset(PROBLEM, 3)).messages == ({"role": "user", "content": "begin"},)
+    steps = [await env.step(TURN) for _ in range(3)]
+    assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.5, False), (0.5, True)]
+    assert await env.score() == {}
+    await env.close()
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["closed"]
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [("taken name", "score: a metric is named mean already"), ("nan", "score: whole must be a finite number, got nan")],
+)
+async def test_a_score_that_is_none_is_a_fault(wrong: str, sentence: str) -> None:
+    made = forks(wrong)
+    env = EnvironmentProcess(made, config(wrong))
+    await env.reset(PROBLEM, 3)
+    with pytest.raises(EnvironmentFault, match=sentence):
+        await env.score()
+    await env.close()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        ("number_gessing", "did you mean 'number_guessing'"),
+        (FAULTY.replace("Plain", "Plane"), "has no function 'Plane'"),
+        ("collections:Counter", "lacks reset, step, score, close"),
+        ("collections:deque", "env.args: collections:deque must take wrong, mark: "),
+    ],
+)
+async def test_what_is_no_environment_is_said_at_reset(use: str, sentence: str) -> None:
+    made = Forks(spec_of(config(use=use)))
+    env = EnvironmentProcess(made, config(use=use))
+    with pytest.raises(EnvironmentFault, match=sentence):
+        await env.reset(PROBLEM, 3)
+    await env.close()
+    made.close()
+
+
+async def test_a_reset_that_is_cancelled_as_it_starts_leaves_no_process(tmp_path: Path) -> None:
+    made = forks("", tmp_path)
+    env = EnvironmentProcess(made, config())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await env.reset(PROBLEM, 3)
+    await env.close()
+    assert not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir())
+    made.close()

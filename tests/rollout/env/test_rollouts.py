@@ -1,0 +1,145 @@
+"""Groups of trajectories by a whole rollout worker: real tokenizer, template, reward and environment processes, and an
+engine that samples what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner.batch.rows import read
+from rewards.config import RewardConfig
+from rollout.data.chat import Chat
+from rollout.engine import EngineSettings
+from rollout.env.config import EnvConfig
+from rollout.env.play import Limits
+from rollout.env.rollouts import EnvSettings, UnequalStart
+from rollout.fake_engine import FakeEngine
+from rollout.schema import Problem, parts_of
+from rollout.types import Adapter, Completion, Sampling
+from rollout.worker import RolloutWorker, WorkerSpec
+
+MODEL = str(Path(__file__).parents[3] / "examples" / "tiny-arithmetic")
+FAULTY = Path(__file__).with_name("faulty.py")
+CHAT = Chat.load(MODEL)
+PROBLEM = Problem("train-3", ({"role": "user", "content": "1 + 2"},), {"answer": "3"}, (1, 5), 3, 0)
+REWARDS = """
+def said(completions, answer, **columns):
+    texts = ["".join(m["content"] for m in c if m["role"] == "assistant") for c in completions]
+    return [float(text.count(a)) for text, a in zip(texts, answer)]
+"""
+Sample = Callable[[Sequence[int], Sampling], list[int]]
+
+
+class Told(FakeEngine):
+    """Samples what a function says, one token at a time as far as anybody can tell."""
+
+    def __init__(self, sample: Sample) -> None:
+        super().__init__(len(CHAT.tokenizer))
+        self._sample = sample
+        self.asked: list[tuple[list[int], Sampling]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+        self.asked.append((list(prompt_ids), sampling))
+        ids = self._sample(prompt_ids, sampling)[: sampling.max_tokens]
+        return [
+            Completion(
+                np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", np.full(len(ids), 3, np.int32)
+            )
+        ]
+
+
+def spec(folder: Path, wrong: str = "", sample: Sample | None = None, **env: Any) -> WorkerSpec:
+    (folder / "mine.py").write_text(REWARDS)
+    settings = EngineSettings(
+        model=MODEL, dtype="float32", max_model_len=512, kv_cache_bytes=1 << 20, max_num_seqs=8, max_lora_rank=8,
+        adapter_window=2, seed=0,
+    )  # fmt: skip
+    config = EnvConfig(use=f"{FAULTY}:Plain", args={"wrong": wrong}, step_timeout_s=2, **env)
+    played = EnvSettings(config, Limits(64, 400, 8, 60), concurrency=3, seed=11)
+    engine = Told(sample or (lambda ids, _: [*CHAT.tokenizer.encode("3 or 3", add_special_tokens=False), STOP]))
+    return WorkerSpec(
+        0, "run", settings, (RewardConfig(use=f"{folder}/mine.py:said"),), 1, 2**30, lambda _: engine, played
+    )
+
+
+STOP = CHAT.stop_ids[0]
+
+
+@pytest.fixture
+async def started(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    workers = []
+
+    async def start(*args: Any, **how: Any) -> RolloutWorker:
+        workers.append(RolloutWorker(spec(tmp_path, *args, **how)))
+        await workers[-1].take_policy(Adapter.build(3, b"three", {}))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        await worker.close()
+
+
+SAMPLING = Sampling(n=5, max_tokens=400, seed=70)
+
+
+async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(started: Any) -> None:
+    worker = await started()
+    table = await worker.rollout(PROBLEM, SAMPLING, 2)
+    row = table.to_pylist()[4]
+    turn = [*CHAT.tokenizer.encode("3 or 3", add_special_tokens=False), STOP]
+    seen = list(CHAT.observe([{"role": "user", "content": "go on"}], STOP))
+    assert row["completion_ids"] == [*turn, *seen, *turn, *seen, *turn]
+    one, other = [True] * len(turn), [False] * len(seen)
+    assert row["loss_mask"] == [*one, *other, *one, *other, *one]
+    assert row["prompt_ids"] == list(CHAT.render([{"role": "user", "content": "begin"}])[1])
+    assert [turn["reward"] for turn in row["turns"]] == [0.5] * 3
+    assert [message["role"] for message in json.loads(row["messages"])] == ["assistant", "user"] * 2 + ["assistant"]
+    assert parts_of(table) == [{"env": 1.5, "said": 6.0}] * 5
+    assert (row["reward"], row["reward_status"], row["finish_reason"]) == (7.5, "ok", "done")
+    rows = read([table])
+    assert rows.counts.tolist() == [3 * len(turn)] * 5
+    seeds = [sampling.seed for _, sampling in worker.engine.asked]
+    assert len(set(seeds)) == len(seeds) == 15  # of each turn of each trajectory
+    again = await worker.rollout(PROBLEM, SAMPLING, 2)
+    assert again.column("completion_ids").equals(table.column("completion_ids"))
+    assert sorted(sampling.seed for _, sampling in worker.engine.asked[15:]) == sorted(seeds)
+
+
+async def test_what_was_sampled_is_never_tokenised_again(started: Any) -> None:
+    """The policy writes letter by letter what the tokenizer would write in fewer tokens."""
+    letters = [CHAT.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "reasoning"]
+    assert CHAT.tokenizer.encode(CHAT.decode(letters), add_special_tokens=False) != letters
+    worker = await started(sample=lambda ids, _: [*letters, STOP])
+    table = await worker.rollout(PROBLEM, replace(SAMPLING, n=2), 0)
+    ids, mask = (table.column(name)[0].as_py() for name in ("completion_ids", "loss_mask"))
+    assert [token for token, sampled in zip(ids, mask, strict=True) if sampled] == [*letters, STOP] * 3
+    longest = max((asked for asked, _ in worker.engine.asked), key=len)
+    assert longest == [*table.column("prompt_ids")[0].as_py(), *ids[: -len(letters) - 1]]
+
+
+async def test_a_fault_has_no_reward_and_the_rest_of_the_group_stays(started: Any, tmp_path: Path) -> None:
+    worker = await started("raises")
+    table = await worker.rollout(PROBLEM, SAMPLING, 0)
+    assert table.column("finish_reason").to_pylist() == ["env_error"] * 5
+    assert table.column("reward").to_pylist() == [None] * 5
+    assert table.column("reward_status").to_pylist() == ["environment"] * 5
+    assert read([table]).counts.min() > 0
+    before = await started("reset raises")
+    table = await before.rollout(PROBLEM, SAMPLING, 0)
+    assert table.column("completion_ids").to_pylist() == [[]] * 5
+    assert table.column("policy_version_max").to_pylist() == [3] * 5  # the newest, since no token has one
+    assert read([table]).counts.tolist() == [0] * 5
+
+
+async def test_environments_that_begin_differently_are_an_error(started: Any) -> None:
+    worker = await started("other start")
+    with pytest.raises(
+        UnequalStart, match="those of train-3 have 5 different initial states; draw everything in reset"
+    ):
+        await worker.rollout(PROBLEM, SAMPLING, 0)
