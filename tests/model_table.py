@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.common import RESULTS, as_table
 from examples.random_families import FAMILIES, TINY
 from tests.model_rows import BY_CONFIG, ROWS
+from tests.template_table import section
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 OWN_NAMES = ("bloom", "falcon", "gpt2")  # their configs share no names with TINY
@@ -127,7 +128,8 @@ def table() -> str:
     lines = [
         [f"{name} ({FAMILIES[name][1]})", f"{len(proven[name])}", f"{value:.1e}"] for name, value in greatest.items()
     ]
-    return TEXT.format(table=as_table(HEADER, rows), proven=as_table(("family", "steps", "largest, nats"), lines))
+    proven_table = as_table(("family", "steps", "largest, nats"), lines)
+    return TEXT.format(table=as_table(HEADER, rows), proven=proven_table, templates=section())
 
 
 TEXT = """# Models
@@ -159,7 +161,8 @@ Ray, vLLM on a CPU and the learner, float32, LoRA on all-linear: the largest dif
 learner's logprob of a token (`python -m benchmarks.learner.model_families`).
 
 {proven}
-"""
+
+{templates}"""
 
 
 if __name__ == "__main__":

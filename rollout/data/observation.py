@@ -113,9 +113,10 @@ class Observations:
         words = [MARKER, *(probe["content"] for probe in probes)]
         places = [text.find(word) for word in words]
         if [text.count(word) for word in words] != [1] * len(words) or places != sorted(places):
+            roles = ", ".join(["assistant", *(probe["role"] for probe in probes)])
             raise ChatError(
-                "model.path: the model's chat template must write a turn and the messages of roles "
-                f"{', '.join(p['role'] for p in probes)} behind it once each and in order, and drops or repeats one"
+                f"model.path: the model's chat template drops or repeats a message of roles {roles}, or changes their "
+                "order; such a conversation needs another model or template"
             )
         start = places[0] + len(MARKER)
         found = _first(text[start : places[1]], self._stops)

@@ -48,7 +48,7 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
     try:
         base = observations.ending(shape, json.dumps(tools))
     except ChatError as error:
-        return Verdict("refused", str(error).removeprefix("model.path: the model's chat template "))
+        return Verdict("refused", _clause(error))
     probes = probes_of(shape)
     expected = base.tail(observations.render([*base.past, *probes], tools))
     for name, past in _pasts(base, probes):
@@ -58,7 +58,7 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
         except TemplateRefuses:
             continue
         except ChatError as error:
-            return Verdict("varies", f"with {name}: {str(error).removeprefix('model.path: the model')}")
+            return Verdict("varies", f"with {name}: it {_clause(error)}")
         tail = ending.tail(text)
         if (tail, ending.text, ending.sampled) != (expected, base.text, base.sampled):
             return Verdict("varies", f"with {name}: " + _difference(ending.text + tail, base.text + expected))
@@ -119,6 +119,11 @@ def _turn(base: Ending, style: str) -> dict[str, Any]:
 def _without_marker(turn: Mapping[str, Any]) -> dict[str, Any]:
     copy: dict[str, Any] = json.loads(json.dumps(turn).replace(MARKER, "earlier"))
     return copy
+
+
+def _clause(error: ChatError) -> str:
+    """What the template does, without the key before it and the advice behind it."""
+    return str(error).removeprefix("model.path: the model's chat template ").partition("; ")[0]
 
 
 def _difference(found: str, expected: str) -> str:

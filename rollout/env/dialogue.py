@@ -21,7 +21,7 @@ class ChatDialogue:
 
     def __init__(self, chat: Chat, parser: str, ends: Sequence[int]) -> None:
         self._chat, self._ends = chat, frozenset(ends)
-        self._parse = cache(lambda: choose(chat, parser))
+        self._parse = cache(lambda: choose(chat, parser).parse)
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
         try:

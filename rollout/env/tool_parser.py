@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.data.chat import Chat, ChatError
 from rollout.data.observation import USER
@@ -55,8 +55,15 @@ class Written:
         return tag[0] if tag else (start.split() or [""])[0]
 
 
-def choose(chat: Chat, name: str = "auto") -> ToolParser:
-    """A parser for a model's turns.
+class Choice(NamedTuple):
+    """A parser and its name: hermes, or one of vLLM's."""
+
+    name: str
+    parse: ToolParser
+
+
+def choose(chat: Chat, name: str = "auto") -> Choice:
+    """The parser for a model's turns.
 
     name: "hermes", ours; a parser of vLLM; or "auto", the first of these that reads back the calls that the chat
         template writes. A template that writes no calls leaves their form to the policy: hermes.
@@ -65,7 +72,7 @@ def choose(chat: Chat, name: str = "auto") -> ToolParser:
     """
     forms = [] if name == "hermes" else written_by(chat)
     if is_hermes(forms, name):
-        return hermes
+        return Choice("hermes", hermes)
     from rollout.vllm.tool_parsers import names
 
     known = names()
@@ -75,7 +82,7 @@ def choose(chat: Chat, name: str = "auto") -> ToolParser:
         for form in forms:
             parser = of_vllm(candidate, chat, form)
             if parser is not None and reads(parser, form):
-                return parser
+                return Choice(candidate, parser)
     writes = f"it writes {forms[0].one[:120]!r}" if forms else "it writes none"
     raise ToolParserError(
         f"env.tool_parser: {'some parser' if name == 'auto' else name} must read back the calls of the model's chat "

@@ -110,7 +110,7 @@ def test_a_template_that_refuses_a_second_call_takes_two_answers() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHATML_TOOLS.replace("in messages", "in messages if m.role != 'tool'"), "drops or repeats one"),
+        (CHATML_TOOLS.replace("in messages", "in messages if m.role != 'tool'"), "drops or repeats a message"),
         (
             "{{ raise_exception('no tools') if messages[-1].role == 'tool' }}" + CHATML_TOOLS,
             "refuses roles .*: no tools",

@@ -26,7 +26,8 @@ TOOL: ToolSpec = {
 
 
 def test_a_parser_of_vllm_reads_what_the_template_writes() -> None:
-    parser = choose(chat_of(XML))
+    name, parser = choose(chat_of(XML))
+    assert name == "qwen3_coder"
     text = "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n"
     assert parser(text + "</tool_call><|im_end|>", [TOOL]) == ((ToolCall("add", {"a": 3, "b": "3"}),), ())
     assert parser("It is 3.<|im_end|>", [TOOL]) == ((), ())
@@ -45,4 +46,4 @@ def test_a_template_that_no_parser_reads_is_refused() -> None:
         choose(chat_of(CHATML_TOOLS), "qwen3_coder")
     with pytest.raises(ToolParserError, match=r"^env\.tool_parser: must be auto, hermes or one of .*, got qwen9$"):
         choose(chat, "qwen9")
-    choose(chat, "hermes")
+    assert choose(chat, "hermes").name == "hermes"
