@@ -1,0 +1,86 @@
+"""What is wrong with an environment is said before a run, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import RunConfig
+from learner.driver.env_check import check_environment
+from learner.driver.findings import PreflightError
+from rollout.data.chat import Chat
+from rollout.schema import Problem
+from tests.learner.loops import configure
+
+MODEL = str(Path(__file__).parents[3] / "examples" / "tiny-arithmetic")
+FAULTY = f"{Path(__file__).parents[2] / 'rollout' / 'env' / 'faulty.py'}:Plain"
+PROBLEM = Problem("train-3", ({"role": "user", "content": "1 + 2"},), {"answer": "3"}, (1, 5), 3, 0)
+CHAT = Chat.load(MODEL)
+TOOL = '''
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+'''
+
+
+def config(env: dict[str, Any], **rollout: Any) -> RunConfig:
+    return configure(env=env, rollout=rollout, model={"path": MODEL, "dtype": "float32"})
+
+
+def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() -> None:
+    assert check_environment(config({"use": FAULTY}), CHAT, PROBLEM) == ()
+    assert check_environment(config({}), CHAT, PROBLEM) == ()
+
+
+@pytest.mark.parametrize(
+    ("env", "rollout", "sentence"),
+    [
+        ({"use": FAULTY, "args": {"wrong": "reset raises"}}, {}, "env.use: .*Plain: reset: OSError: no such level"),
+        ({"use": "no.such:Class"}, {}, "env.use: no.such:Class: .*'no.such' does not import"),
+        (
+            {"use": FAULTY},
+            {"max_prompt_length": 4},
+            "rollout.max_prompt_length: must hold the environment's first .* got 4",
+        ),
+    ],
+)
+def test_one_line_says_what_is_wrong(env: dict[str, Any], rollout: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PreflightError, match=sentence):
+        check_environment(config(env, **rollout), CHAT, PROBLEM)
+
+
+def test_a_template_without_tools_and_a_model_without_a_template_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TOOL)
+    with pytest.raises(PreflightError, match="must write the tools into the prompt, and leaves out add"):
+        check_environment(config({"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}}), CHAT, PROBLEM)
+    plain = Chat.load(MODEL)
+    plain.has_template = False
+    with pytest.raises(PreflightError, match="env.use: an environment needs a model with a chat template"):
+        check_environment(config({"use": FAULTY}), plain, PROBLEM)
+
+
+# Ends a turn otherwise where it called the tool before.
+FICKLE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
+    "{% if m.role == 'user' and not loop.first and messages|length > 3 %}later {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_a_template_that_writes_answers_differently_is_told_or_refused() -> None:
+    chat = Chat.load(MODEL)
+    end = chat.tokenizer.convert_ids_to_tokens(chat.stop_ids[0])
+    chat.tokenizer.chat_template = FICKLE.replace("<|end|>", end)
+    (note,) = check_environment(config({"use": FAULTY}), chat, PROBLEM)
+    assert note.startswith("env: answers of role user: the model's chat template varies: with")
+    with pytest.raises(
+        PreflightError, match="env.history: refuse, and the model's chat template writes answers of role"
+    ):
+        check_environment(config({"use": FAULTY, "history": "refuse"}), chat, PROBLEM)

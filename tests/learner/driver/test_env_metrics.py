@@ -1,0 +1,55 @@
+"""Numbers of trajectories, by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner.driver.batch_metrics import batch_metrics
+from learner.driver.env_metrics import env_metrics
+from rollout.fake_groups import make_group
+from rollout.types import Completion
+
+
+def turn(start: int, stop: int, **changed: Any) -> dict[str, Any]:
+    made = {"start": start, "stop": stop, "reward": None, "generate_ms": 1.0, "env_ms": 250.0, "calls": 1}
+    return made | {"malformed": 0} | changed
+
+
+def completion(length: int, outcome: str) -> Completion:
+    zeros = np.zeros(length, np.int32)
+    return Completion(zeros, zeros.astype(np.float32), outcome, zeros)
+
+
+def test_means_over_trajectories() -> None:
+    outcomes = ["done", "env_killed", "done", "length"]
+    group = make_group(
+        completions=[completion(5, outcome) for outcome in outcomes],
+        rewards=[1.0, None, 0.0, 0.5],
+        reward_status=["ok", "environment", "ok", "ok"],
+        loss_mask=[[True, False, False, True, True], [True] * 5, [True] * 5, [True, False, True, True, True]],
+        turns=[[turn(0, 1), turn(3, 5)], [turn(0, 5, malformed=2)], [turn(0, 5)], [turn(0, 1), turn(2, 5, calls=3)]],
+        messages=["[]"] * 4,
+        env_metrics=[[("solved", 1.0)], [], [("solved", 0.0)], [("solved", 1.0)]],
+    )
+    assert env_metrics(group) == {
+        "env/turns": 1.5,
+        "env/turns_max": 2.0,
+        "env/calls": 2.0,
+        "env/malformed": 0.5,
+        "env/seconds": 0.375,
+        "env/observation_tokens": 0.75,
+        "env/errors": 0.25,
+        "env/outcome_done": 0.5,
+        "env/outcome_env_killed": 0.25,
+        "env/outcome_length": 0.25,
+        "env/solved": 0.5,
+    }
+    whole = batch_metrics([group], version=0)
+    assert whole["env/turns"] == 1.5
+    assert (whole["reward/failed"], whole["reward/status_environment"]) == (0.25, 1.0)
+    assert whole["reward/mean"] == pytest.approx(0.5)
+
+
+def test_single_completions_have_none() -> None:
+    assert env_metrics(make_group()) == {}
