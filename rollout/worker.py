@@ -57,7 +57,8 @@ class RolloutWorker(RolloutService):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.chat = Chat.load(spec.engine.model)
+        # Only trajectories are rendered here: the prompts of single completions come as tokens.
+        self.chat = Chat.load(spec.engine.model, spec.env.chat_template_kwargs if spec.env is not None else None)
         # Its reward functions load while the engine starts.
         workers, memory = spec.reward_workers, spec.reward_memory
         scores = bool(spec.rewards) or spec.env is None  # a pool without functions says that nothing is scored

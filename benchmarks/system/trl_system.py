@@ -172,6 +172,7 @@ class Watch(TrainerCallback):
 def heldout_score(config: RunConfig, chat: Chat, heldout: Sequence[Problem]) -> Callable[[Any], float]:
     """model -> mean of the accuracy reward function over greedy completions, as learner.driver.evaluate does it."""
     name = accuracy_reward(config.rewards, config.data.eval.reward)
+    assert name is not None  # only an environment's rewards have none, and none of TRL's runs here has one
     names = resolved_names(config.rewards)
     score = Scorer(config.rewards[names.index(name)], name)
     pad = chat.stop_ids[0]

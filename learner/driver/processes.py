@@ -118,7 +118,7 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
         return None
     rollout, env = config.rollout, config.env
     limits = Limits(rollout.max_prompt_length, rollout.max_completion_length, env.max_turns, env.timeout_s)
-    return EnvSettings(env, limits, config.trajectories, config.seed)
+    return EnvSettings(env, limits, config.trajectories, config.seed, config.data.chat_template_kwargs)
 
 
 def _room(config: RunConfig, budgets: Budgets) -> int:

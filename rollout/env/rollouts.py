@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
@@ -20,12 +21,14 @@ class UnequalStart(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run."""
+    """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run; chat_template_kwargs:
+    of config.data."""
 
     config: EnvConfig
     limits: Limits
     concurrency: int
     seed: int
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Trajectories:

@@ -4,6 +4,7 @@ engine that samples what it is told."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,25 @@ async def test_a_fault_has_no_reward_and_the_rest_of_the_group_stays(started: An
     assert table.column("completion_ids").to_pylist() == [[]] * 5
     assert table.column("policy_version_max").to_pylist() == [3] * 5  # the newest, since no token has one
     assert read([table]).counts.tolist() == [0] * 5
+
+
+async def test_variables_of_the_chat_template_reach_what_is_rendered_here(tmp_path: Path) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    with (folder / "chat_template.jinja").open("a") as template:
+        template.write("{{ opening }}")
+    asked = spec(tmp_path)
+    assert asked.env is not None
+    env = replace(asked.env, chat_template_kwargs={"opening": "17"})
+    worker = RolloutWorker(replace(asked, env=env, engine=replace(asked.engine, model=str(folder))))
+    try:
+        await worker.take_policy(Adapter.build(3, b"three", {}))
+        table = await worker.rollout(PROBLEM, replace(SAMPLING, n=1), 0)
+    finally:
+        await worker.close()
+    assert table is not None
+    row = table.to_pylist()[0]
+    assert CHAT.decode(row["prompt_ids"]).endswith("begin17")
+    assert CHAT.decode(row["completion_ids"]) == "3 or 3go on173 or 3go on173 or 3"
 
 
 async def test_environments_that_begin_differently_are_an_error(started: Any) -> None:
