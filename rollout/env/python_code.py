@@ -23,13 +23,14 @@ class Limits:
     """Of one call.
 
     Attributes:
-        seconds: of wall time, and of CPU time.
+        seconds: of wall time, and of CPU time; less than the tool's own time-out (PythonTools), which would show
+            nothing of what was printed.
         memory_bytes: that the process may write to (RLIMIT_DATA).
         file_bytes: of any file that it writes, and of what it prints.
         characters: of what it printed that are shown.
     """
 
-    seconds: float = 10.0
+    seconds: float = 8.0
     memory_bytes: int = 1 << 30
     file_bytes: int = 16 << 20
     characters: int = 4000

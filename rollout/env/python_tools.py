@@ -3,6 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+# What makes a function's schema takes seconds to load: so here, before trajectories' processes are forked.
+import torch  # noqa: F401  (of which transformers wants the tensors' type)
+import transformers.utils.chat_template_utils  # noqa: F401
+
 from rewards.loader import load_own
 from rollout.env.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
 from rollout.env.protocol import Message, Start, Step, ToolCall, Turn

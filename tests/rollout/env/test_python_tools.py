@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -208,3 +210,12 @@ async def test_tools_are_named_as_reward_functions_are(tmp_path: Path) -> None:
     assert said(seen) == ["8"]
     with pytest.raises(RewardLoadError, match=r"mine.py' names no function; write it .*mine\.py:my_tool; .* twice$"):
         PythonTools([f"{tmp_path}/mine.py"])
+
+
+def test_a_forked_process_has_all_that_tools_need_loaded() -> None:
+    code = (
+        "import sys, rollout.env.host, rollout.env.python_tools as tools; before = set(sys.modules); "
+        "tools.PythonTools(['rollout.env.calculator:calculator']); print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in loaded if name.startswith(("torch", "transformers"))] == []  # seconds, a trajectory
