@@ -4,15 +4,37 @@ What goes wrong here is said by the first process that needs it: it loads the sa
 """
 
 import contextlib
+import json
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
 
 import rollout.env.host  # noqa: F401  (what every process needs)
 from rewards.environment import withhold
 from rollout.env.loader import found
 
-VARIABLE = "GLEANER_ENVIRONMENT"  # env.use, for the server alone
+VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
 
-if use := os.environ.pop(VARIABLE, None):
+
+def request(use: str) -> str:
+    """What the server is to be told through VARIABLE: env.use, and what the main module of this process is."""
+    main = spawn.get_preparation_data("environments")
+    return json.dumps([use, main.get("init_main_from_name"), main.get("init_main_from_path")])
+
+
+def prepare(use: str, name: str | None, path: str | None) -> None:
+    """Loads the environment's code. The main module is not: environments never use it, and where it is a worker of
+    Ray's each process would take half a second to import Ray. It counts as imported if it has that name or file."""
+    main = sys.modules["__main__"]
+    if name is not None:
+        main.__spec__ = ModuleSpec(name, None)
+    if path is not None:
+        main.__file__ = path
     withhold()
     with contextlib.suppress(Exception, SystemExit):
         found(use)
+
+
+if VARIABLE in os.environ:
+    prepare(*json.loads(os.environ.pop(VARIABLE)))

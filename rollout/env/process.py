@@ -42,7 +42,7 @@ class Forks:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["__main__", preload.__name__])
+        self._context.set_forkserver_preload([preload.__name__])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment-starter")
 
     def start(self, end: socket.socket) -> "Future[Process]":
@@ -51,7 +51,7 @@ class Forks:
 
     def _start(self, end: socket.socket) -> Process:
         with end:
-            os.environ[preload.VARIABLE] = self.spec.use
+            os.environ[preload.VARIABLE] = preload.request(self.spec.use)
             try:
                 forkserver.ensure_running()
             finally:
