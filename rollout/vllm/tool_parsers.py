@@ -35,8 +35,9 @@ class VllmToolParser:
 
         specs = [ChatCompletionToolsParam(**tool) for tool in tools]
         request = ChatCompletionRequest(messages=[], model="", tools=specs or None)  # type: ignore[call-arg]
-        found = self._class(self._tokenizer, specs).extract_tool_calls(text, request)  # type: ignore[arg-type]
-        return [_call(one.function.name, one.function.arguments) for one in found.tool_calls]
+        parser = self._class(self._tokenizer, specs)  # type: ignore[arg-type]
+        found = parser.extract_tool_calls(text, request)
+        return [_call(call.function.name, call.function.arguments) for call in found.tool_calls]
 
 
 def _call(name: str, arguments: str) -> ToolCall:

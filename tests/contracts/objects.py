@@ -13,6 +13,8 @@ PLAIN: tuple[str, ...] = ()
 # On CUDA vLLM takes its second model runner where it can, on a CPU the first.
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
 _NF4_IN_VLLM = "vllm.model_executor.layers.quantization.bitsandbytes"
+# What a tool parser finds, which moved in vLLM 0.29.
+_FOUND = {place: f"vllm.entrypoints.{place}.protocol" for place in ("openai.engine", "generate.base")}
 _QUANT_STATE = "bitsandbytes.functional.QuantState"
 _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
 
@@ -66,6 +68,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rollout/vllm/meta_load.py": {"args": ("vllm.engine.arg_utils.EngineArgs",)},
     "rollout/vllm/quant_states.py": {"state": (_QUANT_STATE,), "offsets": PLAIN},
+    "rollout/vllm/tool_parsers.py": {
+        "parser": ("vllm.tool_parsers.ToolParser",),
+        "found": tuple(f"{module}.ExtractedToolCallInformation" for module in _FOUND.values()),
+        "call": tuple(f"{module}.ToolCall" for module in _FOUND.values()),
+        "call.function": tuple(f"{module}.FunctionCall" for module in _FOUND.values()),
+    },
     "rollout/vllm/startup.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
     "rollout/vllm/view_recorder.py": dict.fromkeys(("args[]", "func", "target"), PLAIN),
     "cluster/ray_": {
@@ -117,6 +125,16 @@ _MAPPER, _SPAN = "vllm.model_executor.models.utils.WeightsMapper", "vllm.outputs
 ONLY_IN = {
     "vllm.v1.engine.llm_engine.LLMEngine.set_weight_version": SpecifierSet(">=0.27"),
     "vllm.outputs.CompletionOutput.weight_versions": SpecifierSet(">=0.32"),
+    **{
+        f"{module}.{name}": SpecifierSet("<0.29" if place == "openai.engine" else ">=0.29")
+        for place, module in _FOUND.items()
+        for name in (
+            "ExtractedToolCallInformation.tool_calls",
+            "ToolCall.function",
+            "FunctionCall.name",
+            "FunctionCall.arguments",
+        )
+    },
     **{f"{_SPAN}.{name}": SpecifierSet(">=0.32") for name in ("version", "start", "end")},
     f"{_NF4_IN_VLLM}.BitsAndBytesConfig": SpecifierSet("<0.28"),
     f"{_MAPPER}.get_rename_mapper": SpecifierSet(">=0.29"),
