@@ -70,6 +70,7 @@ class Learning:
     reference: ReferenceKind = "none"  # of mode full: a second set of weights
     offload: bool = False  # boundaries of checkpointing=full in host memory
     cuda: bool = True
+    value_rank: int = 0  # of PPO's value, an adapter on the same targets; 0: there is none
     fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
 
     def keeps_floats(self, shape: Shape) -> bool:
@@ -102,7 +103,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     weights: b per parameter; nf4 as in cluster.memory.units.
     adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b n for
       each frozen adapter. Full fine-tuning: 4 n masters with adamw; the other optimizers round (see
-      learner.trainer.stochastic_rounding).
+      learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a float32 head of h.
     gradients: 4 n, of the masters; b n without masters.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
@@ -110,10 +111,14 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)
+    head = shape.hidden if learning.value_rank else 0
+    value = shape.lora_params(learning.value_rank, learning.targets)
     masters = learning.mode == "lora" or learning.optimizer == "adamw"
     adapters = (4 if b < 4 and masters else 0) * n
     if learning.mode == "lora":
         adapters += (1 + learning.frozen_adapters) * b * n
+        adapters += (b + (4 if b < 4 else 0)) * value + 4 * head
+    n += value + head
     scales = n // 32 if learning.optimizer == "adamw_8bit" else 0
     return {
         "weights": base_bytes(shape, learning.base, b),

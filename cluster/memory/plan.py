@@ -61,6 +61,7 @@ class Wish:
     dtype: str = "bfloat16"
     optimizer: OptimizerKind = "adamw"
     frozen_adapters: int = 0
+    value_rank: int = 0
     reference: ReferenceKind = "none"
     offload: bool = False
     base: Literal["none", "nf4"] | None = None

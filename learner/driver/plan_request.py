@@ -10,6 +10,7 @@ from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.weight_push import pushed_bytes
 from cluster.placement import pack
 from learner.config import RunConfig, roles
+from learner.model.adapter_config import AdapterError, read_scored
 from rollout.config import DEFAULT_SEQUENCES
 
 MOST_SEQUENCES = 256  # decoded at once; vLLM captures CUDA graphs of up to twice as many tokens, at most 512
@@ -83,6 +84,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         dtype=model.dtype,
         optimizer=learner.optimizer.kind,
         frozen_adapters=int(learner.mode == "lora" and (model.adapter is not None or model.reference is not None)),
+        value_rank=_value_rank(config),
         reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
         offload=learner.offload_boundaries,
         base=model.base,
@@ -96,3 +98,17 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         learner_cap=None if sizes.learner == "auto" else sizes.learner + learner_memory.learner_context(cuda=cuda),
         generator_cap=None if sizes.generator == "auto" else sizes.generator,
     )
+
+
+def _value_rank(config: RunConfig) -> int:
+    """Of PPO's value; that of the adapter which it starts from, if that can be read (learner.driver.preflight says what
+    is wrong with it)."""
+    learner = config.learner
+    if learner.algorithm == "grpo":
+        return 0
+    if learner.value.start is None:
+        return learner.lora.rank
+    try:
+        return int(read_scored(learner.value.start, "learner.value.start")["r"])
+    except AdapterError:
+        return learner.lora.rank

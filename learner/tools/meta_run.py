@@ -46,7 +46,7 @@ class Footprint:
     """Bytes of a learner. The first four are alive between two steps, `peak` is the highest within a step."""
 
     weights: int  # of the base or the model, buffers and scales of 4 bits included, and the reference of a whole model
-    adapters: int  # the copy that the model computes with (and a frozen reference), and float32 masters
+    adapters: int  # the copies that the model computes with (and a frozen reference), and float32 masters; heads
     gradients: int  # of the masters
     optimizer: int  # its states
     peak: int
@@ -107,7 +107,7 @@ def footprint(
 def _warm(trainer: Trainer) -> None:
     """Gives AdamW its states, which it makes in its first step: those are part of every later peak. And the fused
     kernel, which it is not given when it is made, since it refuses tensors without content."""
-    for optimizer in trainer._updates.updater.optimizers:
+    for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             group["fused"] = True
             for weight in group["params"]:
@@ -118,14 +118,19 @@ def _warm(trainer: Trainer) -> None:
                 }
 
 
+def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    return [optimizer for updater in trainer._updates.updaters for optimizer in updater.optimizers]
+
+
 def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
     policy = trainer._policy
     named = dict(policy._peft.named_parameters())
     model = {id(weight) for weight in named.values()}
-    masters = list(policy.masters.values())
+    roles = [role.masters.named for role in policy.scored.values() if role.masters is not None]
+    masters = [master for named_masters in (policy.masters, *roles) for master in named_masters.values()]
     own = [weight for name, weight in named.items() if "lora_" in name]
     adapters = ledger.bytes_of([*own, *(master for master in masters if id(master) not in model)])
-    states = [state for optimizer in trainer._updates.updater.optimizers for state in optimizer.state.values()]
+    states = [state for optimizer in _optimizers(trainer) for state in optimizer.state.values()]
     return Footprint(
         weights=built - adapters,
         adapters=adapters,

@@ -111,6 +111,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     which.add_argument("--all", action="store_true", help="every model of the built-in table")
     parser.add_argument("--cards", type=int, choices=(1, 2), default=1, help="2: one for each role (default 1)")
     parser.add_argument("--base", choices=("own", "shared"), default="own", help="memory.base, of LoRA (default own)")
+    parser.add_argument(
+        "--algorithm", choices=("grpo", "ppo"), default="grpo",
+        help="ppo: a value model beside the policy, both LoRA on one base (default grpo)",
+    )  # fmt: skip
     parser.add_argument("--generations", type=positive, default=8, help="completions per problem (default 8)")
     parser.add_argument("--prompt", type=positive, default=256, help="tokens (default 256)")
     parser.add_argument("--completion", type=positive, default=786, help="tokens (default 786)")
@@ -144,9 +148,13 @@ def _plans(shape: Shape, size: CardSize, work: Workload, args: argparse.Namespac
         dtype = wish.dtype if not old else "float32" if wish.mode == "full" else "float16"
         kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
         shared = args.base == "shared" and wish.mode == "lora"
-        return replace(wish, rank=args.rank, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared)
+        value = args.rank if args.algorithm == "ppo" else 0
+        return replace(
+            wish, rank=args.rank, value_rank=value, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared
+        )
 
-    needs = {name: least(shape, size.bytes, work, asked(wish)) for name, wish in METHODS.items()}
+    methods = {name: wish for name, wish in METHODS.items() if wish.mode == "lora" or args.algorithm == "grpo"}
+    needs = {name: least(shape, size.bytes, work, asked(wish)) for name, wish in methods.items()}
     return Found(shape, asked(Wish()), needs, plan(shape, size.bytes, work, asked(Wish())))
 
 

@@ -13,6 +13,7 @@ rollout:
   kv_cache_dtype: {kv_dtype}
   max_num_seqs: {sequences}
 learner:
+  algorithm: {algorithm}
   lora: {{rank: {rank}}}
   checkpointing: {checkpointing}
   token_budget: {token_budget}
@@ -35,5 +36,6 @@ def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int
         checkpointing=found.checkpointing, token_budget=found.token_budget,
         device=found.device_bytes, device_size=gib(found.device_bytes), layout=found.layout,
         one_base="shared" if wish.shared else "own",
+        algorithm="ppo" if wish.value_rank else "grpo",
         share="1" if found.layout == "separate" else "0.5",
     )  # fmt: skip

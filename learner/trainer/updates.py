@@ -54,9 +54,14 @@ class Updates:
         return self._passes.passed + (0 if self.value is None else self.value.passed)
 
     @property
+    def updaters(self) -> list[AnyUpdater]:
+        """Of all roles that are trained, the policy's first."""
+        return [self.updater, *([] if self.value is None else [self.value.updater])]
+
+    @property
     def may_overflow(self) -> bool:
         """True while a loss scale, not the model, may be to blame for a gradient that is not finite."""
-        return self.updater.may_overflow or (self.value is not None and self.value.updater.may_overflow)
+        return any(updater.may_overflow for updater in self.updaters)
 
     def rate(self, version: int) -> float:
         """The learning rate of the batch that the policy of that version learns from."""
@@ -131,8 +136,7 @@ class Updates:
         def plan(tokens: int) -> list[MicroBatch]:
             return micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1]
 
-        missing = self.updater.missing_state_bytes()
-        missing += 0 if self.value is None else self.value.updater.missing_state_bytes()
+        missing = sum(updater.missing_state_bytes() for updater in self.updaters)
         states = torch.empty(missing, dtype=torch.uint8, device=self._policy.head.device)
         budget.run(plan, partial(self._passes.learn, version=version))
         if self.value is not None:

@@ -49,6 +49,30 @@ def test_the_model_is_the_step(
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), [CASES[i] for i in (0, 1, 2, 3, 6)])
+def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
+    name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int]
+) -> None:
+    """PPO's peak is GRPO's and the value's adapter, masters, gradients and moments: by the step itself, and as
+    planned."""
+    shape = replace(SHAPES[name], layers=4)
+    prompt, completion, count = lengths
+    budget = prompt + count * (completion - 1)
+    groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
+    settings = {"checkpointing": policy, "token_budget": budget, "lora": {"rank": rank}}
+    grpo, ppo = (
+        footprint(shape, LearnerConfig.model_validate(settings | {"algorithm": one}), groups, base=base)
+        for one in ("grpo", "ppo")
+    )
+    assert ppo.dynamic <= grpo.dynamic
+    learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy, value_rank=rank)
+    static = learner_static(shape, learning)
+    parts = {"weights": ppo.weights, "adapters": ppo.adapters, "gradients": ppo.gradients, "reference": 0}
+    assert static == pytest.approx(parts | {"optimizer": ppo.optimizer}, rel=0.01)
+    micro = Micro.of(prompt, completion, count, budget)
+    assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(ppo.peak, rel=0.02)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "full"), ("Qwen2.5-0.5B", "none"), ("Qwen2.5-0.5B", 2)])
 def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
