@@ -21,7 +21,7 @@ FOLDERS = (
     "tests",
 )
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-METRIC = r'"((?:buffer|eval|loss|memory|policy|reward|rollout|time)/[a-z_0-9]+)'
+METRIC = r'"((?:buffer|env|eval|loss|memory|policy|reward|rollout|time|value)/[a-z_0-9]+)'
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
