@@ -65,7 +65,7 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
         rewards=_rewards(config.rewards),
         base=base,
         loss=dict([_function(loss.ratio.rpartition(":")[2], loss.ratio)]) if loss.own else {},
-        env=dict(_function(use.rpartition(":")[2], use) for use in code_of(config.env)),
+        env=dict(_function(use.rpartition(":")[2], use) for use in code_of(config.env.use, config.env.args)),
     )
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from rewards.base import RewardLoadError, said
 from rewards.loader import load_own, no_built_in
-from rollout.env.config import EnvConfig
 from rollout.env.protocol import Environment
 from rollout.env.wire import BadAnswer
 
@@ -14,17 +13,20 @@ BUILT_INS = {
     "number_guessing": "rollout.env.number_guessing:NumberGuessing",
     "second_try": "rollout.env.second_try:SecondTry",
     "tools": "rollout.env.python_tools:PythonTools",
+    "trl_environment": "rollout.env.trl:TrlEnvironment",
 }
+NAMES = {"tools": ("functions",), "trl_environment": ("factory", "rewards")}  # arguments that name code of the user's
 METHODS = ("reset", "step", "score", "close")
 
 
-def code_of(config: EnvConfig) -> list[str]:
-    """What names the code of an environment as `package.module:name` or `path/file.py:name`: the environment, and the
-    functions that it is given as tools."""
-    if config.use is None:
+def code_of(use: str | None, args: Mapping[str, Any]) -> list[str]:
+    """What names the code of an environment as `package.module:name` or `path/file.py:name`: the environment, and what
+    it is told to use."""
+    if use is None:
         return []
-    functions = config.args.get("functions", ()) if config.use == "tools" else ()
-    return [BUILT_INS.get(config.use, config.use), *(name for name in functions if isinstance(name, str))]
+    given = [args.get(name) for name in NAMES.get(use, ())]
+    names = [name for one in given for name in (one if isinstance(one, list | tuple) else [one])]
+    return [BUILT_INS.get(use, use), *(name for name in names if isinstance(name, str))]
 
 
 def found(use: str) -> Any:

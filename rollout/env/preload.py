@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 
@@ -17,13 +18,14 @@ from rollout.env.loader import found
 VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
 
 
-def request(use: str) -> str:
-    """What the server is to be told through VARIABLE: env.use, and what the main module of this process is."""
+def request(code: Sequence[str]) -> str:
+    """What the server is to be told through VARIABLE: what names the environment's code (rollout.env.loader.code_of),
+    and what the main module of this process is."""
     main = spawn.get_preparation_data("environments")
-    return json.dumps([use, main.get("init_main_from_name"), main.get("init_main_from_path")])
+    return json.dumps([code, main.get("init_main_from_name"), main.get("init_main_from_path")])
 
 
-def prepare(use: str, name: str | None, path: str | None) -> None:
+def prepare(code: Sequence[str], name: str | None, path: str | None) -> None:
     """Loads the environment's code. The main module is not: environments never use it, and where it is a worker of
     Ray's each process would take half a second to import Ray. It counts as imported if it has that name or file."""
     main = sys.modules["__main__"]
@@ -32,8 +34,9 @@ def prepare(use: str, name: str | None, path: str | None) -> None:
     if path is not None:
         main.__file__ = path
     withhold()
-    with contextlib.suppress(Exception, SystemExit):
-        found(use)
+    for use in code:
+        with contextlib.suppress(Exception, SystemExit):
+            found(use)
 
 
 if VARIABLE in os.environ:

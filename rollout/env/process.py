@@ -19,6 +19,7 @@ from rewards.secret_values import resolved
 from rollout.env import preload
 from rollout.env.config import EnvConfig
 from rollout.env.host import LENGTH, MOST_BYTES, Spec, host, write
+from rollout.env.loader import code_of
 from rollout.env.play import EnvironmentFault
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.wire import start_from_json, step_from_json
@@ -51,7 +52,7 @@ class Forks:
 
     def _start(self, end: socket.socket) -> Process:
         with end:
-            os.environ[preload.VARIABLE] = preload.request(self.spec.use)
+            os.environ[preload.VARIABLE] = preload.request(code_of(self.spec.use, self.spec.args))
             try:
                 forkserver.ensure_running()
             finally:

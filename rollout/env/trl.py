@@ -1,0 +1,161 @@
+"""TRL's environment classes (GRPOTrainer's `environment_factory`), unchanged."""
+
+import asyncio
+import inspect
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+# As in rollout.env.python_tools: loaded before trajectories' processes are forked.
+import torch  # noqa: F401
+import transformers.utils.chat_template_utils  # noqa: F401
+
+from rewards.base import said
+from rewards.loader import load_own
+from rollout.env.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
+from rollout.env.protocol import Message, Start, Step, ToolCall, Turn
+from rollout.schema import Problem
+
+NOT_TOOLS = ("reset", "get_reward")
+
+
+class TrlEnvironment:
+    """What TRL 1.16 does with an instance (trl/trainer/grpo_trainer.py, _tool_call_loop and __init__):
+
+    Every public method but `reset` and `get_reward` is a tool. `reset(prompt=messages, **columns)` begins; the text
+    that it returns, if any, is appended to the last message. Answers of tools are str(), a failure is answered by
+    {"error": ...}. A turn without a call ends the trajectory. `get_reward()`, plain or async, is a part of the reward
+    with weight 1 and the class's name; None: no reward from it.
+
+    Unlike there: TRL ends a trajectory silently at a call that cannot be read; here it is answered, like other errors.
+    A tool that takes longer than timeout_s is answered so. Arguments that do not fit the annotations are refused.
+    Python's and numpy's global random numbers are seeded with the group's seed, since TRL's reset has none and all
+    trajectories of a group must begin alike.
+
+    factory: what makes an instance, as in `rewards[].use`: path/file.py:Class or package.module:function.
+    rewards: functions in TRL's convention that ask for `environments`; called with this instance alone, they see one
+        trajectory at a time: `prompts`, `completions` (messages) and every column hold one element. Each is a part of
+        the reward with weight 1.
+    timeout_s: seconds for one call of a tool.
+    max_chars: of an answer; a longer one is cut and says so.
+
+    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called.
+    """
+
+    def __init__(
+        self, factory: str, *, rewards: Sequence[str] = (), timeout_s: float = 10.0, max_chars: int = 4000
+    ) -> None:
+        self._factory = load_own(factory, "MyEnvironment")
+        self._rewards = [load_own(name, "my_reward") for name in rewards]
+        self._timeout_s, self._max_chars = timeout_s, max_chars
+        self._thread = ThreadPoolExecutor(1)  # plain methods all run in one, since some libraries demand it
+        self._raised = 0
+        self._columns: dict[str, Any] = {}
+        self._completion: list[Message] = []
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        """Raises ToolError for a class without reset, or with a method that cannot be a tool."""
+        if isinstance(problem.messages, str):
+            raise ToolError("trl_environment: problems must be chat messages, got plain text; see data.prompt")
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self._environment = await self._run(self._factory)
+        names = [name for name, _ in inspect.getmembers(type(self._environment), inspect.isfunction)]
+        if "reset" not in names:
+            raise ToolError(f"env.args.factory: {type(self._environment).__name__} must have a method reset; write one")
+        methods = [n for n in names if n not in NOT_TOOLS and not n.startswith("_")]
+        self._tools = {name: self._tool(getattr(self._environment, name)) for name in methods}
+        messages = [dict(message) for message in problem.messages]
+        self._columns = {"prompt": messages, **problem.columns}
+        seen = await self._run(self._environment.reset, **self._columns)
+        if seen is not None and not isinstance(seen, str):
+            raise ToolError(f"trl_environment: reset must return text or None, got {type(seen).__name__}")
+        shown = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + (seen or "")}]
+        return Start(tuple(shown), tuple(tool.spec for tool in self._tools.values()))
+
+    async def step(self, turn: Turn) -> Step:
+        """Calls the tools in their order."""
+        self._raised = 0
+        counts = {"calls": float(len(turn.calls)), "bad_calls": 0.0, "malformed": float(len(turn.malformed))}
+        calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
+        self._completion.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
+        messages = [await self._answer(call, counts) for call in turn.calls]
+        messages += [{"role": "tool", "content": _error(sentence)} for sentence in turn.malformed]
+        self._completion += messages
+        return Step(tuple(messages), done=not messages, metrics=counts | {"tool_errors": float(self._raised)})
+
+    async def score(self) -> Mapping[str, float]:
+        parts = {}
+        if hasattr(self._environment, "get_reward"):
+            parts[type(self._environment).__name__] = await self._run(self._environment.get_reward)
+        for reward in self._rewards:
+            (parts[reward.__name__],) = await self._run(reward, **self._given(reward))
+        return {name: value for name, value in parts.items() if value is not None}
+
+    async def close(self) -> None:
+        """TRL's environments have nothing to close them."""
+        self._thread.shutdown(wait=False)
+
+    def _tool(self, method: Callable[..., Any]) -> FunctionTool:
+        @wraps(method)
+        async def called(**arguments: Any) -> str:
+            try:
+                return str(await self._run(method, **arguments))
+            except Exception as error:
+                self._raised += 1
+                return _error(said(error))
+
+        return FunctionTool(called)
+
+    async def _run(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        try:
+            called = asyncio.get_running_loop().run_in_executor(self._thread, _called, function, arguments)
+            answer = await called
+        except asyncio.CancelledError:  # it goes on where it is; the next call has another thread
+            self._thread = ThreadPoolExecutor(1)
+            raise
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    async def _answer(self, call: ToolCall, counts: dict[str, float]) -> Message:
+        try:
+            if call.name not in self._tools:
+                raise BadCall(f"Tool {call.name[:100]} not found.")
+            content = await self._tools[call.name].call(call.arguments, self._timeout_s)
+        except BadCall as error:
+            counts["bad_calls"] += 1
+            content = _error(str(error))
+        except ToolFailed as error:
+            self._raised += 1
+            content = _error(str(error))
+        if len(content) > self._max_chars:
+            content = f"{content[: self._max_chars]}\n[cut: the first {self._max_chars} of {len(content)} characters]"
+        return {"role": "tool", "name": call.name, "content": content}
+
+    def _given(self, reward: Callable[..., Any]) -> dict[str, Any]:
+        """The arguments that a reward function takes, as lists of one."""
+        have = {name: [value] for name, value in self._columns.items() if name != "prompt"} | {
+            "prompts": [self._columns["prompt"]],
+            "completions": [self._completion],
+            "environments": [self._environment],
+        }
+        parameters = inspect.signature(reward).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return have
+        return {name: value for name, value in have.items() if name in parameters}
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except StopIteration:  # no future takes it
+        raise RuntimeError("StopIteration") from None
+
+
+def _error(sentence: str) -> str:
+    return str({"error": sentence})

@@ -1,0 +1,80 @@
+"""TRL's environment classes: what TRL's trainer would do with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.env.function_tool import ToolError
+from rollout.env.protocol import Step, ToolCall, Turn
+from rollout.env.trl import TrlEnvironment
+from tests.rollout.env.hand import problem, said
+
+CLASSES = Path(__file__).with_name("trl_classes.py")
+
+
+async def begun(name: str = "Counter", seed: int = 5, **how: Any) -> tuple[TrlEnvironment, Any]:
+    env = TrlEnvironment(f"{CLASSES}:{name}", **how)
+    return env, await env.reset(problem("Count.", goal=3, tell=True), seed)
+
+
+def calls(*given: tuple[str, dict[str, Any]]) -> Turn:
+    return Turn("", (7,), tuple(ToolCall(*one) for one in given))
+
+
+def contents(step: Step) -> list[str]:
+    return [message["content"] for message in step.messages]
+
+
+async def test_a_class_is_played_as_trl_plays_it() -> None:
+    env, start = await begun()
+    assert start.messages == ({"role": "user", "content": "Count. Start at 0."},)
+    assert [tool["function"]["name"] for tool in start.tools] == ["add", "look"]
+    assert start.tools[0]["function"]["parameters"]["properties"]["by"]["type"] == "integer"
+    step = await env.step(calls(("add", {"by": 2}), ("look", {}), ("add", {"by": 1})))
+    assert contents(step) == ["{'value': 2}", "2", "{'value': 3}"]
+    assert not step.done
+    assert (await env.step(said("three"))).done
+    assert await env.score() == {"Counter": 1.0}
+
+
+async def test_no_observation_and_no_reward() -> None:
+    env = TrlEnvironment(f"{CLASSES}:Counter")
+    start = await env.reset(problem("Count.", goal=0, tell=False), 5)
+    assert start.messages == ({"role": "user", "content": "Count."},)
+    await env.step(said("?"))
+    assert await env.score() == {}
+
+
+async def test_what_fails_is_answered_in_trls_words_and_counted() -> None:
+    env, _ = await begun(timeout_s=0.2)
+    wrong = calls(("add", {"by": -1}), ("subtract", {}), ("_hidden", {}), ("reset", {}), ("add", {"by": 99}))
+    step = await env.step(Turn("", (7,), wrong.calls, ("Not JSON.",)))
+    assert contents(step) == [
+        "{'error': 'Only up.'}",
+        "{'error': 'Tool subtract not found.'}",
+        "{'error': 'Tool _hidden not found.'}",
+        "{'error': 'Tool reset not found.'}",
+        "{'error': 'add was stopped after 0.2 s without an answer'}",
+        "{'error': 'Not JSON.'}",
+    ]
+    assert step.metrics == {"calls": 5, "bad_calls": 3, "malformed": 1, "tool_errors": 2}
+    assert contents(await env.step(calls(("add", {"by": 1})))) == [
+        "{'value': 1}"
+    ]  # the one that hangs is in no one's way
+
+
+async def test_a_reward_function_that_asks_for_environments_is_given_this_one() -> None:
+    env, _ = await begun("Judged", rewards=[f"{CLASSES}:reward_score"])
+    await env.step(said("one"))
+    assert await env.score() == {"Judged": 0.5, "reward_score": 4.0}
+
+
+async def test_global_random_numbers_come_from_the_groups_seed() -> None:
+    lucks = [(await begun(seed=seed))[0]._environment.luck for seed in (5, 5, 6)]
+    assert lucks[0] == lucks[1] != lucks[2]
+
+
+async def test_a_class_without_reset_is_refused() -> None:
+    with pytest.raises(ToolError, match="env.args.factory: NoReset must have a method reset"):
+        await begun("NoReset")

@@ -1,0 +1,60 @@
+"""Classes as TRL's users write them. Loaded by their file."""
+
+import random
+import time
+
+
+class Counter:
+    """Counts up to a number of the row's."""
+
+    def reset(self, **kwargs: object) -> str | None:
+        self.value, self.goal = 0, kwargs["goal"]
+        self.luck = random.random()
+        return f" Start at {self.value}." if kwargs["tell"] else None
+
+    def add(self, by: int) -> dict[str, int]:
+        """
+        Adds to the counter.
+
+        Args:
+            by: How much.
+
+        Returns:
+            The counter.
+        """
+        if by < 0:
+            raise ValueError("Only up.")
+        if by == 99:
+            time.sleep(1)
+        self.value += by
+        return {"value": self.value}
+
+    async def look(self) -> int:
+        """
+        Shows the counter.
+        """
+        return self.value
+
+    def get_reward(self) -> float | None:
+        return float(self.value == self.goal) if self.goal else None
+
+    def _hidden(self) -> None: ...
+
+
+class Judged:
+    """Has its reward from a function."""
+
+    def reset(self, **kwargs: object) -> None:
+        self.score = 3.0
+
+    async def get_reward(self) -> float:
+        return 0.5
+
+
+class NoReset:
+    def tool(self) -> None:
+        """Nothing."""
+
+
+def reward_score(environments: list[Judged], completions: list[list[object]], **kwargs: object) -> list[float]:
+    return [env.score + len(messages) for env, messages in zip(environments, completions, strict=True)]
