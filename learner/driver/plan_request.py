@@ -11,6 +11,7 @@ from cluster.memory.weight_push import pushed_bytes
 from cluster.placement import pack
 from learner.config import RunConfig, roles
 from learner.model.adapter_config import AdapterError, read_scored
+from rewards.config import adapters_of
 from rollout.config import DEFAULT_SEQUENCES
 
 MOST_SEQUENCES = 256  # decoded at once; vLLM captures CUDA graphs of up to twice as many tokens, at most 512
@@ -83,7 +84,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         targets=known or tuple(LINEAR),
         dtype=model.dtype,
         optimizer=learner.optimizer.kind,
-        frozen_adapters=int(learner.mode == "lora" and (model.adapter is not None or model.reference is not None)),
+        frozen_adapters=_frozen_adapters(config),
         value_rank=_value_rank(config),
         reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
         offload=learner.offload_boundaries,
@@ -98,6 +99,12 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         learner_cap=None if sizes.learner == "auto" else sizes.learner + learner_memory.learner_context(cuda=cuda),
         generator_cap=None if sizes.generator == "auto" else sizes.generator,
     )
+
+
+def _frozen_adapters(config: RunConfig) -> int:
+    """The reference's, where it is not the bare base, and reward models; all are counted at the policy's rank."""
+    model, lora = config.model, config.learner.mode == "lora"
+    return int(lora and (model.adapter is not None or model.reference is not None)) + len(adapters_of(config.rewards))
 
 
 def _value_rank(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from learner.algo.advantage import has_signal
@@ -26,7 +27,7 @@ class Probe:
 
     def trained_on(self, groups: Sequence[pa.Table], settled: bool) -> None:
         """To be called after each step. settled: a frozen generator would have been found out by the present tokens."""
-        signals = [group for group in groups if has_signal(rewards_of(group))]
+        signals = [group for group in groups if _teaches(rewards_of(group))]
         if self._age is not None:
             self._age += 1
         if signals and (self._age is None or (settled and self._age >= LIFE)):
@@ -42,3 +43,8 @@ class Probe:
     def _filled(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens, repeated up to the probe's length: a mean over a few tokens says little."""
         return tuple((list(tokens) * (self._length // len(tokens) + 1))[: self._length])
+
+
+def _teaches(rewards: npt.NDArray[np.float64]) -> bool:
+    """Whether the policy moves on a group: its rewards differ, or it is one completion alone, which PPO learns from."""
+    return has_signal(rewards) or (len(rewards) == 1 and bool(np.isfinite(rewards[0])))

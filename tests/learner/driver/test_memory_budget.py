@@ -46,6 +46,22 @@ def test_two_slices_share_a_card_within_its_bytes() -> None:
     assert budgets.kv_cache == budgets.plan.kv_bytes
 
 
+def test_every_role_of_ppo_is_planned() -> None:
+    config, model = run(learner={"algorithm": "ppo", "lora": {"rank": 32}}, memory={"device": "40GiB"})
+    scored = [{"use": "format"}, {"use": "adapter:a", "name": "a"}, {"use": "adapter:b", "name": "b"}]
+    both, _ = run(learner={"lora": {"rank": 32}}, rewards=scored, memory={"device": "40GiB"})
+    alone, _ = run(learner={"lora": {"rank": 32}}, memory={"device": "40GiB"})
+    ppo, rewarded, grpo = (settle(one, model).plan for one in (config, both, alone))
+    assert ppo is not None
+    assert rewarded is not None
+    assert grpo is not None
+    shape = SHAPES["Llama-3.2-3B"]
+    n = shape.lora_params(32)
+    assert ppo.learner["optimizer"] == 2 * grpo.learner["optimizer"] + 8 * shape.hidden
+    assert ppo.learner["adapters"] == 2 * grpo.learner["adapters"] + 4 * shape.hidden
+    assert rewarded.learner["adapters"] == grpo.learner["adapters"] + 2 * 2 * n
+
+
 def test_one_base_for_both_roles_is_counted_with_the_generator() -> None:
     config, model = run("Llama-3.1-8B", memory={"device": "24GiB", "base": "shared"})
     budgets = settle(config, model)

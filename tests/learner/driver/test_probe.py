@@ -45,6 +45,14 @@ def test_the_end_of_a_prompt_and_the_beginning_of_what_was_rewarded_most_differe
     assert probe.ids == (9, 2) * 32  # their life is over
 
 
+def test_a_completion_alone_is_learned_from_if_it_has_a_reward() -> None:
+    probe = Probe([5, 6, 7], longest=4)
+    probe.trained_on([make_group(0, completions=[completion(1)], rewards=(None,))], settled=True)
+    assert probe.ids == (5, 6, 7, 5)
+    probe.trained_on([make_group(1, completions=[completion(1)], rewards=(0.0,), prompt_ids=[[8]])], settled=True)
+    assert probe.ids == (8, 1, 8, 1)
+
+
 def test_it_is_no_longer_than_what_an_engine_takes() -> None:
     probe = Probe([5, 6, 7], longest=10)
     assert probe.ids == (5, 6, 7) * 3 + (5,)

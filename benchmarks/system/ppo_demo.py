@@ -1,0 +1,89 @@
+"""Does PPO learn the demo? Its model, problems, rewards and steps, with a value model; in groups, and without any.
+
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.ppo_demo [--seeds 0 1 2]
+
+One run after the other, each as a user starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
+from benchmarks.system.system_run import command, spread
+from benchmarks.system.workloads import demo
+
+PPO: dict[str, Any] = {"algorithm": "ppo", "value": {"learning_rate": 1e-3}}
+WAYS: dict[str, tuple[dict[str, Any], int, int]] = {  # settings of the learner, problems of a step, completions of each
+    "PPO, 8 problems x 8 completions": (PPO, 8, 8),
+    "PPO, 64 problems x 1 completion": (PPO, 64, 1),
+}
+LAST = 10  # steps whose mean is reported of the value's metrics
+
+
+def learned(way: str, seed: int, *, steps: int, limit_s: float) -> dict[str, Any]:
+    """Held-out accuracy by step, seconds from the command to the end, and what the value told."""
+    settings, problems, completions = WAYS[way]
+    tree = demo(steps, every=10)
+    tree["learner"] |= settings | {"groups_per_step": problems}
+    tree["rollout"]["num_generations"] = completions
+    with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
+        started = time.monotonic()
+        command(
+            tree | {"name": "run", "output_dir": folder, "seed": seed}, ["-m", "learner.main", "--config"], [], limit_s
+        )
+        seconds = time.monotonic() - started
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
+    told = {
+        name: sum(line[name] for line in lines[-LAST:]) / LAST
+        for name in ("value/explained_variance", "value/loss", "value/mean", "reward/mean")
+    }
+    return {"way": way, "seed": seed, "accuracy": accuracy, "seconds": seconds, "last": told}
+
+
+def report(found: list[dict[str, Any]], steps: int, measured: str) -> str:
+    rows = []
+    for way in WAYS:
+        own = [one for one in found if one["way"] == way]
+        ends = [one["accuracy"][-1][1] for one in own]
+        gains = [end - one["accuracy"][0][1] for end, one in zip(ends, own, strict=True)]
+        explained = [one["last"]["value/explained_variance"] for one in own]
+        rows.append([
+            way, spread([one["accuracy"][0][1] for one in own], ".3f"), spread(ends, ".3f"), f"+{min(gains):.3f}",
+            spread(explained), f"{max(one['seconds'] for one in own):.0f}",
+        ])  # fmt: skip
+    header = [
+        "", "accuracy before", f"after {steps} steps", "least gain", f"explained variance, last {LAST} steps",
+        "most seconds, from the command to the end",
+    ]  # fmt: skip
+    return (
+        f"# PPO on the demo\n\n{as_table(header, rows)}\n\nMedian (least - most) over {len(found) // len(WAYS)} "
+        "seeds, 200 held-out problems. learner.value.learning_rate=1e-3, ten times the default: the model is tiny. All "
+        f"else is configs/local_cpu.yaml.\n\n{measured}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one run")
+    options = parser.parse_args()
+    told = conditions(ENGINE_PACKAGES)
+    found = []
+    for way, seed in product(WAYS, options.seeds):
+        found.append(learned(way, seed, steps=options.steps, limit_s=options.limit))
+        print(way, seed, found[-1]["accuracy"][-1], f"{found[-1]['seconds']:.0f} s", flush=True)
+    measured = under(told, "Seconds are wall time of one run at a time, on cores shared with other work")
+    save("ppo_demo", {"conditions": told, "runs": found}, report(found, options.steps, measured))
+
+
+if __name__ == "__main__":
+    main()
