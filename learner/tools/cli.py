@@ -1,5 +1,6 @@
 """gleaner: the console script. `gleaner run` is python -m learner.main; `gleaner plan` says what fits a card, `gleaner
-doctor` what a machine lacks; `gleaner rewards try` scores saved rollouts."""
+doctor` what a machine lacks; `gleaner rewards try` scores saved rollouts; `gleaner reward-model train` learns from
+pairs."""
 
 import argparse
 import difflib
@@ -13,7 +14,8 @@ USAGE = """\
 usage: gleaner run --config FILE [key=value ...]
        gleaner plan --gpu CARD [--model MODEL | --all] [--help]
        gleaner doctor [--json] [--help]
-       gleaner rewards try REWARD --rollouts DIR [--help]"""
+       gleaner rewards try REWARD --rollouts DIR [--help]
+       gleaner reward-model train PAIRS --model MODEL --out DIR [--help]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor(words[1:])
     if words[:2] == ["rewards", "try"]:
         return _rewards_try(words[2:])
+    if words[:2] == ["reward-model", "train"]:
+        from learner.tools.reward_model import main as train
+
+        return train(words[2:])
     if words in (["--help"], ["-h"]):
         print(USAGE)
         return 0
     given = " ".join(words)
-    wrong = f"error: gleaner: must be followed by run, plan, doctor or rewards try, got {given or 'nothing'}"
-    near = difflib.get_close_matches(given.partition(" ")[0], ("run", "plan", "doctor", "rewards"), n=1)
+    known = "run, plan, doctor, rewards try or reward-model train"
+    wrong = f"error: gleaner: must be followed by {known}, got {given or 'nothing'}"
+    near = difflib.get_close_matches(given.partition(" ")[0], ("run", "plan", "doctor", "rewards", "reward-model"), n=1)
     print(f"{wrong}; did you mean {near[0]}?" if near else wrong, file=sys.stderr)
     print(USAGE, file=sys.stderr)
     return 2

@@ -1,0 +1,102 @@
+"""Preference pairs for a reward model: rows of prompt, chosen and rejected, in TRL's preference format, as token ids.
+
+Both answers are written as a run would have them: the prompt as the policy is given it, then the answer's text and the
+token that ends a turn, so that what is learned here is what is scored there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.data import sources
+from rollout.data.chat import Chat
+from rollout.data.files import Row
+from rollout.data.observation import MARKER, USER
+
+Message = dict[str, str]
+
+
+class PairsError(ValueError):
+    """Pairs that cannot be learned from; one line that says which, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Token ids: [P] of the prompt, [T] of each answer, the end token included."""
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer sequence."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+def read_pairs(path: str, chat: Chat) -> list[Pair]:
+    """Of a file or a hub data set (its split train). A prompt may be a text or messages, the answers texts or messages
+    that follow it; without a prompt the answers are whole conversations, which begin alike.
+
+    Raises PairsError, and what rollout.data.sources raises (ProblemsError).
+    """
+    end = _end(chat)
+    rows = sources.read(path, None, {}, None, seed=0, key="pairs")
+    return [_pair(row, chat, end, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _end(chat: Chat) -> str:
+    """What the model writes at the end of its turn, as text."""
+    if not chat.has_template:
+        return str(chat.tokenizer.eos_token or "")
+    turn = [USER, {"role": "assistant", "content": MARKER}]
+    past = chat.observations.until_stop(chat.observations.render(turn, opened=False))
+    return past.partition(MARKER)[2]
+
+
+def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
+    missing = [name for name in ("chosen", "rejected") if row.get(name) in (None, "", [])]
+    if missing:
+        raise PairsError(
+            f"pairs: each row must give chosen and rejected, {where} has no {' and no '.join(missing)} (its columns: "
+            f"{', '.join(row)}); rename the columns, or take the row out"
+        )
+    prompt = _messages(row.get("prompt") or [], "user", f"prompt of {where}")
+    chosen, rejected = (_messages(row[name], "assistant", f"{name} of {where}") for name in ("chosen", "rejected"))
+    if not prompt and isinstance(row["chosen"], str):
+        raise PairsError(f"pairs: texts need a prompt beside them, {where} has none; add a column prompt")
+    while len(chosen) > 1 and len(rejected) > 1 and chosen[0] == rejected[0]:
+        prompt, chosen, rejected = [*prompt, chosen[0]], chosen[1:], rejected[1:]
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if [message["role"] for message in answer] != ["assistant"]:
+            roles = ", ".join(message["role"] for message in answer)
+            raise PairsError(
+                f"pairs: behind what both have in common must stand one message of role assistant, {name} of {where} "
+                f"has the roles {roles}; take the row out"
+            )
+    if not prompt or chosen == rejected:
+        what = "has nothing before its answers" if not prompt else "has the same answer twice"
+        raise PairsError(f"pairs: each row must prefer one answer to a prompt to another, {where} {what}; take it out")
+    _, ids = chat.render(prompt)
+    answers = (_encoded(chat, f"{answer[0]['content']}{end}") for answer in (chosen, rejected))
+    return Pair(ids, *answers)
+
+
+def _encoded(chat: Chat, text: str) -> tuple[int, ...]:
+    return tuple(chat.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _messages(value: Any, role: str, where: str) -> list[Message]:
+    """A text as one message of `role`."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or not all(_is_message(one) for one in value):
+        raise PairsError(
+            f"pairs: must be a text or a list of {{role, content}} messages with texts, {where} is {str(value)[:80]!r}"
+            "; repair it, or take the row out"
+        )
+    return [{"role": one["role"], "content": one["content"]} for one in value]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
