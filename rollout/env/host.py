@@ -11,6 +11,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +40,19 @@ class Spec(NamedTuple):
 
 def host(end: socket.socket, spec: Spec) -> None:
     """Makes the environment and serves it; ends with the socket, and the process with it."""
+    _leave_the_server_to_its_owner()
     confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
     with lent(spec.variables):
         asyncio.run(_serve(end, spec))
     os._exit(0)  # not held up by threads that an environment has left behind
+
+
+def _leave_the_server_to_its_owner() -> None:
+    """The server that we were forked from lives as long as the pipe to its owner, the generator, is held by anyone, and
+    every child is given an end of it: a hanging environment would outlive a killed generator. Without our end the
+    server ends with its owner, and the kernel ends us with the server (rewards.worker.confine)."""
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
 
 
 async def _serve(end: socket.socket, spec: Spec) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +74,32 @@ async def test_what_a_broken_environment_does_has_a_name(wrong: str, tmp_path: P
     await env.close()
     assert not psutil.pid_exists(pid)
     made.close()
+
+
+ORPHANS = """
+import asyncio, os
+from tests.rollout.env.test_process import PROBLEM, TURN, EnvironmentProcess, config, forks
+
+async def main():
+    made = forks("hangs")
+    envs = [EnvironmentProcess(made, config("hangs")) for _ in range(3)]
+    await asyncio.gather(*(env.reset(PROBLEM, 3) for env in envs))
+    print(*(env._process.result().pid for env in envs), flush=True)
+    asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), 9)
+    await asyncio.gather(*(env.step(TURN) for env in envs))
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_generator_leaves_no_environment_that_hangs() -> None:
+    ran = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == -9
+    pids, deadline = [int(pid) for pid in ran.stdout.split()], time.monotonic() + 10
+    assert len(pids) == 3
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) -> None:
