@@ -9,15 +9,20 @@ from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
 # the driver; Ray's own processes together; one reward process.
 DRIVER, RAY, REWARD = 330 * 10**6, 360 * 10**6, 150 * 10**6
+ENVIRONMENT_SERVER, ENVIRONMENT = 170 * 10**6, 11 * 10**6  # what they are forked from; what each then writes itself
 CUDA_LIBRARIES = 1500 * 10**6  # of each process on a card, beside torch: cuBLAS, kernels, pinned buffers (estimate)
 
 
-def host_bytes(found: Plan, wish: Wish, *, object_store: int, reward_processes: int = 1) -> Parts:
+def host_bytes(
+    found: Plan, wish: Wish, *, object_store: int, reward_processes: int = 1, environments: int = 0
+) -> Parts:
     """Main memory of one machine that runs the plan.
 
     driver, ray, rewards (`reward_processes` beside each generator; a function that loads a model takes its own on top,
       up to rollout.reward_memory): measured. learner, generators: their processes without a model, measured on a CPU,
       and CUDA's libraries (estimate).
+    environments: as many at once beside each generator, measured with tools in Python; what they load themselves comes on
+      top, up to env.memory.
     object_store: what it may take; Ray keeps it in /dev/shm.
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
     offloaded: learner.offload_boundaries. paged: the states of paged_adamw_8bit, once the card is full.
@@ -37,6 +42,7 @@ def host_bytes(found: Plan, wish: Wish, *, object_store: int, reward_processes: 
         "ray": RAY,
         "object_store": object_store,
         "rewards": found.generators * reward_processes * REWARD,
+        "environments": found.generators * (ENVIRONMENT_SERVER + environments * ENVIRONMENT) if environments else 0,
         "learner": LEARNER_PROCESS + CUDA_LIBRARIES,
         "generators": found.generators * (ENGINE_PROCESS + CUDA_LIBRARIES),
         "asleep": found.generators * asleep,

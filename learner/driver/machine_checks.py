@@ -120,6 +120,7 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     parts = host_bytes(
         budgets.plan, wish_of(config, layouts(config)), object_store=store_bytes(budgets.policy_bytes, shared),
         reward_processes=config.rollout.reward_workers,
+        environments=0 if config.env.use is None else config.trajectories,
     )  # fmt: skip
     weights = sum(parts[name] for name in MUST_FIT)
     if weights > has:

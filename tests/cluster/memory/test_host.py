@@ -13,9 +13,9 @@ from cluster.memory.units import Parts
 LLAMA, N = SHAPES["Llama-3.2-1B"], 1_235_814_400
 
 
-def host(wish: Wish, *, rewards: int = 1, generators: int = 1) -> Parts:
+def host(wish: Wish, *, rewards: int = 1, generators: int = 1, environments: int = 0) -> Parts:
     found = least(LLAMA, 80 * 2**30, Workload(generators=generators), wish)
-    return host_bytes(found, wish, object_store=2**28, reward_processes=rewards)
+    return host_bytes(found, wish, object_store=2**28, reward_processes=rewards, environments=environments)
 
 
 def test_by_hand() -> None:
@@ -30,6 +30,8 @@ def test_by_hand() -> None:
     whole = replace(slices, mode="full", optimizer="paged_adamw_8bit")
     assert host(whole)["paged"] == 2 * N
     assert host(whole)["passing"] == 3 * 2 * N  # copies of a push
-    many = host(slices, rewards=3, generators=2)
+    many = host(slices, rewards=3, generators=2, environments=64)
+    assert many["environments"] == 2 * (170 + 64 * 11) * 10**6
+    assert plain["environments"] == 0
     assert many["rewards"] == 6 * plain["rewards"]
     assert many["generators"] == 2 * plain["generators"]
