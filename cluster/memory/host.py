@@ -21,8 +21,8 @@ def host_bytes(
     driver, ray, rewards (`reward_processes` beside each generator; a function that loads a model takes its own on top,
       up to rollout.reward_memory): measured. learner, generators: their processes without a model, measured on a CPU,
       and CUDA's libraries (estimate).
-    environments: as many at once beside each generator, measured with tools in Python; what they load themselves comes on
-      top, up to env.memory.
+    environments: as many at once beside each generator, measured with tools in Python; what they load themselves comes
+      on top, up to env.memory.
     object_store: what it may take; Ray keeps it in /dev/shm.
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
     offloaded: learner.offload_boundaries. paged: the states of paged_adamw_8bit, once the card is full.
