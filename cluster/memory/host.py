@@ -9,7 +9,7 @@ from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
 # the driver; Ray's own processes together; one reward process.
 DRIVER, RAY, REWARD = 330 * 10**6, 360 * 10**6, 150 * 10**6
-ENVIRONMENT_SERVER, ENVIRONMENT = 170 * 10**6, 11 * 10**6  # what they are forked from; what each then writes itself
+ENVIRONMENT_SERVER, ENVIRONMENT = 290 * 10**6, 11 * 10**6  # what they are forked from; what each then writes itself
 CUDA_LIBRARIES = 1500 * 10**6  # of each process on a card, beside torch: cuBLAS, kernels, pinned buffers (estimate)
 
 
