@@ -1,9 +1,9 @@
-# make setup | demo | check | test | smoke | contracts | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | smoke | contracts | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo check test smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -57,6 +57,9 @@ setup:
 
 demo: setup
 	@$(BIN)/python -m learner.main --config configs/local_cpu.yaml $(ARGS)
+
+demo-tools: setup
+	@$(BIN)/python -m learner.main --config configs/tools_cpu.yaml $(ARGS)
 
 check:
 	@$(BIN)/ruff check .

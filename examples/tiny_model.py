@@ -23,7 +23,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,13 @@ ARITHMETIC = Recipe(vocabulary=320, heads=3, layers=3, steps=1400, batch=32, lea
 GSM8K = Recipe(vocabulary=1024, heads=4, layers=3, steps=300, batch=24, learning_rate=3e-3)
 
 
-def make_tokenizer(texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    texts: list[str],
+    recipe: Recipe,
+    special: Sequence[str] = SPECIAL,
+    tags: Sequence[str] = TAGS,
+    template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE in which every digit is a token of its own, so that a number is read place by place."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -74,18 +80,18 @@ def make_tokenizer(texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocabulary - len(TAGS),
-        special_tokens=SPECIAL,
+        vocab_size=recipe.vocabulary - len(tags),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
@@ -186,17 +192,23 @@ def batches(
     """Right-padded ids [B, L] and labels [B, L] which are -100 on prompt and padding."""
     while True:
         rows = [encode(tokenizer, next(examples)) for _ in range(size)]
-        length = max(len(ids) for ids, _ in rows)
-        input_ids = torch.full((size, length), tokenizer.pad_token_id)
-        labels = torch.full((size, length), -100)
-        for row, (ids, prompt) in enumerate(rows):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            labels[row, prompt : len(ids)] = torch.tensor(ids[prompt:])
-        yield input_ids, labels
+        yield padded([(ids, [-100] * prompt + ids[prompt:]) for ids, prompt in rows], tokenizer.pad_token_id)
 
 
-def train(model: LlamaForCausalLM, data: Iterator[tuple[torch.Tensor, torch.Tensor]], recipe: Recipe) -> None:
-    """AdamW on the response tokens, a short warm-up and a cosine to zero."""
+def padded(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ids and labels, each of its own length -> ids [B, L] and labels [B, L]."""
+    length = max(len(ids) for ids, _ in rows)
+    input_ids, labels = torch.full((len(rows), length), pad), torch.full((len(rows), length), -100)
+    for row, (ids, wanted) in enumerate(rows):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        labels[row, : len(ids)] = torch.tensor(wanted)
+    return input_ids, labels
+
+
+def train(
+    model: LlamaForCausalLM, data: Iterator[tuple[torch.Tensor, torch.Tensor]], recipe: Recipe, autocast: bool = True
+) -> None:
+    """AdamW on the response tokens, a short warm-up and a cosine to zero; in bfloat16 with `autocast`, else float32."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min(1.0, (s + 1) / 30) * 0.5 * (1 + math.cos(math.pi * s / recipe.steps))
@@ -206,7 +218,7 @@ def train(model: LlamaForCausalLM, data: Iterator[tuple[torch.Tensor, torch.Tens
     for step in range(recipe.steps):
         input_ids, labels = next(data)
         # Padding stands on the right of a causal model: no real token sees it, so no attention mask is needed.
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
