@@ -8,10 +8,12 @@ from learner.driver.findings import PreflightError
 from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
 from rollout.data.observation_check import check, hidden_tools
-from rollout.env.play import EnvironmentFault, opened
+from rollout.env.play import opened
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.program import Asked
 from rollout.env.protocol import Start, ToolSpec
 from rollout.env.tool_parser import is_hermes, written_by
+from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
 
@@ -32,12 +34,14 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[
         start = asyncio.run(_begun(config, problem))
     except EnvironmentFault as fault:
         raise PreflightError(f"env.use: {config.env.use}: {fault.sentence}") from None
-    length = len(chat.render(opened(start, problem), start.tools)[1])
+    length = len(start.token_ids if isinstance(start, Asked) else chat.render(opened(start, problem), start.tools)[1])
     if length > config.rollout.max_prompt_length:
         raise PreflightError(
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
+    if isinstance(start, Asked):  # a program writes its prompts itself
+        return ()
     if start.tools:
         _check_tools(config, chat, start.tools)
     return _check_template(config, chat, start.tools)
@@ -77,7 +81,7 @@ def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) ->
     return tuple(notes)
 
 
-async def _begun(config: RunConfig, problem: Problem) -> Start:
+async def _begun(config: RunConfig, problem: Problem) -> Start | Asked:
     forks = Forks(spec_of(config.env))
     env = EnvironmentProcess(forks, config.env)
     try:

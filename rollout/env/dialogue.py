@@ -6,9 +6,9 @@ from functools import cache
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.observation import UnclosedTurn
-from rollout.env.play import EnvironmentFault
 from rollout.env.protocol import Message, ToolSpec, Turn
 from rollout.env.tool_parser import choose
+from rollout.env.trajectory import EnvironmentFault
 
 
 class ChatDialogue:
@@ -42,3 +42,9 @@ class ChatDialogue:
             return None
         except ChatError as error:
             raise EnvironmentFault("bad_observation", f"step: {error}") from error
+
+    def shown(self, token_ids: Sequence[int]) -> Message:
+        size = len(self._chat.tokenizer)
+        if not all(0 <= token < size for token in token_ids):
+            raise EnvironmentFault("bad_observation", f"run: token ids must lie in 0..{size - 1}, got others")
+        return {"role": "user", "content": self._chat.decode(token_ids)}

@@ -21,7 +21,7 @@ from rewards.memory import advice, met
 from rewards.worker import confine
 from rollout.env.function_tool import ToolError
 from rollout.env.loader import make
-from rollout.env.protocol import Environment
+from rollout.env.program import Hosted
 from rollout.env.wire import BadAnswer, numbers, start_to_json, step_to_json
 
 LENGTH = 8  # bytes before each message
@@ -57,7 +57,7 @@ def _leave_the_server_to_its_owner() -> None:
 
 async def _serve(end: socket.socket, spec: Spec) -> None:
     reader, writer = await asyncio.open_connection(sock=end)
-    env: Environment | None = None
+    env: Hosted | None = None
     while True:
         try:
             method, *arguments = pickle.loads(await read(reader))
@@ -82,19 +82,19 @@ async def _serve(end: socket.socket, spec: Spec) -> None:
             return
 
 
-async def _reset(env: Environment, *arguments: Any) -> dict[str, Any]:
+async def _reset(env: Hosted, *arguments: Any) -> dict[str, Any]:
     return start_to_json(await env.reset(*arguments))
 
 
-async def _step(env: Environment, turn: Any) -> dict[str, Any]:
+async def _step(env: Hosted, turn: Any) -> dict[str, Any]:
     return step_to_json(await env.step(turn))
 
 
-async def _score(env: Environment) -> dict[str, float]:
+async def _score(env: Hosted) -> dict[str, float]:
     return numbers("score", await env.score())
 
 
-async def _close(env: Environment) -> None:
+async def _close(env: Hosted) -> None:
     await env.close()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from rewards.base import RewardLoadError, said
 from rewards.loader import load_own, no_built_in
-from rollout.env.protocol import Environment
+from rollout.env.driven import Driven
+from rollout.env.program import Hosted
 from rollout.env.wire import BadAnswer
 
 BUILT_INS = {
@@ -39,17 +40,20 @@ def found(use: str) -> Any:
     return load_own(use, "MyEnvironment")
 
 
-def make(use: str, args: Mapping[str, Any]) -> Environment:
-    """One trajectory's environment. Raises RewardLoadError if `use` is not found, BadAnswer if it makes none."""
+def make(use: str, args: Mapping[str, Any]) -> Hosted:
+    """One trajectory's environment or program. Raises RewardLoadError if `use` is not found, BadAnswer if it makes
+    neither."""
     factory = found(use)
     try:
         env = factory(**args)
     except TypeError as error:
         raise BadAnswer(f"env.args: {use} must take {', '.join(args) or 'no arguments'}: {said(error)}") from error
+    if callable(getattr(env, "run", None)):
+        return Driven(env)
     if missing := [name for name in METHODS if not callable(getattr(env, name, None))]:
         raise BadAnswer(
-            f"env.use: {use} must make an environment with the methods {', '.join(METHODS)}; "
+            f"env.use: {use} must make an environment with the methods {', '.join(METHODS)}, or a program with run; "
             f"{type(env).__name__} lacks {', '.join(missing)}"
         )
-    made: Environment = env
+    made: Hosted = env
     return made

@@ -6,23 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.env.protocol import Environment, Message, Start, ToolSpec, Turn
-from rollout.env.trajectory import Trajectory
+from rollout.env.drive import Drive, Model
+from rollout.env.program import Asked, Hosted
+from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
+from rollout.env.trajectory import EnvironmentFault, Trajectory
 from rollout.schema import Problem
-from rollout.types import Completion
-
-
-class EnvironmentFault(Exception):
-    """An environment that raised, hung, died, flooded or returned no answer.
-
-    Args:
-        outcome: one of rollout.env.trajectory.FAULTS.
-        sentence: what happened, for people.
-    """
-
-    def __init__(self, outcome: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.outcome, self.sentence = outcome, sentence
 
 
 class Dialogue(Protocol):
@@ -41,12 +29,8 @@ class Dialogue(Protocol):
         if the template cannot go on from the turn's last token."""
         ...
 
-
-class Model(Protocol):
-    """The policy, for one trajectory."""
-
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
-        """The next turn after token_ids (prompt and all that followed)."""
+    def shown(self, token_ids: Sequence[int]) -> Message:
+        """What a program put between two turns, as a message. Raises EnvironmentFault for what are no tokens."""
         ...
 
 
@@ -67,7 +51,7 @@ class Player:
     def __init__(self, dialogue: Dialogue, limits: Limits) -> None:
         self._dialogue, self._limits = dialogue, limits
 
-    async def play(self, env: Environment, model: Model, problem: Problem, seed: int) -> Trajectory:
+    async def play(self, env: Hosted, model: Model, problem: Problem, seed: int) -> Trajectory:
         """A whole trajectory. A fault of the environment is its outcome; what the engine raises is passed on.
 
         The environment is closed by who made it.
@@ -76,7 +60,11 @@ class Player:
         clock = asyncio.timeout(self._limits.seconds)
         try:
             async with clock:
-                start = await self._begin(trajectory, env, problem, seed)
+                begun = await env.reset(problem, seed)
+                start = self._begin(trajectory, begun, problem)
+                if isinstance(begun, Asked):
+                    limits = self._limits
+                    await Drive(trajectory, model, self._dialogue, limits.tokens, limits.turns).play(env, begun)
                 while not trajectory.outcome:
                     await self._turn(trajectory, env, model, start)
                 trajectory.scored(await env.score())
@@ -89,11 +77,14 @@ class Player:
             trajectory.outcome, trajectory.fault = "env_timeout", sentence
         return trajectory
 
-    async def _begin(self, trajectory: Trajectory, env: Environment, problem: Problem, seed: int) -> Start:
-        start = await env.reset(problem, seed)
+    def _begin(self, trajectory: Trajectory, begun: Start | Asked, problem: Problem) -> Start:
         prompt = problem.prompt_ids
-        if start.messages or start.tools:
-            prompt = self._dialogue.open(opened(start, problem), start.tools)
+        if isinstance(begun, Asked):
+            start, prompt = Start((self._dialogue.shown(begun.token_ids),)), begun.token_ids
+        else:
+            start = begun
+            if start.messages or start.tools:
+                prompt = self._dialogue.open(opened(start, problem), start.tools)
         trajectory.begin(start, prompt)
         if len(trajectory.prompt_ids) > self._limits.prompt:
             raise EnvironmentFault(
@@ -103,7 +94,7 @@ class Player:
             )
         return start
 
-    async def _turn(self, trajectory: Trajectory, env: Environment, model: Model, start: Start) -> None:
+    async def _turn(self, trajectory: Trajectory, env: Hosted, model: Model, start: Start) -> None:
         """The policy's next turn and the answer to it; sets the outcome if it is the last."""
         limits, begun = self._limits, time.perf_counter()
         so_far = [*trajectory.prompt_ids, *trajectory.ids]
@@ -116,6 +107,7 @@ class Player:
             return
         begun = time.perf_counter()
         step = await env.step(turn)
+        assert isinstance(step, Step)
         trajectory.answered(step, _ms(begun))
         if step.done or len(trajectory.turns) == limits.turns:
             trajectory.outcome = "done" if step.done else "turns"

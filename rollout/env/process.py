@@ -20,8 +20,9 @@ from rollout.env import preload
 from rollout.env.config import EnvConfig
 from rollout.env.host import LENGTH, MOST_BYTES, Spec, host, write
 from rollout.env.loader import code_of
-from rollout.env.play import EnvironmentFault
+from rollout.env.program import Asked, NoMore, Sampled
 from rollout.env.protocol import Start, Step, Turn
+from rollout.env.trajectory import EnvironmentFault
 from rollout.env.wire import start_from_json, step_from_json
 from rollout.schema import Problem
 
@@ -67,7 +68,7 @@ class Forks:
 
 
 class EnvironmentProcess:
-    """A rollout.env.protocol.Environment whose faults are EnvironmentFault.
+    """A rollout.env.program.Hosted whose faults are EnvironmentFault.
 
     Used by one trajectory. After a fault it only can be closed.
     """
@@ -79,7 +80,7 @@ class EnvironmentProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._answers = False  # the last question was answered
 
-    async def reset(self, problem: Problem, seed: int) -> Start:
+    async def reset(self, problem: Problem, seed: int) -> Start | Asked:
         async with _within(self._config.start_timeout_s, "reset", "env.start_timeout_s"):
             ours, theirs = socket.socketpair()
             self._process = self._forks.start(theirs)
@@ -87,7 +88,7 @@ class EnvironmentProcess:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             return start_from_json(await self._ask("reset", problem, seed))
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn | Sampled | NoMore) -> Step | Asked:
         async with _within(self._config.step_timeout_s, "step", "env.step_timeout_s"):
             return step_from_json(await self._ask("step", turn))
 

@@ -7,11 +7,25 @@ from dataclasses import dataclass, field
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.types import Completion
 
-FAULTS = ("env_error", "env_timeout", "env_killed", "flood", "bad_observation")
-"""Outcomes that are the environment's fault: the trajectory has no reward and is trained on nowhere."""
+FAULTS = ("env_error", "env_timeout", "env_killed", "flood", "bad_observation", "branched")
+"""Outcomes that are the environment's fault: the trajectory has no reward and is trained on nowhere. `branched`: a
+program's prompt does not extend what was asked and sampled before, so that no one row holds all of it."""
 OUTCOMES = ("done", "turns", "length", "unclosed", *FAULTS)
 """How a trajectory ends: by its environment's word, at env.max_turns, at rollout.max_completion_length, with a turn
 that the chat template cannot go on from, or by a fault."""
+
+
+class EnvironmentFault(Exception):
+    """An environment that raised, hung, died, flooded or returned no answer.
+
+    Args:
+        outcome: one of FAULTS.
+        sentence: what happened, for people.
+    """
+
+    def __init__(self, outcome: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.outcome, self.sentence = outcome, sentence
 
 
 @dataclass(slots=True)

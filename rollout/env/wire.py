@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.config import TAKEN
+from rollout.env.program import Asked
 from rollout.env.protocol import Message, Start, Step
 
 OBSERVED = ("tool", "user")  # roles that may answer a turn
@@ -15,7 +16,9 @@ class BadAnswer(ValueError):
 
 
 def start_to_json(start: Any) -> dict[str, Any]:
-    """Raises BadAnswer unless it is a whole rollout.env.protocol.Start."""
+    """Raises BadAnswer unless it is a whole rollout.env.protocol.Start, or a program's question."""
+    if isinstance(start, Asked):
+        return _asked_to_json(start)
     if not isinstance(start, Start):
         raise BadAnswer(f"reset must return a Start, got {type(start).__name__}")
     messages = _messages("reset", start.messages, None)
@@ -25,7 +28,10 @@ def start_to_json(start: Any) -> dict[str, Any]:
 
 
 def step_to_json(step: Any) -> dict[str, Any]:
-    """Raises BadAnswer unless it is a whole rollout.env.protocol.Step that the policy can go on from, or is done."""
+    """Raises BadAnswer unless it is a whole rollout.env.protocol.Step that the policy can go on from, or is done; or a
+    program's question."""
+    if isinstance(step, Asked):
+        return _asked_to_json(step)
     if not isinstance(step, Step):
         raise BadAnswer(f"step must return a Step, got {type(step).__name__}")
     messages = _messages("step", step.messages, OBSERVED)
@@ -35,13 +41,17 @@ def step_to_json(step: Any) -> dict[str, Any]:
     return {"messages": messages, "reward": reward, "done": bool(step.done), "metrics": numbers("step", step.metrics)}
 
 
-def start_from_json(answer: dict[str, Any]) -> Start:
+def start_from_json(answer: dict[str, Any]) -> Start | Asked:
     """The inverse of start_to_json."""
+    if "token_ids" in answer:
+        return _asked_from_json(answer)
     return Start(tuple(answer["messages"]), tuple(answer["tools"]), answer["state"])
 
 
-def step_from_json(answer: dict[str, Any]) -> Step:
+def step_from_json(answer: dict[str, Any]) -> Step | Asked:
     """The inverse of step_to_json."""
+    if "token_ids" in answer:
+        return _asked_from_json(answer)
     return Step(tuple(answer["messages"]), answer["reward"], answer["done"], answer["metrics"])
 
 
@@ -52,6 +62,18 @@ def numbers(method: str, values: Any) -> dict[str, float]:
     if taken := TAKEN & set(values):
         raise BadAnswer(f"{method}: a metric is named {', '.join(sorted(taken))} already; give another name")
     return {name: _number(f"{method}: {name}", value) for name, value in values.items()}
+
+
+def _asked_to_json(asked: Asked) -> dict[str, Any]:
+    if not asked.token_ids or not all(type(token) is int for token in asked.token_ids):
+        raise BadAnswer(f"run: a prompt must be token ids, at least one, got {asked.token_ids!r:.80}")
+    if asked.max_tokens is not None and (type(asked.max_tokens) is not int or asked.max_tokens < 1):
+        raise BadAnswer(f"run: max_tokens must be a number >= 1, got {asked.max_tokens!r:.80}")
+    return {"token_ids": list(asked.token_ids), "max_tokens": asked.max_tokens}
+
+
+def _asked_from_json(answer: dict[str, Any]) -> Asked:
+    return Asked(tuple(answer["token_ids"]), answer["max_tokens"])
 
 
 def _number(what: str, value: Any) -> float:

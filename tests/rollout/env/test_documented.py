@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from rollout.env.config import EnvConfig
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
@@ -15,7 +16,7 @@ async def test_the_documented_environment_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(code)
     config = EnvConfig(use=f"{tmp_path}/my_env.py:MyEnvironment", args={"hints": 2})
     forks = Forks(spec_of(config))
-    env = EnvironmentProcess(forks, config)
+    env: Any = EnvironmentProcess(forks, config)
     assert (await env.reset(problem("2 + 2", answer="4"), 0)).messages == ()
     step = await env.step(said("5"))
     assert (step.messages, step.done) == (({"role": "user", "content": "Not quite, try again."},), False)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.env.play import EnvironmentFault, Limits, Player
+from rollout.env.play import Limits, Player
 from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
-from rollout.env.trajectory import Trajectory
+from rollout.env.trajectory import EnvironmentFault, Trajectory
 from rollout.schema import Problem
 from rollout.types import Completion
 
@@ -31,6 +31,9 @@ class Digits:
 
     def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
         return (*self.open(messages, tools), OPEN) if turn.token_ids[-1] == END else None
+
+    def shown(self, token_ids: Sequence[int]) -> Message:
+        return {"role": "user", "content": "".join(map(str, token_ids))}
 
 
 class Policy:

@@ -9,14 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Turn
+from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
 FAULTY = f"{Path(__file__).with_name('faulty.py')}:Plain"
@@ -64,7 +65,7 @@ def nothing_stays() -> Iterator[None]:
 @pytest.mark.parametrize("wrong", BROKEN)
 async def test_what_a_broken_environment_does_has_a_name(wrong: str, tmp_path: Path) -> None:
     made = forks(wrong, tmp_path)
-    env = EnvironmentProcess(made, config(wrong))
+    env: Any = EnvironmentProcess(made, config(wrong))
     start = await env.reset(PROBLEM, 3)
     assert start.state == "seed 3"
     (pid,) = [int(file.name) for file in tmp_path.iterdir()]
@@ -104,7 +105,7 @@ def test_a_killed_generator_leaves_no_environment_that_hangs() -> None:
 
 async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) -> None:
     made = forks("", tmp_path)
-    env = EnvironmentProcess(made, config())
+    env: Any = EnvironmentProcess(made, config())
     assert (await env.reset(PROBLEM, 3)).messages == ({"role": "user", "content": "begin"},)
     steps = [await env.step(TURN) for _ in range(3)]
     assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.5, False), (0.5, True)]

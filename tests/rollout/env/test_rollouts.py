@@ -47,10 +47,12 @@ class Told(FakeEngine):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         self.asked.append((list(prompt_ids), sampling))
-        ids = self._sample(prompt_ids, sampling)[: sampling.max_tokens]
+        ids = self._sample(prompt_ids, sampling)
+        finish = "stop" if len(ids) <= sampling.max_tokens else "length"
+        ids = ids[: sampling.max_tokens]
         return [
             Completion(
-                np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", np.full(len(ids), 3, np.int32)
+                np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), finish, np.full(len(ids), 3, np.int32)
             )
         ]
 
@@ -61,7 +63,8 @@ def spec(folder: Path, wrong: str = "", sample: Sample | None = None, **env: Any
         model=MODEL, dtype="float32", max_model_len=512, kv_cache_bytes=1 << 20, max_num_seqs=8, max_lora_rank=8,
         adapter_window=2, seed=0,
     )  # fmt: skip
-    config = EnvConfig(use=f"{FAULTY}:Plain", args={"wrong": wrong}, step_timeout_s=2, **env)
+    own: dict[str, Any] = {"use": f"{FAULTY}:Plain", "args": {"wrong": wrong}, "step_timeout_s": 2}
+    config = EnvConfig(**own | env)
     played = EnvSettings(config, Limits(64, 400, 8, 60), concurrency=3, seed=11)
     engine = Told(sample or (lambda ids, _: [*CHAT.tokenizer.encode("3 or 3", add_special_tokens=False), STOP]))
     return WorkerSpec(
