@@ -68,6 +68,12 @@ def adapters_of(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
     return tuple(reward for reward in _named(rewards) if reward.adapter is not None)
 
 
+def classifier_of(reward: RewardConfig) -> str | None:
+    """The model of a sequence_classifier, which each reward process loads; None for everything else."""
+    model = reward.args.get("model") if reward.use == "sequence_classifier" else None
+    return model if isinstance(model, str) else None
+
+
 def _named(rewards: Sequence[RewardConfig]) -> list[RewardConfig]:
     names = resolved_names(rewards)
     return [one.model_copy(update={"name": name}) for one, name in zip(rewards, names, strict=True)]

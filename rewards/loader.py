@@ -24,6 +24,7 @@ BUILT_INS = {
     "number": "rewards.number:number",
     "reasoning_gym": "rewards.reasoning_gym:reasoning_gym",
     "regex": "rewards.regex:regex",
+    "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
 }
 EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 

@@ -64,7 +64,7 @@ class Slot:
 
     def preload(self, call: Call) -> None:
         """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
-        self._pool.schedule(worker.prepare, args=(call.use, call.env), timeout=START_S)
+        self._pool.schedule(worker.prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
     async def score(self, call: Call, group: bytes, size: int) -> Verdict:
         """Scores one pickled group of `size` samples within `call.timeout_s` seconds; loading is not charged."""
@@ -87,7 +87,7 @@ class Slot:
         death = ""
         for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
             try:
-                pid, problem = await self._run(worker.prepare, (call.use, call.env), START_S)
+                pid, problem = await self._run(worker.prepare, (call.use, call.args, call.env), START_S)
             except TimeoutError:
                 self._sweep()
                 return f"did not load within {START_S:g} s; move slow work out of the top level of its module"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rewards import call, environment, memory
-from rewards.base import Reward, RewardLoadError
+from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,13 +36,20 @@ def confine(memory_bytes: int, parent: int) -> None:
         os._exit(1)
 
 
-def prepare(use: str, env: Mapping[str, str]) -> tuple[int, str]:
-    """Loads the reward function once per process. Returns our process id, and what was wrong ('' if nothing)."""
+def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, str]:
+    """Loads the reward function once per process, and a built-in's model. Returns our process id, and what was wrong
+    ('' if nothing)."""
     try:
         with environment.lent(env):
-            _loaded(use)
-    except RewardLoadError as error:
+            reward = _loaded(use)
+            if use in BUILT_INS and "model" in args and (own := getattr(reward, "prepare", None)) is not None:
+                own(**args)
+    except RewardError as error:
         return os.getpid(), str(error)
+    except Exception as error:
+        if not memory.met(error):
+            raise
+        return os.getpid(), f"its model does not fit: {memory.advice()}"
     return os.getpid(), ""
 
 

@@ -14,13 +14,21 @@ CUDA_LIBRARIES = 1500 * 10**6  # of each process on a card, beside torch: cuBLAS
 
 
 def host_bytes(
-    found: Plan, wish: Wish, *, object_store: int, reward_processes: int = 1, environments: int = 0
+    found: Plan,
+    wish: Wish,
+    *,
+    object_store: int,
+    reward_processes: int = 1,
+    reward_models: int = 0,
+    environments: int = 0,
 ) -> Parts:
     """Main memory of one machine that runs the plan.
 
-    driver, ray, rewards (`reward_processes` beside each generator; a function that loads a model takes its own on top,
-      up to rollout.reward_memory): measured. learner, generators: their processes without a model, measured on a CPU,
-      and CUDA's libraries (estimate).
+    driver, ray, rewards (`reward_processes` beside each generator; a function of the user's that loads a model takes
+      its own on top, up to rollout.reward_memory): measured. learner, generators: their processes without a model,
+      measured on a CPU, and CUDA's libraries (estimate).
+    reward_models: bytes of the weights that each reward process loads for `use: sequence_classifier`; with any, it
+      holds torch as well, as the learner's process does.
     environments: as many at once beside each generator, measured with tools in Python; what they load themselves comes
       on top, up to env.memory.
     object_store: what it may take; Ray keeps it in /dev/shm.
@@ -37,11 +45,12 @@ def host_bytes(
     pushing = LEARNER_COPIES * pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
     saving = (4 if found.learner["adapters"] else b) * n if whole else 0
     asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
+    each = reward_models + LEARNER_PROCESS if reward_models else REWARD
     return {
         "driver": DRIVER,
         "ray": RAY,
         "object_store": object_store,
-        "rewards": found.generators * reward_processes * REWARD,
+        "rewards": found.generators * reward_processes * each,
         "environments": found.generators * (ENVIRONMENT_SERVER + environments * ENVIRONMENT) if environments else 0,
         "learner": LEARNER_PROCESS + CUDA_LIBRARIES,
         "generators": found.generators * (ENGINE_PROCESS + CUDA_LIBRARIES),

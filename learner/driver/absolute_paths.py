@@ -1,9 +1,10 @@
 """Paths of a configuration made absolute, since the processes of the run have working directories of their own."""
 
 from pathlib import Path
+from typing import Any
 
 from learner.config import RunConfig
-from rewards.config import ADAPTER
+from rewards.config import ADAPTER, RewardConfig, classifier_of
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -12,7 +13,10 @@ def absolute(config: RunConfig) -> RunConfig:
     model = config.model.model_copy(
         update={name: _whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
     )
-    rewards = [reward.model_copy(update={"use": _function(reward.use)}) for reward in config.rewards]
+    rewards = [
+        reward.model_copy(update={"use": _function(reward.use), "args": _arguments(reward)})
+        for reward in config.rewards
+    ]
     loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
     value = config.learner.value.model_copy(update={"start": _whole(config.learner.value.start)})
     learner = config.learner.model_copy(update={"loss": loss, "value": value})
@@ -26,6 +30,13 @@ def _function(use: str) -> str:
         return f"{ADAPTER}{_whole(use.removeprefix(ADAPTER))}"
     file, colon, function = use.rpartition(":")
     return f"{_whole(file)}{colon}{function}" if file.endswith(".py") else use
+
+
+def _arguments(reward: RewardConfig) -> dict[str, Any]:
+    """Those that name the model of a built-in function, with its whole path."""
+    if classifier_of(reward) is None:
+        return reward.args
+    return {**reward.args, "model": _whole(classifier_of(reward))}
 
 
 def _whole(text: str | None) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.files import digest_of
 from learner.config import RunConfig
-from rewards.config import RewardConfig, adapters_of, functions_of
+from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
 from rewards.source import grader_version, source_of
 from rollout.env.loader import code_of
 
@@ -88,7 +88,8 @@ def _plain(value: object) -> str:
 
 def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
     functions = dict(_function(str(one.name), one.use) for one in functions_of(rewards))
-    models = ((one.name, _folder(str(one.adapter))) for one in adapters_of(rewards))
+    models = [(one.name, _folder(str(one.adapter))) for one in adapters_of(rewards)]
+    models = [*models, *((one.name, _folder(found)) for one in functions_of(rewards) if (found := classifier_of(one)))]
     return functions | {f"{name}, {file}": digest for name, files in models for file, digest in files.items()}
 
 

@@ -16,6 +16,8 @@ from learner.config import RunConfig, roles
 from learner.driver.cards import Cards
 from learner.driver.memory_budget import Budgets
 from learner.driver.plan_request import layouts, wish_of
+from learner.model.weight_files import WeightsError, model_weights
+from rewards.config import classifier_of
 
 # Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}
@@ -111,6 +113,17 @@ def machine_notes(config: RunConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def classifier_bytes(config: RunConfig) -> int:
+    """Of the models that each reward process loads (`use: sequence_classifier`), as far as their files are here."""
+    found = 0
+    for model in filter(None, map(classifier_of, config.rewards)):
+        try:
+            found += sum(tensor.nbytes for tensor in (model_weights(model) or {}).values())
+        except WeightsError:  # said by the trial of the reward function
+            continue
+    return found
+
+
 def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     """Lines for the user about main and shared memory of this machine. Raises MachineError: the weights alone are more
     than it has."""
@@ -119,7 +132,7 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     has, shared = machine.main_memory(), machine.shared_memory() or 0
     parts = host_bytes(
         budgets.plan, wish_of(config, layouts(config)), object_store=store_bytes(budgets.policy_bytes, shared),
-        reward_processes=config.rollout.reward_workers,
+        reward_processes=config.rollout.reward_workers, reward_models=classifier_bytes(config),
         environments=0 if config.env.use is None else config.trajectories,
     )  # fmt: skip
     weights = sum(parts[name] for name in MUST_FIT)

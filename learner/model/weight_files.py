@@ -5,6 +5,8 @@ tensors one after the other: a file that is cut, or is something else, is known 
 """
 
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,12 @@ class Stored:
 
     dtype: str  # in safetensors' letters: BF16, F32, ...
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of types of whole bytes, whose letters end in their bits."""
+        bits = re.search(r"(\d+)", self.dtype)
+        return math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8
 
 
 def model_weights(path: str) -> dict[str, Stored] | None:

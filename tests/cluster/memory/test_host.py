@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.memory.host import host_bytes
+from cluster.memory.learner import LEARNER_PROCESS
 from cluster.memory.plan import Wish, Workload
 from cluster.memory.search import least
 from cluster.memory.shape import SHAPES
@@ -13,9 +14,11 @@ from cluster.memory.units import Parts
 LLAMA, N = SHAPES["Llama-3.2-1B"], 1_235_814_400
 
 
-def host(wish: Wish, *, rewards: int = 1, generators: int = 1, environments: int = 0) -> Parts:
-    found = least(LLAMA, 80 * 2**30, Workload(generators=generators), wish)
-    return host_bytes(found, wish, object_store=2**28, reward_processes=rewards, environments=environments)
+def host(wish: Wish, *, rewards: int = 1, generators: int = 1, models: int = 0, environments: int = 0) -> Parts:
+    found, store = least(LLAMA, 80 * 2**30, Workload(generators=generators), wish), 2**28
+    return host_bytes(
+        found, wish, object_store=store, reward_processes=rewards, reward_models=models, environments=environments
+    )
 
 
 def test_by_hand() -> None:
@@ -34,4 +37,6 @@ def test_by_hand() -> None:
     assert many["environments"] == 2 * (290 + 64 * 11) * 10**6
     assert plain["environments"] == 0
     assert many["rewards"] == 6 * plain["rewards"]
+    two = host(slices, rewards=2, models=10**9)  # a reward model in each of two processes, with torch
+    assert two["rewards"] == 2 * (10**9 + LEARNER_PROCESS)
     assert many["generators"] == 2 * plain["generators"]

@@ -1,0 +1,86 @@
+"""A sequence-classification model as a reward function, in its process, against transformers one row at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from examples.random_model import make_tiny_model
+from rewards.base import RewardError
+from rewards.call import Group, score
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool
+from rewards.sequence_classifier import prepare, sequence_classifier
+
+PROMPT = [{"role": "user", "content": "1+1?"}]
+TEXTS = ["2", "it is three, I think", "", "no"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("base") / "model")
+
+
+def classifier(base: Path, folder: Path, outputs: int, pad: int | None = 259) -> str:
+    torch.manual_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=outputs, dtype=torch.float32)
+    model.config.pad_token_id = pad
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return str(folder)
+
+
+def wanted(path: str, output: int) -> list[float]:
+    model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model.eval()
+    scores = []
+    for text in TEXTS:
+        ids = tokenizer.apply_chat_template([*PROMPT, {"role": "assistant", "content": text}], return_dict=False)
+        with torch.no_grad():
+            scores.append(float(model(input_ids=torch.tensor([ids])).logits[0, output]))
+    return scores
+
+
+def configured(path: str, **args: Any) -> RewardConfig:
+    return RewardConfig(use="sequence_classifier", args={"model": path, **args}, timeout_s=30)
+
+
+def case() -> dict[str, Any]:
+    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    return {"prompts": [PROMPT] * 4, "completions": completions, "completion_ids": [[0]] * 4, "columns": {}}
+
+
+@pytest.mark.parametrize(("outputs", "pad", "args"), [(1, 259, {"batch": 3}), (3, None, {"output": 2})])
+def test_scores_are_transformers(
+    base: Path, tmp_path: Path, outputs: int, pad: int | None, args: dict[str, int]
+) -> None:
+    path = classifier(base, tmp_path, outputs, pad)
+
+    async def main() -> list[float | None]:
+        async with RewardPool([configured(path, **args)]) as pool:
+            return (await pool.score(**case())).reward
+
+    assert asyncio.run(main()) == pytest.approx(wanted(path, args.get("output", 0)), abs=1e-5)
+
+
+def test_what_gives_no_one_number_is_refused(base: Path, tmp_path: Path) -> None:
+    two = classifier(base, tmp_path, outputs=2)
+    for model, output, message in (
+        (two, None, r"^args.output: must be one of 0 to 1, the outputs of .*, got None; choose one"),
+        (two, 2, "^args.output: must be one of 0 to 1, .*got 2"),
+        (str(base), 0, r"^args.model: .* lacks weights \(score.weight\), so its scores would be random"),
+        ("/nope", None, "^args.model: /nope is no sequence-classification model"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            prepare(model=model, output=output)
+
+
+def test_it_computes_on_no_card() -> None:
+    verdict = score(sequence_classifier, Group(**case()), {"model": "m", "device": "cuda"}, built_in=True)
+    assert verdict.problem == "args: unknown device; this reward takes batch, model, output"
