@@ -123,7 +123,7 @@ class Observations:
         if found is not None:
             at, stop = found
             return Ending(tuple(map(dict, past)), text[start : start + at], stop, self._stops[stop], self._stops[stop])
-        return self._rewritten(past, tools, text[start : places[1]], text[start:])
+        return self._rewritten(past, tools, text[start : places[1]])
 
     def until_stop(self, text: str) -> str:
         """A text up to the first stop token behind MARKER, that token included; all of it if there is none."""
@@ -139,14 +139,19 @@ class Observations:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _rewritten(self, past: Messages, tools: Tools, before: str, text: str) -> Ending:
-        """The ending where a turn that is past ends with another token than one that was just sampled; behind the
-        marker stand `text` and, up to the observation, `before`."""
+    def _rewritten(self, past: Messages, tools: Tools, before: str) -> Ending:
+        """The ending where a turn that is past ends with another token than one that was just sampled; `before` stands
+        between the marker and the observation."""
         last = self.render(past, tools, opened=False).partition(MARKER)[2]
         found = _first(last, self._stops)
         if found is not None and before.startswith(last[: found[0]]):
+            # Behind an ending may stand the opening of the next turn at once; behind what opens an observation, where
+            # a turn that is past has no end at all, it cannot.
+            opening = self.render([USER], tools).removeprefix(self.render([USER], tools, opened=False)).strip()
+            opened = self.render(past, tools).partition(MARKER)[2]
             for token, id_ in self._added:
-                if text.startswith(token, found[0]) and found[0] + len(token) <= len(before):
+                ended = last[: found[0]] + token
+                if before.startswith(ended) and opened.startswith(ended) and opened[len(ended) :].strip() == opening:
                     return Ending(tuple(map(dict, past)), last[: found[0]], token, id_, self._stops[found[1]])
         raise ChatError(
             "model.path: the model's chat template ends a turn that is past with none of the model's stop tokens "

@@ -50,7 +50,12 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
     except ChatError as error:
         return Verdict("refused", _clause(error))
     probes = probes_of(shape)
-    expected = base.tail(observations.render([*base.past, *probes], tools))
+    shortest = observations.render([*base.past, *probes], tools)
+    expected = base.tail(shortest)
+    if not observations.ends_with(shortest, base.text + expected):
+        return Verdict(
+            "refused", f"ends turns with {base.text!r}, behind which the tokenizer gives other ids than alone"
+        )
     for name, past in _pasts(base, probes):
         try:
             text = observations.render([*past, *probes], tools)
@@ -62,8 +67,6 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
         tail = ending.tail(text)
         if (tail, ending.text, ending.sampled) != (expected, base.text, base.sampled):
             return Verdict("varies", f"with {name}: " + _difference(ending.text + tail, base.text + expected))
-        if not observations.ends_with(text, ending.text + tail):
-            return Verdict("varies", f"with {name}: the tokenizer gives other ids within the conversation than alone")
     return Verdict("exact")
 
 

@@ -23,10 +23,11 @@ ROLES = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
     "{% else %}{{ '<|observation|>' if m.role == 'tool' else '<|user|>' }}{{ m.content }}{% endif %}{% endfor %}" + OPEN
 )
-# As gpt-oss's: the turn just sampled ends with <|return|>, one that is past with <|end|>. Tools are unknown.
+# As gpt-oss's: a conversation's last turn ends with <|return|>, one that is past with <|end|>. Tools are unknown.
 RETURNS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}" + OPEN
+    "{{ '<|return|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}"
+    + OPEN
 )
 CHATML_TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
@@ -97,6 +98,40 @@ def test_a_turn_that_the_template_ends_anew_keeps_its_sampled_end() -> None:
     assert text_of(chat, chat.observe([TOOL], closed_by=returned)) == "<|tool|>4<|end|><|assistant|>"
 
 
+@pytest.mark.parametrize("header", ["<|{{ m.role }}|>", "<|start|>{{ m.role }}:"])
+def test_what_opens_an_observation_is_not_taken_for_the_end_of_the_turn(header: str) -> None:
+    """A turn that is past has no end here, so that nothing says what the sampled end would be followed by."""
+    template = RETURNS.replace("<|{{ m.role }}|>", header).replace("'<|end|>'", "''")
+    template = template.replace("<|assistant|>", header.replace("{{ m.role }}", "assistant"))
+    chat = chat_of(template, ["<|return|>"], ["<|start|>", "<|user|>", "<|assistant|>"])
+    with pytest.raises(ChatError, match=r"ends a turn that is past with none of the model's stop tokens"):
+        chat.observe([USER], closed_by=chat.stop_ids[0])
+
+
+def test_the_first_stop_token_behind_a_turn_ends_it() -> None:
+    chat = chat_of(CHATML_TOOLS.replace("<|im_end|>", "<|im_end|><|endoftext|>"))
+    seen = text_of(chat, chat.observe([USER], EOS_IDS[0]))
+    assert seen == "<|endoftext|>\n<|im_start|>user\n2+2=?<|im_end|><|endoftext|>\n<|im_start|>assistant\n"
+
+
+EOM = CHATML_TOOLS.replace("<|im_end|>", "{{ '<|eom|>' if m.tool_calls else '<|im_end|>' }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        EOM,
+        "{% for m in messages if m.tool_calls | length > 1 %}{{ raise_exception() }}{% endfor %}" + EOM,
+        EOM.replace("c.function.arguments}", "'' + c.function.arguments}"),
+    ],
+    ids=["two calls", "one call", "arguments as text"],
+)
+def test_answers_stand_behind_the_end_of_a_turn_with_calls(template: str) -> None:
+    chat = chat_of(template, ["<|im_end|>", "<|eom|>"])
+    seen = chat.observe([TOOL, {"role": "tool", "content": "5"}], chat.stop_ids[1])
+    assert text_of(chat, seen).startswith("\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>tool\n5<|im_end|>")
+
+
 def test_a_template_that_refuses_a_second_call_takes_two_answers() -> None:
     chat = chat_of(
         "{% for m in messages if m.tool_calls | length > 1 %}{{ raise_exception() }}{% endfor %}" + CHATML_TOOLS
@@ -115,6 +150,7 @@ def test_a_template_that_refuses_a_second_call_takes_two_answers() -> None:
             "{{ raise_exception('no tools') if messages[-1].role == 'tool' }}" + CHATML_TOOLS,
             "refuses roles .*: no tools",
         ),
+        (CHATML_TOOLS.replace("in messages", "in messages | reverse"), "or changes their order"),
         ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}", "with none of .* but with '.n.tool. '"),
         (
             CHATML_TOOLS.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}"),

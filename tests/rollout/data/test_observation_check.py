@@ -34,7 +34,18 @@ SYSTEM_LAST = CHATML_TOOLS.replace(
 )
 
 
+# One opens the next turn with thinking if there was some; the other moves text behind the answer, as Gemma-4's.
+OPENS = CHATML_TOOLS.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{{ '<think>' if messages | selectattr('reasoning_content', 'defined') | list }}{% endif %}",
+)
+MOVES = CHATML_TOOLS.replace(
+    "{{ m.content }}",
+    "{{ m.content if m.role != 'assistant' or 'Q7x' not in m.content }}"
+    "{{ messages[loop.index0 - 1].content if m.role == 'tool' and '</think>' in messages[loop.index0 - 1].content }}",
+)
 EARLIER = "with no thinking and an earlier round: it writes 'probe0Q7x.* where it else writes '.answers.probe0Q7x"
+FIELD = "with thinking in a field of its own: it writes '<think>' where it else writes ''"
 SYSTEM = "with no thinking and a system message: it writes 'Be brief.probe0Q7x.* where it else writes 'probe0Q7x"
 
 
@@ -47,14 +58,33 @@ SYSTEM = "with no thinking and a system message: it writes 'Be brief.probe0Q7x.*
         (chat_of(FORGETS), "", ""),
         (chat_of(FIRST), EARLIER, ""),
         (chat_of(SYSTEM_LAST), "", SYSTEM),
+        (chat_of(OPENS), FIELD, FIELD),
     ],
-    ids=["chatml", "roles", "returns", "forgets", "first", "system last"],
+    ids=["chatml", "roles", "returns", "forgets", "first", "system last", "opens"],
 )
 def test_a_dozen_conversations(chat: Chat, tool: str, user: str) -> None:
     for roles, reason in ((("tool",), tool), (("tool", "tool"), tool), (("user",), user)):
         verdict = check(chat.observations, roles)
         assert verdict.state == ("varies" if reason else "exact"), roles
         assert re.match(reason or "$", verdict.reason)
+
+
+def test_text_that_is_moved_behind_an_answer_is_seen() -> None:
+    verdict = check(chat_of(MOVES).observations, ("tool",))
+    assert verdict.state == "varies"
+    assert verdict.reason.startswith("with thinking in the text: it writes 'think>")
+
+
+def test_a_tokenizer_that_knows_no_border_at_the_end_of_a_turn_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}!{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+    )
+    chat = Chat(tokenizer, tokenizer.convert_tokens_to_ids(["!"]), VOCAB_SIZE)  # a letter like any other
+    assert check(chat.observations, ("user",)) == Verdict("exact")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    reason = "ends turns with '!', behind which the tokenizer gives other ids than alone"
+    assert check(chat.observations, ("user",)) == Verdict("refused", reason)
 
 
 def test_a_template_without_tools_is_refused_for_tools_alone() -> None:

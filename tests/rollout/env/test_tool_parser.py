@@ -81,3 +81,7 @@ def test_an_attempt_is_seen(form: Written, text: str, calls: tuple[ToolCall, ...
 def test_a_parser_that_reads_one_call_of_two_is_not_chosen() -> None:
     assert reads(Attempts(shouted, EACH, []), EACH)
     assert not reads(Attempts(shouted, SHARED, []), SHARED)
+
+
+def test_a_parser_that_finds_a_call_in_any_text_is_not_chosen() -> None:
+    assert not reads(lambda text, tools: ((ONE,), ()), Written("<c>look_up red fox 3", None))
