@@ -80,6 +80,19 @@ def test_a_reward_model_counts_by_the_files_of_its_adapter(tmp_path: Path) -> No
     assert [key for key in seen if seen[key] != again[key]] == [name]
 
 
+def test_what_a_value_starts_from_counts_by_its_files(tmp_path: Path) -> None:
+    base, start = tmp_path / "base", tmp_path / "start"
+    for folder in (base, start):
+        folder.mkdir()
+        (folder / "weights.safetensors").write_text("one")
+    tree = {"model": {"path": str(base)}, "data": {"path": "d"}, "rewards": [{"use": "format"}]}
+    learner = {"algorithm": "ppo", "value": {"start": str(start)}}
+    found = fingerprints_of(RunConfig.model_validate(tree | {"learner": learner}), []).base
+    (start / "weights.safetensors").write_text("two")
+    again = fingerprints_of(RunConfig.model_validate(tree | {"learner": learner}), []).base
+    assert [key for key in found if found[key] != again[key]] == ["value weights.safetensors"]
+
+
 def test_a_model_of_the_hub_counts_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 

@@ -89,6 +89,8 @@ def test_what_no_checkpoint_can_change_is_refused_even_if_it_is_named(tmp_path: 
     assert refusal(ranked, SAME, folder).endswith("to start from what was learned)")
     with pytest.raises(ResumeError, match=r"^resume_allow_changed: learner.lora.rank cannot change, .* name= and"):
         check_allowed(configure(resume_allow_changed=["learner.lora.rank"]))
+    ppo = configure(learner={"algorithm": "ppo"}, resume_allow_changed=["learner"])
+    assert "learner.algorithm (grpo, now ppo)" in refusal(ppo, SAME, folder)  # there is no value in the checkpoint
     with pytest.raises(ResumeError, match="got learner.learning_rat; did you mean learner.learning_rate?"):
         check_allowed(configure(resume_allow_changed=["learner.learning_rat"]))
 

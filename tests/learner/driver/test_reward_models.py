@@ -99,6 +99,20 @@ def test_what_its_files_say_is_checked_before_the_start(
     assert message or f"use: adapter:{reward_model}" in out
 
 
+def test_what_a_value_starts_from_is_checked_likewise(
+    config: dict[str, Any], reward_model: Path, no_trials: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ppo = config | {"learner": {"algorithm": "ppo", "value": {"start": str(reward_model)}}}
+    assert check(ppo, "--dry-run", capsys=capsys)[0] == 0
+    _with_head(1, 7)(reward_model)
+    (line,) = wrong_with(RunConfig.model_validate(ppo))
+    assert line.startswith("learner.value.start: 1 weights of ")
+    _renamed(reward_model)
+    code, _, err = check(ppo, "--dry-run", capsys=capsys)
+    assert code == 2
+    assert re.search(r"^error: learner.value.start: base_model_name_or_path of .*, got hub/Other-1B", err, re.M)
+
+
 def test_what_does_not_fit_the_model_is_found_without_its_weights(config: dict[str, Any], reward_model: Path) -> None:
     rewards = [*config["rewards"], {"use": f"adapter:{reward_model}"}]
     assert wrong_with(RunConfig.model_validate(config | {"rewards": rewards})) == []
