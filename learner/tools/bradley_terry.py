@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -86,7 +85,7 @@ class PairLearner:
         with self._policy.acting_as(ROLE):
             for batch in batches:
                 difference = self._difference(batch)
-                loss = F.softplus(-difference).sum() / count
+                loss = _loss(difference).sum() / count
                 torch.autograd.backward(self._updater.scale(loss))
                 self._masters.collect_gradients()
                 found.append(difference.detach())
@@ -106,9 +105,14 @@ class PairLearner:
         return difference
 
 
+def _loss(difference: Tensor) -> Tensor:
+    """-log sigmoid of it, without overflow."""
+    return (-difference).clamp(min=0) + (-difference.abs()).exp().log1p()
+
+
 def _judged(differences: Tensor) -> Judged:
     wide = differences.double()
-    return Judged(float((wide > 0).double().mean()), float(wide.mean()), float(F.softplus(-wide).mean()))
+    return Judged(float((wide > 0).double().mean()), float(wide.mean()), float(_loss(wide).mean()))
 
 
 def _chunks(pairs: Sequence[Pair], tokens: int) -> Iterator[list[Pair]]:
