@@ -12,11 +12,18 @@ from rollout.env.wire import BadAnswer
 
 BUILT_INS = {
     "number_guessing": "rollout.env.number_guessing:NumberGuessing",
+    "openenv": "rollout.env.openenv:OpenEnv",
     "second_try": "rollout.env.second_try:SecondTry",
+    "skyrl_gym": "rollout.env.skyrl_gym:SkyRLGym",
     "tools": "rollout.env.python_tools:PythonTools",
     "trl_environment": "rollout.env.trl:TrlEnvironment",
 }
-NAMES = {"tools": ("functions",), "trl_environment": ("factory", "rewards")}  # arguments that name code of the user's
+NAMES = {  # arguments that name code of the user's
+    "openenv": ("action", "observe"),
+    "skyrl_gym": ("env",),
+    "tools": ("functions",),
+    "trl_environment": ("factory", "rewards"),
+}
 METHODS = ("reset", "step", "score", "close")
 
 
@@ -27,7 +34,7 @@ def code_of(use: str | None, args: Mapping[str, Any]) -> list[str]:
         return []
     given = [args.get(name) for name in NAMES.get(use, ())]
     names = [name for one in given for name in (one if isinstance(one, list | tuple) else [one])]
-    return [BUILT_INS.get(use, use), *(name for name in names if isinstance(name, str))]
+    return [BUILT_INS.get(use, use), *(name for name in names if isinstance(name, str) and ":" in name)]
 
 
 def found(use: str) -> Any:

@@ -1,0 +1,70 @@
+"""Servers of OpenEnv, asked over a WebSocket as its own client does."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from rewards.loader import load_own
+from rollout.env.function_tool import ToolError
+from rollout.env.protocol import Message, Start, Step, Turn
+from rollout.schema import Problem
+
+MOST_BYTES = 16 * 2**20  # of an answer
+
+
+class OpenEnv:
+    """One session of a server (openenv 0.10, core/env_server/http_server.py, /ws): reset(seed, episode_id), then
+    step(action) -> observation, reward, done. Speaks its protocol itself, so that openenv need not be installed.
+
+    url: of the server, http://host:port.
+    action: your function(text of a turn) -> the action as a dict. Text that makes no action is yours to turn into one
+        that the server answers.
+    observe: your function(observation as a dict) -> the text that the policy sees next.
+    first: whether the first observation is appended to the problem's last message, or the problem stands alone.
+
+    Raises rewards.base.RewardLoadError for a function that is not there.
+    """
+
+    def __init__(self, url: str, action: str, observe: str, first: bool = True) -> None:
+        self._url = url.rstrip("/").replace("http", "ws", 1) + "/ws"
+        self._action, self._observe = load_own(action, "my_action"), load_own(observe, "my_observation")
+        self._first = first
+        self._session: aiohttp.ClientSession | None = None
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        """Begins an episode under the group's seed. Raises ToolError with the server's words."""
+        if isinstance(problem.messages, str):
+            raise ToolError("openenv: problems must be chat messages, got plain text; see data.prompt")
+        self._session = aiohttp.ClientSession()
+        self._socket = await self._session.ws_connect(self._url, max_msg_size=MOST_BYTES)
+        data = await self._ask("reset", {"seed": seed % 2**31, "episode_id": problem.id})
+        messages: list[Message] = [dict(message) for message in problem.messages]
+        if self._first:
+            seen = str(self._observe(data["observation"]))
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{seen}"}
+        return Start(tuple(messages))
+
+    async def step(self, turn: Turn) -> Step:
+        """Does what the text says."""
+        data = await self._ask("step", self._action(turn.text))
+        message = {"role": "user", "content": str(self._observe(data["observation"]))}
+        return Step((message,), data.get("reward"), bool(data.get("done")))
+
+    async def score(self) -> Mapping[str, float]:
+        """Turns have it all."""
+        return {}
+
+    async def close(self) -> None:
+        """Ends the session."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(await self._socket.receive_str())
+        if answer["type"] == "error":
+            raise ToolError(f"openenv: {kind}: {answer['data'].get('message', answer['data'])}")
+        found: dict[str, Any] = answer["data"]
+        return found
