@@ -24,7 +24,7 @@ from benchmarks.system.workloads import ROOT, Tree
 from learner.driver.yaml_tree import read_yaml
 from rollout import ledger
 
-WORKLOADS = ("tools", "without tool", "guessing")
+WORKLOADS = ("tools", "no_tool", "guessing")
 
 
 def tree_of(workload: str) -> Tree:
@@ -32,7 +32,7 @@ def tree_of(workload: str) -> Tree:
     tree = read_yaml(ROOT / "configs" / ("guessing_cpu.yaml" if workload == "guessing" else "tools_cpu.yaml"))
     tree["model"]["path"] = str(ROOT / tree["model"]["path"])
     tree["trackers"] = []
-    if workload == "without tool":
+    if workload == "no_tool":
         del tree["env"]
         tree |= {"steps": 1, "checkpoint": {"every": 1}}
     return tree
@@ -69,39 +69,46 @@ def learned(workload: str, seed: int, *, limit_s: float) -> dict[str, Any]:
 
 
 def report(found: list[dict[str, Any]], measured: str) -> str:
-    def of(workload: str, seed: int) -> dict[str, Any]:
-        return next(one for one in found if (one["workload"], one["seed"]) == (workload, seed))
-
-    rows, games = [], []
-    for seed in sorted({one["seed"] for one in found}):
-        tools, alone, game = (of(workload, seed) for workload in WORKLOADS)
-        scores = [alone["evaluations"][0], tools["evaluations"][0], tools["evaluations"][-1]]
-        accuracy = [f"{one['eval/accuracy']:.3f}" for one in scores]
-        right = tools["right_calls"]
-        turns = [evaluation["eval/turns"] for evaluation in game["evaluations"]]
-        rows.append([str(seed), *accuracy, f"{right[0]:.2f}", f"{right[-1]:.2f}"])
-        wins = [f"{game['evaluations'][at]['eval/found']:.2f}" for at in (0, -1)]
-        games.append([str(seed), f"{turns[0]:.2f}", f"{turns[-1]:.2f}", *wins])
+    """A table for each configuration that was run."""
+    by = {(one["workload"], one["seed"]): one for one in found}
+    products, games = [], []
+    for (workload, seed), one in by.items():
+        first, last = one["evaluations"][0], one["evaluations"][-1]
+        if workload == "tools":
+            alone = by.get(("no_tool", seed))
+            without = "" if alone is None else f"{alone['evaluations'][0]['eval/accuracy']:.3f}"
+            accuracy, right = [f"{at['eval/accuracy']:.3f}" for at in (first, last)], one["right_calls"]
+            products.append([str(seed), without, *accuracy, f"{right[0]:.2f}", f"{right[-1]:.2f}"])
+        elif workload == "guessing":
+            told = [f"{at[name]:.2f}" for name in ("eval/turns", "eval/found") for at in (first, last)]
+            games.append([str(seed), *told])
     calls = ["right calls, first step", "right calls, last step"]
     header = ["seed", "accuracy without tool", "with it, at the start", "at the end", *calls]
-    return (
-        f"# Tools and a game: what is learned in several turns\n\n{as_table(header, rows)}\n\n"
-        "Products of factors of two to four digits (`make demo-tools`); accuracy greedy on 200 held-out problems; "
-        "right calls: the share of the 64 sampled trajectories of a step in which the tool said the answer.\n\n"
-        f"{as_table(['seed', 'turns at the start', 'at the end', 'found at the start', 'at the end'], games)}\n\n"
-        "Guessing a number from 1 to 15 in at most 8 turns (`configs/guessing_cpu.yaml`), greedy, each number once; "
-        f"halving takes 3.27.\n\n{measured}\n"
-    )
+    text = "# A tool and a game: what is learned in several turns\n\n"
+    if products:
+        text += (
+            f"{as_table(header, products)}\n\nProducts of factors of two to four digits (`make demo-tools`); accuracy "
+            "greedy on 200 held-out problems; right calls: the share of the 64 sampled trajectories of a step in which "
+            "the tool said the answer.\n\n"
+        )
+    if games:
+        header = ["seed", "turns at the start", "at the end", "found at the start", "at the end"]
+        text += (
+            f"{as_table(header, games)}\n\nGuessing a number from 1 to 15 in at most 8 turns "
+            "(`configs/guessing_cpu.yaml`), greedy, each number once; halving takes 3.27.\n\n"
+        )
+    return f"{text}{measured}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--beside", type=int, default=2, help="runs at once")
     parser.add_argument("--limit", type=float, default=1500, help="seconds for one run")
     options = parser.parse_args()
     told = conditions(ENGINE_PACKAGES)
-    asked = list(product(WORKLOADS, options.seeds))
+    asked = list(product(options.workloads, options.seeds))
     with ThreadPoolExecutor(options.beside) as pool:
         found = list(pool.map(lambda one: learned(*one, limit_s=options.limit), asked))
     measured = under(told, "What is compared does not depend on the clock")
