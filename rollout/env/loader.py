@@ -17,6 +17,7 @@ BUILT_INS = {
     "skyrl_gym": "rollout.env.skyrl_gym:SkyRLGym",
     "tools": "rollout.env.python_tools:PythonTools",
     "trl_environment": "rollout.env.trl:TrlEnvironment",
+    "verifiers": "rollout.env.verifiers:Verifiers",
 }
 NAMES = {  # arguments that name code of the user's
     "openenv": ("action", "observe"),
