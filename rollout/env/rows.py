@@ -65,6 +65,11 @@ def _rewards(
             found.append((None, FAULT, {}))
             continue
         own: dict[str, float | None] = dict(trajectory.parts)
+        if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
+            raise ValueError(
+                f"rewards: each part must have a name of its own, and the environment gives {', '.join(both)} as well; "
+                "set rewards.<i>.name"
+            )
         reward, status = (sum(trajectory.parts.values()), "ok") if own else (None, NOT_SCORED)
         if scores is not None:
             given = scores.status[asked]

@@ -160,6 +160,20 @@ async def test_variables_of_the_chat_template_reach_what_is_rendered_here(tmp_pa
     assert CHAT.decode(row["completion_ids"]) == "3 or 3go on173 or 3go on173 or 3"
 
 
+async def test_a_reward_function_may_not_be_called_as_a_part_of_the_environment_is(
+    started: Any, tmp_path: Path
+) -> None:
+    whole = spec(tmp_path)
+    rewards = (RewardConfig(use=f"{tmp_path}/mine.py:said", name="env"),)
+    worker = RolloutWorker(replace(whole, rewards=rewards))
+    await worker.take_policy(Adapter.build(3, b"three", {}))
+    with pytest.raises(
+        ValueError, match="rewards: each part must have a name of its own, and the environment gives env"
+    ):
+        await worker.rollout(PROBLEM, SAMPLING, 0)
+    await worker.close()
+
+
 async def test_environments_that_begin_differently_are_an_error(started: Any) -> None:
     worker = await started("other start")
     with pytest.raises(
