@@ -1,5 +1,7 @@
 """THE schema of a rollout: one row is one trajectory, one table is one group. Facts only, nothing of GRPO.
 
+With env.history "template" a trajectory may have several rows, one after the other, with one `sample`: see `whole`.
+
 A trajectory is what follows a prompt: a single completion, or the turns of the policy with the observations of an
 environment or of tools between them. Letters: G trajectories per group, P prompt tokens, T tokens after the prompt.
 A table (never a record batch, whose slices ship the whole parent) travels by value and is read as zero-copy views.
@@ -150,6 +152,21 @@ def failed(table: pa.Table) -> npt.NDArray[np.bool_]:
 def parts_of(table: pa.Table) -> list[dict[str, float | None]]:
     """G dictionaries: reward function -> its own number, nan where it failed, None where it gives none."""
     return [{part["name"]: part["value"] for part in row} for row in table.column("reward_parts").to_pylist()]
+
+
+def whole(table: pa.Table) -> pa.Table:
+    """One row for each trajectory, its last, which says how it ended: what rewards and outcomes are counted by."""
+    return table if (last := lasts(table)).all() else table.filter(pa.array(last))
+
+
+def lasts(table: pa.Table) -> npt.NDArray[np.bool_]:
+    """Of each row, whether it is the last of its trajectory."""
+    sample = table.column("sample").to_numpy()
+    same = sample[1:] == sample[:-1]
+    if same.any():  # groups of one sample follow each other in an evaluation
+        group = np.asarray(table.column("group_id").to_pylist())
+        same &= group[1:] == group[:-1]
+    return np.append(~same, True)
 
 
 def masks_of(table: pa.Table) -> list[npt.NDArray[np.bool_]]:

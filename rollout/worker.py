@@ -67,7 +67,9 @@ class RolloutWorker(RolloutService):
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None
         if spec.env is not None:
-            player = Player(ChatDialogue(self.chat, spec.env.config.tool_parser, stop_ids), spec.env.limits)
+            config = spec.env.config
+            dialogue = ChatDialogue(self.chat, config.tool_parser, stop_ids)
+            player = Player(dialogue, spec.env.limits, config.history)
             self.trajectories = Trajectories(spec.env, self.engine, player)
         self._version = 0  # of the newest policy
         self._said: set[str] = set()
@@ -107,7 +109,7 @@ class RolloutWorker(RolloutService):
         self._say(f"environment: {t.outcome}: {t.fault}" for t in played if t.faulted)
         scores = await scored(self.pool, problem, played)
         self._say(scores.failures if scores is not None else ())
-        return rows_of(problem, played, [self.chat.decode(t.ids) for t in played], scores, by)
+        return rows_of(problem, played, self.chat.decode, scores, by)
 
     def _say(self, sentences: Iterable[str]) -> None:
         """Each once, to the log; the metrics count all."""

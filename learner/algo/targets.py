@@ -39,14 +39,15 @@ class Targets:
 def learnable(rows: Rows, loss: LossConfig) -> npt.NDArray[np.bool_]:
     """[R] whether a completion may be trained on at all: it has a reward and is not masked."""
     masked = rows.truncated & loss.mask_truncated
-    return np.asarray(np.isfinite(np.concatenate([np.empty(0), *rows.rewards])) & ~masked)
+    return np.asarray(np.isfinite(rows.of_rows(np.concatenate([np.empty(0), *rows.rewards]))) & ~masked)
 
 
 def targets_of(
     rows: Rows, config: Settings, max_completion_length: int, advantages: npt.NDArray[np.float64] | None = None
 ) -> Targets:
     """Whole groups go to the updates in their order, as evenly as possible. An advantage is worked out over the batch,
-    a coefficient over the completions of the update, which is an optimizer batch of its own.
+    a coefficient over the trajectories of the update, which is an optimizer batch of its own: however many rows a
+    trajectory has, it counts once.
 
     advantages: [M] PPO's, with which all that is learnable trains; None: GRPO's of the groups.
 
@@ -58,7 +59,7 @@ def targets_of(
         return Targets(np.empty(0), np.empty(0), np.empty(0, bool), np.empty(0, np.int64))
     rewards = np.concatenate(rows.rewards)
     scored = np.isfinite(rewards)
-    lengths = np.where(rows.truncated & loss.mask_truncated, 0, rows.counts)
+    lengths = rows.of_trajectories(np.where(rows.truncated & loss.mask_truncated, 0, rows.counts))
     groups = np.arange(len(rows.rewards)) * updates // len(rows.rewards)
     update = np.repeat(groups, [len(group) for group in rows.rewards])
     coefficients = np.zeros(len(rewards))
@@ -67,7 +68,7 @@ def targets_of(
         coefficients[own] = LOSSES[loss.kind](lengths[own], max_completion_length)
     trained = learnable(rows, loss)
     if advantages is None:
-        of_completions = np.concatenate(ADVANTAGES[loss.advantage](rows.rewards))
+        of_completions = rows.of_rows(np.concatenate(ADVANTAGES[loss.advantage](rows.rewards)))
         trained &= (of_completions != 0) | (loss.beta > 0)
         advantages = np.repeat(of_completions, rows.lengths)
-    return Targets(advantages, coefficients, trained, update)
+    return Targets(advantages, rows.of_rows(coefficients), trained, rows.of_rows(update))

@@ -1,6 +1,7 @@
 """The columns of a batch's groups that the learner needs, read out of their Arrow tables.
 
-Letters: P prompt tokens, T tokens after the prompt, R completions and M their tokens in the optimizer batch, C
+Letters: P prompt tokens, T tokens after the prompt, R completions and M their tokens in the optimizer batch, K
+trajectories (of one completion each, but with env.history "template" several: rows of rollout.schema), C
 completions and N the tokens of theirs that the policy sampled in a micro-batch. What an environment said between its
 turns belongs to a completion, and to M, but is not predicted.
 """
@@ -15,14 +16,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout.schema import check, masks_of, ragged, rewards_of
+from rollout.schema import check, lasts, masks_of, ragged, rewards_of, whole
 
 
 @dataclass(frozen=True)
 class Rows:
     """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
 
-    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a reward function failed
+    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a reward function failed; K in all
     prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables
     completions: npt.NDArray[np.int32]  # [M] token ids
     behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
@@ -33,6 +34,17 @@ class Rows:
     turn_rewards: npt.NDArray[np.float64] | None = (
         None  # [M] of the turn that ends with the token; None: no turn has one
     )
+    owners: npt.NDArray[np.int64] | None = None  # [R] which of the K trajectories a row is of; None: each of its own
+
+    def of_rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[K] of each trajectory -> [R] of each of its rows."""
+        return values if self.owners is None else values[self.owners]
+
+    def of_trajectories(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[R] of each row -> [K] the sum over a trajectory's rows."""
+        if self.owners is None:
+            return counts
+        return np.bincount(self.owners, counts, minlength=sum(map(len, self.rewards))).astype(np.int64)
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -94,10 +106,12 @@ def read(groups: Sequence[pa.Table]) -> Rows:
         raise ValueError(
             f"behavior_logprobs: must be finite, row {row} has {behavior[broken[0]]}; the generator is broken"
         )
-    rewards, sampled = [rewards_of(table) for table in tables], _sampled(tables, sizes[0])
+    rewards, sampled = [rewards_of(whole(table)) for table in tables], _sampled(tables, sizes[0])
+    last = _joined([lasts(table) for table in tables], np.bool_)
     cut = _joined([pc.equal(table.column("finish_reason"), "length").to_numpy() for table in tables], np.bool_)
     of_turns = _turn_rewards(tables, sizes[0], sampled)
-    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns)
+    owners = None if last.all() else np.cumsum(last) - last
+    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners)
 
 
 def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:

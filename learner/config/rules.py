@@ -83,6 +83,13 @@ ENV = (
         lambda c: c.env.use is None and c.env != EnvConfig(),
     ),
     Rule(
+        "env.history: template",
+        "may make several rows of a trajectory, for which neither PPO's values nor a reward model's score are made",
+        "set append, or learner.algorithm=grpo and rewards without adapter:", ("learner.algorithm",),
+        lambda c: c.env.history == "template"
+        and (c.learner.algorithm == "ppo" or any(reward.use.startswith("adapter:") for reward in c.rewards)),
+    ),
+    Rule(
         "env.timeout_s:",
         "must leave a group's trajectories within cluster.deadlines.group, with those that wait for a place",
         "lower it, or raise env.concurrency or the deadline",

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from learner.driver.env_metrics import env_metrics
-from rollout.schema import failed, parts_of, rewards_of
+from rollout.schema import failed, parts_of, rewards_of, whole
 
 
 class RewardsFailing(RuntimeError):
@@ -22,9 +22,10 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     RewardsFailing if reward functions failed on more than half of the completions.
     """
     rows = pa.concat_tables(groups)
-    rewards = rewards_of(rows)
-    status = Counter(rows.column("reward_status").to_pylist())
-    lost = failed(rows)
+    ends = whole(rows)
+    rewards = rewards_of(ends)
+    status = Counter(ends.column("reward_status").to_pylist())
+    lost = failed(ends)
     if lost.mean() > 0.5:
         raise RewardsFailing(
             f"{int(lost.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
@@ -32,7 +33,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
         )
     lengths = pc.list_value_length(rows.column("completion_ids")).to_numpy()
     staleness = version - rows.column("policy_version_min").to_numpy()
-    finished = np.asarray(rows.column("finish_reason").to_pylist())
+    finished = np.asarray(ends.column("finish_reason").to_pylist())
     metrics = {
         "reward/failed": float(lost.mean()),
         "reward/ms": float(np.mean(rows.column("reward_ms").to_numpy())),
@@ -46,7 +47,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     if not np.isnan(rewards).all():
         metrics |= {"reward/mean": float(np.nanmean(rewards)), "reward/std": float(np.nanstd(rewards))}
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    return metrics | reward_means(rows) | staleness_shares(rows, version) | env_metrics(rows)
+    return metrics | reward_means(ends) | staleness_shares(rows, version) | env_metrics(rows)
 
 
 def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:

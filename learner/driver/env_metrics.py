@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollout.env.trajectory import FAULTS
-from rollout.schema import masks_of
+from rollout.schema import lasts, masks_of, whole
 
 
 def env_metrics(rows: pa.Table) -> dict[str, float]:
@@ -14,23 +14,27 @@ def env_metrics(rows: pa.Table) -> dict[str, float]:
 
     env/errors: share that a fault of the environment ended, and has no reward. env/outcome_<name>: share that ended so.
     env/seconds: of the environment, in all turns together. env/observation_tokens: tokens that the policy did not
-    sample. Numbers that an environment gave itself, by its names, are sums over turns.
+    sample, of all rows of a trajectory. Numbers that an environment gave itself, by its names, are sums over turns.
     """
     if rows.column("messages").null_count == len(rows):
         return {}
+    ends, last = whole(rows), lasts(rows)
     turns = rows.column("turns").to_pylist()
-    outcomes = Counter(rows.column("finish_reason").to_pylist())
+    every, count = [turn for row in turns for turn in row], len(ends)
+    played = np.add.reduceat([len(row) for row in turns], np.flatnonzero(np.append(True, last[:-1])))
+    outcomes = Counter(ends.column("finish_reason").to_pylist())
+    observed = sum(np.count_nonzero(~mask) for mask in masks_of(rows))
     metrics = {
-        "env/turns": float(np.mean([len(row) for row in turns])),
-        "env/turns_max": float(max(len(row) for row in turns)),
-        "env/calls": float(np.mean([sum(turn["calls"] for turn in row) for row in turns])),
-        "env/malformed": float(np.mean([sum(turn["malformed"] for turn in row) for row in turns])),
-        "env/seconds": float(np.mean([sum(turn["env_ms"] for turn in row) for row in turns])) / 1e3,
-        "env/observation_tokens": float(np.mean([np.count_nonzero(~mask) for mask in masks_of(rows)])),
-        "env/errors": sum(outcomes[name] for name in FAULTS) / len(rows),
+        "env/turns": len(every) / count,
+        "env/turns_max": float(max(played)),
+        "env/calls": sum(turn["calls"] for turn in every) / count,
+        "env/malformed": sum(turn["malformed"] for turn in every) / count,
+        "env/seconds": sum(turn["env_ms"] for turn in every) / count / 1e3,
+        "env/observation_tokens": observed / count,
+        "env/errors": sum(outcomes[name] for name in FAULTS) / count,
     }
-    metrics |= {f"env/outcome_{name}": count / len(rows) for name, count in outcomes.items()}
+    metrics |= {f"env/outcome_{name}": number / count for name, number in outcomes.items()}
     own: Counter[str] = Counter()
-    for row in rows.column("env_metrics").to_pylist():
+    for row in ends.column("env_metrics").to_pylist():
         own.update({number["name"]: number["value"] for number in row})
-    return metrics | {f"env/{name}": total / len(rows) for name, total in own.items()}
+    return metrics | {f"env/{name}": total / count for name, total in own.items()}

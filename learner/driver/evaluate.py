@@ -14,7 +14,7 @@ from learner.driver.batch_metrics import reward_means
 from learner.driver.env_metrics import env_metrics
 from rewards.config import RewardConfig, functions_of, resolved_names
 from rollout.producer import Producer
-from rollout.schema import Problem, failed, parts_of
+from rollout.schema import Problem, failed, parts_of, whole
 from rollout.types import Sampling
 
 NUM_SAMPLES = 3
@@ -86,10 +86,12 @@ async def evaluate(
             return group
 
     rows = pa.concat_tables(await asyncio.gather(*(answer(i, p) for i, p in enumerate(problems))))
+    metrics = env_metrics(rows)
+    rows = whole(rows)
     said = _said(rows, accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None))
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}
-    means |= {key.replace("env/", "eval/"): value for key, value in env_metrics(rows).items()}
+    means |= {key.replace("env/", "eval/"): value for key, value in metrics.items()}
     means["eval/failed"] = float(failed(rows).mean())
     if scores:
         means["eval/accuracy"] = sum(scores) / len(scores)

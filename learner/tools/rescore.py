@@ -19,7 +19,7 @@ from rewards.memory import DEFAULT
 from rewards.pool import RewardPool, Scores
 from rollout import ledger
 from rollout.config import parse_size
-from rollout.schema import rewards_of
+from rollout.schema import rewards_of, whole
 
 BINS = 10
 WIDTH = 40
@@ -83,7 +83,7 @@ def _argument(text: str) -> tuple[str, Any]:
 def _groups(rows: pa.Table) -> list[pa.Table]:
     ids = rows.column("group_id").to_pylist()
     starts = [i for i, group in enumerate(ids) if i == 0 or group != ids[i - 1]]
-    return [rows.slice(a, b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    return [whole(rows.slice(a, b - a)) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:

@@ -28,9 +28,10 @@ class EnvConfig(Frozen):
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     """What reads the tool calls of a turn: `hermes`, one of vLLM's tool parsers by its name, or `auto`, the one that
     reads back what the model's chat template writes."""
-    history: Literal["append", "refuse"] = "append"
-    """Answers are appended behind what was sampled, which stays as it is. Some chat templates write an answer
-    differently after some turns: `append` goes on and says so at the start, `refuse` ends the run before it starts."""
+    history: Literal["append", "template", "refuse"] = "append"
+    """`append`: answers follow what was sampled, which stays as it is. Some chat templates write the past or an answer
+    differently later on (they drop thinking, say): `append` goes on and says so at the start, `refuse` ends the run
+    before it starts, `template` renders the conversation anew for each turn, in further rows where it was rewritten."""
     start_timeout_s: Seconds = 60.0
     """Seconds for an environment's process to start, load and reset."""
     step_timeout_s: Seconds = 30.0

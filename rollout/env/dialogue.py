@@ -43,6 +43,10 @@ class ChatDialogue:
         except ChatError as error:
             raise EnvironmentFault("bad_observation", f"step: {error}") from error
 
+    def past(self, turn: Turn) -> Message:
+        ids = turn.token_ids[:-1] if turn.token_ids[-1] in self._ends else turn.token_ids
+        return {"role": "assistant", "content": self._chat.decode(ids, special=True)}  # calls stay as they were written
+
     def shown(self, token_ids: Sequence[int]) -> Message:
         size = len(self._chat.tokenizer)
         if not all(0 <= token < size for token in token_ids):

@@ -47,16 +47,16 @@ class Drive:
             took = (time.perf_counter() - begun) * 1e3
             if isinstance(step, Step):
                 break
-            if self._trajectory.turns:
-                self._trajectory.turns[-1].env_ms += took
+            if self._trajectory.row.turns:
+                self._trajectory.row.turns[-1].env_ms += took
             asked = step
-        if self._trajectory.turns:
-            self._trajectory.answered(step, self._trajectory.turns[-1].env_ms + took)
+        if self._trajectory.row.turns:
+            self._trajectory.answered(step, self._trajectory.row.turns[-1].env_ms + took)
         self._trajectory.outcome = self._cut or "done"
 
     async def _answer(self, asked: Asked) -> Sampled | NoMore:
         trajectory = self._trajectory
-        so_far = (*trajectory.prompt_ids, *trajectory.ids)
+        so_far = trajectory.row.so_far
         if asked.token_ids[: len(so_far)] != so_far:
             raise EnvironmentFault(
                 "branched",
@@ -64,7 +64,7 @@ class Drive:
                 "before it, and does not; keep the sampled ids instead of encoding their text again",
             )
         seen = asked.token_ids[len(so_far) :]
-        room = self._tokens - len(trajectory.ids) - len(seen)
+        room = self._tokens - len(trajectory.row.ids) - len(seen)
         if len(trajectory.turns) == self._turns:
             self._cut = self._cut or "turns"
             return NoMore(f"the trajectory has had its {self._turns} turns (env.max_turns)")
@@ -79,7 +79,7 @@ class Drive:
         trajectory, begun = self._trajectory, time.perf_counter()
         most = room if asked.max_tokens is None else min(room, asked.max_tokens)
         completion = await self._model.generate(list(asked.token_ids), most, len(trajectory.turns))
-        trajectory.sampled(completion, (time.perf_counter() - begun) * 1e3)
+        trajectory.row.sampled(completion, (time.perf_counter() - begun) * 1e3)
         trajectory.spoke(self._dialogue.read(completion.token_ids.tolist(), ()))
         self._cut = "length" if completion.finish_reason == "length" else ""
         return Sampled(completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason)

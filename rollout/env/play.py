@@ -3,30 +3,22 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollout.env.drive import Drive, Model
+from rollout.env.history import HISTORIES, Writing
 from rollout.env.program import Asked, Hosted
 from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
-from rollout.env.trajectory import EnvironmentFault, Trajectory
+from rollout.env.trajectory import EnvironmentFault, Row, Trajectory
 from rollout.schema import Problem
 
 
-class Dialogue(Protocol):
-    """How a conversation is written as tokens: rollout.env.dialogue.ChatDialogue."""
-
-    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
-        """The prompt [P]: the messages, and the opening of the policy's turn."""
-        ...
+class Dialogue(Writing, Protocol):
+    """How a conversation is written as tokens, and read: rollout.env.dialogue.ChatDialogue."""
 
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
         """What the policy sampled, with its tool calls."""
-        ...
-
-    def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
-        """The tokens that follow a sampled turn which these messages answer, up to the opening of the next turn; None
-        if the template cannot go on from the turn's last token."""
         ...
 
     def shown(self, token_ids: Sequence[int]) -> Message:
@@ -46,17 +38,18 @@ class Limits:
 
 
 class Player:
-    """Plays trajectories within limits, writing them by a dialogue."""
+    """Plays trajectories within limits, writing them by a dialogue. history: env.history."""
 
-    def __init__(self, dialogue: Dialogue, limits: Limits) -> None:
+    def __init__(self, dialogue: Dialogue, limits: Limits, history: str = "append") -> None:
         self._dialogue, self._limits = dialogue, limits
+        self._answer = HISTORIES[history](dialogue, limits.tokens)
 
     async def play(self, env: Hosted, model: Model, problem: Problem, seed: int) -> Trajectory:
         """A whole trajectory. A fault of the environment is its outcome; what the engine raises is passed on.
 
         The environment is closed by who made it.
         """
-        trajectory = Trajectory(problem.prompt_ids)
+        trajectory = Trajectory([Row(problem.prompt_ids)])
         clock = asyncio.timeout(self._limits.seconds)
         try:
             async with clock:
@@ -82,14 +75,14 @@ class Player:
         if isinstance(begun, Asked):
             start, prompt = Start((self._dialogue.shown(begun.token_ids),)), begun.token_ids
         else:
-            start = begun
-            if start.messages or start.tools:
-                prompt = self._dialogue.open(opened(start, problem), start.tools)
+            start = replace(begun, messages=opened(begun, problem))
+            if begun.messages or begun.tools:
+                prompt = self._dialogue.open(start.messages, start.tools)
         trajectory.begin(start, prompt)
-        if len(trajectory.prompt_ids) > self._limits.prompt:
+        if len(prompt) > self._limits.prompt:
             raise EnvironmentFault(
                 "bad_observation",
-                f"reset: its messages have {len(trajectory.prompt_ids)} tokens, and rollout.max_prompt_length is "
+                f"reset: its messages have {len(prompt)} tokens, and rollout.max_prompt_length is "
                 f"{self._limits.prompt}",
             )
         return start
@@ -97,9 +90,9 @@ class Player:
     async def _turn(self, trajectory: Trajectory, env: Hosted, model: Model, start: Start) -> None:
         """The policy's next turn and the answer to it; sets the outcome if it is the last."""
         limits, begun = self._limits, time.perf_counter()
-        so_far = [*trajectory.prompt_ids, *trajectory.ids]
-        completion = await model.generate(so_far, limits.tokens - len(trajectory.ids), len(trajectory.turns))
-        trajectory.sampled(completion, _ms(begun))
+        row, played = trajectory.row, len(trajectory.turns)
+        completion = await model.generate(row.so_far, limits.tokens - len(row.ids), played)
+        row.sampled(completion, _ms(begun))
         turn = self._dialogue.read(completion.token_ids.tolist(), start.tools)
         trajectory.spoke(turn)
         if completion.finish_reason == "length":
@@ -109,14 +102,10 @@ class Player:
         step = await env.step(turn)
         assert isinstance(step, Step)
         trajectory.answered(step, _ms(begun))
-        if step.done or len(trajectory.turns) == limits.turns:
+        if step.done or played + 1 == limits.turns:
             trajectory.outcome = "done" if step.done else "turns"
             return
-        seen = self._dialogue.observe(step.messages, turn, start.tools)
-        if seen is None or len(trajectory.ids) + len(seen) >= limits.tokens:
-            trajectory.outcome = "unclosed" if seen is None else "length"
-            return
-        trajectory.observed(step.messages, seen)
+        trajectory.outcome = self._answer(trajectory, turn, step.messages, start)
 
 
 def opened(start: Start, problem: Problem) -> tuple[Message, ...]:

@@ -89,7 +89,7 @@ def _env_seed(run_seed: int, problem: Problem) -> int:
 
 
 def _check_start(problem: Problem, trajectories: Sequence[Trajectory]) -> None:
-    starts = {(t.prompt_ids, t.state) for t in trajectories if t.began}
+    starts = {(t.rows[0].prompt_ids, t.state) for t in trajectories if t.began}
     if len(starts) > 1:
         what = "initial states" if len({state for _, state in starts}) > 1 else "first messages or tools"
         raise UnequalStart(

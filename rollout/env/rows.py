@@ -1,7 +1,7 @@
 """Trajectories of a group -> columns of rollout.schema, with what environments and reward functions give for them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,34 +23,47 @@ async def scored(pool: RewardPool | None, problem: Problem, trajectories: Sequen
     return await pool.score(
         prompts=[list(t.opening) or problem.messages for t in whole],
         completions=[t.messages for t in whole],
-        completion_ids=[t.ids for t in whole],
+        completion_ids=[t.row.ids for t in whole],
         columns={name: [value] * len(whole) for name, value in problem.columns.items()},
     )
 
 
 def rows_of(
-    problem: Problem, trajectories: Sequence[Trajectory], texts: Sequence[str], scores: Scores | None, by: Sampled
+    problem: Problem,
+    trajectories: Sequence[Trajectory],
+    decode: Callable[[Sequence[int]], str],
+    scores: Scores | None,
+    by: Sampled,
 ) -> dict[str, Sequence[Any]]:
-    """All columns of the group. texts: the trajectories decoded, for people."""
+    """All columns of the group: a row for each trajectory, or as many as it has, the last of which holds what is said
+    of all of it (messages, metrics). decode: ids as text, for people."""
+    rewards = _rewards(trajectories, scores)
+    places = [(i, row) for i, trajectory in enumerate(trajectories) for row in trajectory.rows]
+    last = [row is trajectories[i].row for i, row in places]
     completions = [
         Completion(
-            np.asarray(t.ids, np.int32), np.asarray(t.logprobs, np.float32), t.outcome, np.asarray(t.versions, np.int32)
+            np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32), trajectories[i].outcome,
+            np.asarray(row.versions, np.int32),
         )
-        for t in trajectories
+        for i, row in places
+    ]  # fmt: skip
+    of_all: list[tuple[str | None, list[tuple[str, float]]]] = [
+        (json.dumps(trajectories[i].messages), list(trajectories[i].metrics.items())) if whole else (None, [])
+        for (i, _), whole in zip(places, last, strict=True)
     ]
-    rewards = _rewards(trajectories, scores)
     return facts_of(problem, completions, by) | {
-        "prompt_ids": [list(t.prompt_ids) for t in trajectories],
-        "completion": texts,
-        "loss_mask": [t.mask for t in trajectories],
-        "turns": [[turn.as_row() for turn in t.turns] for t in trajectories],
-        "messages": [json.dumps(t.messages) for t in trajectories],
-        "env_metrics": [list(t.metrics.items()) for t in trajectories],
-        "generate_ms": [sum(turn.generate_ms for turn in t.turns) for t in trajectories],
-        "reward": [reward for reward, _, _ in rewards],
-        "reward_status": [status for _, status, _ in rewards],
-        "reward_parts": [list(parts.items()) for _, _, parts in rewards],
-        "reward_ms": [0.0 if scores is None else scores.ms] * len(trajectories),
+        "sample": [i for i, _ in places],
+        "prompt_ids": [list(row.prompt_ids) for _, row in places],
+        "completion": [decode(row.ids) for _, row in places],
+        "loss_mask": [row.mask for _, row in places],
+        "turns": [[turn.as_row() for turn in row.turns] for _, row in places],
+        "messages": [messages for messages, _ in of_all],
+        "env_metrics": [metrics for _, metrics in of_all],
+        "generate_ms": [sum(turn.generate_ms for turn in row.turns) for _, row in places],
+        "reward": [rewards[i][0] for i, _ in places],
+        "reward_status": [rewards[i][1] for i, _ in places],
+        "reward_parts": [list(rewards[i][2].items()) for i, _ in places],
+        "reward_ms": [0.0 if scores is None else scores.ms] * len(places),
     }
 
 

@@ -1,7 +1,7 @@
 """One trajectory as it grows: what the policy sampled and what it was answered, token by token."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout.env.protocol import Message, Start, Step, Turn
@@ -30,7 +30,7 @@ class EnvironmentFault(Exception):
 
 @dataclass(slots=True)
 class Played:
-    """One turn of the policy: tokens [start, stop) of what follows the prompt."""
+    """One turn of the policy: tokens [start, stop) of what follows the prompt of its row."""
 
     start: int
     stop: int
@@ -46,43 +46,25 @@ class Played:
 
 
 @dataclass(slots=True)
-class Trajectory:
-    """What follows the prompt. Letters: T tokens so far.
+class Row:
+    """A prompt and what follows it, in one piece. Letters: T tokens so far.
 
     Attributes:
-        began: whether the environment was reset; before that prompt_ids are the problem's own.
-        opening: the messages that it began with; (): the problem's own.
         ids, logprobs, versions, mask: [T]; of an observation the logprob is 0, the version that of the turn before, the
             mask false.
-        messages: the conversation after the prompt, as reward functions are given it.
-        parts: rewards by name, from score(); the sum of the turns' rewards as "env".
-        outcome: one of OUTCOMES, once it is over; `fault` says in a sentence what went wrong with the environment.
     """
 
     prompt_ids: tuple[int, ...]
-    state: str = ""
-    began: bool = False
-    opening: tuple[Message, ...] = ()
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     turns: list[Played] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    metrics: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, float] = field(default_factory=dict)
-    outcome: str = ""
-    fault: str = ""
-
-    def begin(self, start: Start, prompt_ids: tuple[int, ...]) -> None:
-        """Once the environment was reset."""
-        self.began, self.state, self.prompt_ids = True, start.state, prompt_ids
-        self.opening = start.messages
 
     @property
-    def faulted(self) -> bool:
-        """Whether it ended by a fault of its environment."""
-        return self.outcome in FAULTS
+    def so_far(self) -> tuple[int, ...]:
+        """All of it."""
+        return (*self.prompt_ids, *self.ids)
 
     def sampled(self, completion: Completion, generate_ms: float) -> None:
         """The policy's next turn."""
@@ -93,24 +75,83 @@ class Trajectory:
         self.mask += [True] * len(completion.token_ids)
         self.turns.append(Played(start, len(self.ids), generate_ms))
 
+    def read(self, ids: Sequence[int], version: int) -> None:
+        """Tokens that the policy did not sample."""
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [version] * len(ids)
+        self.mask += [False] * len(ids)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """What one environment and the policy make of a problem.
+
+    Attributes:
+        rows: one; with env.history "template" another one where the chat template has rewritten what came before.
+        state: see rollout.env.protocol.Start. began: whether the environment was reset; before that the prompt is the
+            problem's own. opening: the messages that it began with; (): the problem's own.
+        messages: the conversation after the prompt, as reward functions are given it. written: the same as the chat
+            template is given it, where it is rendered anew.
+        parts: rewards by name, from score(); the sum of the turns' rewards as "env".
+        outcome: one of OUTCOMES, once it is over; `fault` says in a sentence what went wrong with the environment.
+    """
+
+    rows: list[Row]
+    state: str = ""
+    began: bool = False
+    opening: tuple[Message, ...] = ()
+    messages: list[Message] = field(default_factory=list)
+    written: list[Message] = field(default_factory=list)
+    metrics: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(default_factory=dict)
+    outcome: str = ""
+    fault: str = ""
+
+    @property
+    def row(self) -> Row:
+        """The one that is being written."""
+        return self.rows[-1]
+
+    @property
+    def turns(self) -> list[Played]:
+        """Of all rows."""
+        return [turn for row in self.rows for turn in row.turns]
+
+    @property
+    def faulted(self) -> bool:
+        """Whether it ended by a fault of its environment."""
+        return self.outcome in FAULTS
+
+    def begin(self, start: Start, prompt_ids: tuple[int, ...]) -> None:
+        """Once the environment was reset."""
+        self.began, self.state, self.rows = True, start.state, [Row(prompt_ids)]
+        self.opening = start.messages
+
     def spoke(self, turn: Turn) -> None:
-        """What the turn says, once it has been read."""
+        """What the newest turn says, once it has been read."""
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         self.messages.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
-        self.turns[-1].calls, self.turns[-1].malformed = len(turn.calls), len(turn.malformed)
+        self.row.turns[-1].calls, self.row.turns[-1].malformed = len(turn.calls), len(turn.malformed)
 
     def answered(self, step: Step, env_ms: float) -> None:
         """The environment's answer to it, before it is known whether there is room for it."""
-        self.turns[-1].env_ms, self.turns[-1].reward = env_ms, step.reward
+        self.row.turns[-1].env_ms, self.row.turns[-1].reward = env_ms, step.reward
         self.metrics.update(step.metrics)
 
-    def observed(self, messages: tuple[Message, ...], ids: tuple[int, ...]) -> None:
-        """The answer as the policy sees it."""
+    def observed(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
+        """The answer as the policy sees it, behind what was sampled."""
         self.messages += messages
-        self.ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.versions += self.versions[-1:] * len(ids)
-        self.mask += [False] * len(ids)
+        self.row.read(ids, self.row.versions[-1])
+
+    def rewritten(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
+        """The answer in a conversation that was rendered anew and does not begin with what was sampled: another row,
+        whose prompt is as much of the first row's as it still begins with."""
+        self.messages += messages
+        first, version = self.rows[0].prompt_ids, self.row.versions[-1]
+        same = next((i for i, (a, b) in enumerate(zip(first, prompt, strict=False)) if a != b), len(first))
+        self.rows.append(Row(tuple(prompt[:same])))
+        self.row.read(prompt[same:], version)
 
     def scored(self, parts: Mapping[str, float]) -> None:
         """The final parts of the reward; turn rewards are one, if there is any."""

@@ -22,9 +22,11 @@ def make_group(
     version: int = 0,
     cut: Sequence[int] = (),
     masks: Sequence[Sequence[bool] | None] | None = None,
+    samples: Sequence[int] | None = None,
 ) -> pa.Table:
     """One group; `behavior` gives the sampler's logprobs of a completion after a prompt. `cut`: those that were stopped
-    at the greatest length. `masks`: which tokens the policy sampled; None: all."""
+    at the greatest length. `masks`: which tokens the policy sampled; None: all. `samples`: the trajectory that a
+    completion is a row of; None: each of its own."""
     n = len(completions)
     zeros, empty = [0.0] * n, [""] * n
     return build_group(
@@ -35,7 +37,7 @@ def make_group(
             "epoch": [0] * n,
             "position": [position] * n,
             "attempt": [0] * n,
-            "sample": list(range(n)),
+            "sample": samples or list(range(n)),
             "problem": ["{}"] * n,
             "completion": empty,
             "prompt_ids": [prompt] * n,

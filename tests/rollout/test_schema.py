@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout import ledger
 from rollout.fake_groups import make_columns, make_group
-from rollout.schema import SCHEMA, build_group, check, group_position, parts_of, ragged, rewards_of
+from rollout.schema import SCHEMA, build_group, check, group_position, lasts, parts_of, ragged, rewards_of, whole
 from rollout.types import Completion
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -70,6 +70,14 @@ def test_another_version_is_refused() -> None:
     for metadata, found in (({"gleaner.schema": "1"}, "1"), (None, "none")):
         with pytest.raises(ValueError, match=f"must be 2, got {found}"):
             check(make_group().replace_schema_metadata(metadata))
+
+
+def test_of_a_trajectory_with_several_rows_the_last_speaks_for_it() -> None:
+    one, other = make_group(3, rewards=(1.0, 1.0, 0.0), sample=[0, 0, 1]), make_group(4, rewards=(1.0,))
+    table = pa.concat_tables([one, other, make_group(5, rewards=(0.5,))])  # the last two have sample 0 in groups of one
+    assert lasts(table).tolist() == [False, True, True, True, True]
+    assert whole(table).equals(table.filter(pa.array([False, True, True, True, True])))
+    assert whole(other) is other
 
 
 def test_missing_and_unknown_columns_are_named() -> None:

@@ -60,6 +60,22 @@ def test_only_what_the_policy_sampled_counts_as_tokens_of_the_loss(kind: Any, co
     assert found.advantages.tolist() == [-0.5] * 2 + [0.5] * 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "coefficients"),
+    [("dapo", [1 / 12] * 5), ("dr_grpo", [1 / 40] * 5), ("grpo", [1 / 20, 1 / 20, 1 / 16, 1 / 8, 1 / 4])],
+)
+def test_a_trajectory_of_two_rows_is_one_in_every_mean(kind: Any, coefficients: Any) -> None:
+    """Rewards 0, 2 and 1, 5 in two groups: the first trajectory has rows of 2 and 3 tokens, the second one of 4."""
+    groups = [
+        {"completions": [[1] * 2, [1] * 3, [2] * 4], "rewards": [0, 0, 2], "samples": [0, 0, 1]},
+        {"completions": [[3] * 2, [4] * 1], "rewards": [1, 5]},
+    ]
+    found = found_in(LossConfig(kind=kind, advantage="none"), groups)
+    assert found.advantages.tolist() == [-1] * 5 + [1] * 4 + [-2] * 2 + [2]  # not those of a mean over rows
+    assert found.coefficients.tolist() == pytest.approx(coefficients)
+    assert found.trained.tolist() == [True] * 5
+
+
 def test_of_no_group_there_is_nothing_of_the_right_types() -> None:
     found, some = found_in(LossConfig(), []), found_in(LossConfig())
     for name in ("advantages", "coefficients", "trained", "update"):

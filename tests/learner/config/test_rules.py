@@ -23,6 +23,11 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["rewards=[]"], "rewards: must list at least one reward function.*got env.use=null"),
     (["env.max_turns=3"], "env: its settings need env.use"),
     (
+        ["env.use=tools", "env.history=template", "learner.algorithm=ppo"],
+        "env.history: template .*got learner.algorithm",
+    ),
+    (["env.use=tools", "env.history=template", "rewards=[{use: 'adapter:x'}]"], "env.history: template may make"),
+    (
         ["env.use=tools", "env.concurrency=16", "env.timeout_s=250"],  # 64 trajectories in 4 rounds
         "env.timeout_s: must leave.*env.concurrency=16, .*generations=8, .*step=8, .*deadlines.group=900.0",
     ),

@@ -51,5 +51,23 @@ def test_means_over_trajectories() -> None:
     assert whole["reward/mean"] == pytest.approx(0.5)
 
 
+def test_a_trajectory_of_two_rows_counts_once() -> None:
+    group = make_group(
+        completions=[completion(3, "done"), completion(4, "done"), completion(2, "turns")],
+        sample=[0, 0, 1],
+        rewards=[1.0, 1.0, 0.0],
+        reward_parts=[[("won", 1.0)], [("won", 1.0)], [("won", 0.0)]],
+        loss_mask=[[True] * 3, [False] * 3 + [True], [True] * 2],
+        turns=[[turn(0, 3)], [turn(3, 4, calls=2)], [turn(0, 2)]],
+        messages=[None, "[]", "[]"],
+        env_metrics=[[], [("solved", 1.0)], [("solved", 0.0)]],
+    )
+    found = batch_metrics([group], version=0)
+    wanted = {"env/turns": 1.5, "env/turns_max": 2.0, "env/calls": 2.0, "env/seconds": 0.375, "env/solved": 0.5}
+    wanted |= {"env/observation_tokens": 1.5, "env/outcome_done": 0.5, "env/outcome_turns": 0.5}
+    wanted |= {"reward/mean": 0.5, "reward/won": 0.5, "rollout/tokens": 9.0}
+    assert {name: found[name] for name in wanted} == wanted
+
+
 def test_single_completions_have_none() -> None:
     assert env_metrics(make_group()) == {}

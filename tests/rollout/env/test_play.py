@@ -29,6 +29,9 @@ class Digits:
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
         return Turn("".join(map(str, token_ids)), tuple(token_ids))
 
+    def past(self, turn: Turn) -> Message:
+        return {"role": "assistant", "content": turn.text}
+
     def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
         return (*self.open(messages, tools), OPEN) if turn.token_ids[-1] == END else None
 
@@ -73,19 +76,33 @@ class Answers:
     async def close(self) -> None: ...
 
 
-async def play(policy: Policy, env: Any = None, limits: Limits = LIMITS) -> Trajectory:
-    return await Player(Digits(), limits).play(env or Answers(), policy, PROBLEM, 0)
+class Forgetful(Digits):
+    """Writes past turns without what they thought: the digits up to the first 0."""
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        ids: list[int] = []
+        for message in messages:
+            _, thought, answer = message["content"].partition("0")
+            ids += [int(digit) for digit in (answer if thought else message["content"])]
+            ids += [OPEN] * (message["role"] == "tool")
+        return tuple(ids)
+
+
+async def play(
+    policy: Policy, env: Any = None, limits: Limits = LIMITS, dialogue: Digits | None = None, history: str = "append"
+) -> Trajectory:
+    return await Player(dialogue or Digits(), limits, history).play(env or Answers(), policy, PROBLEM, 0)
 
 
 async def test_what_was_sampled_is_masked_in_and_what_was_answered_is_not() -> None:
     policy = Policy([3, 4, END], [6, END])
     found = await play(policy)
-    assert found.ids == [3, 4, END, 5, OPEN, 6, END]
-    assert found.mask == [True, True, True, False, False, True, True]
-    assert found.logprobs == [-1, -2, -3, 0, 0, -1, -2]
-    assert found.versions == [4, 4, 4, 4, 4, 5, 5]  # an observation has that of the turn before
+    assert found.row.ids == [3, 4, END, 5, OPEN, 6, END]
+    assert found.row.mask == [True, True, True, False, False, True, True]
+    assert found.row.logprobs == [-1, -2, -3, 0, 0, -1, -2]
+    assert found.row.versions == [4, 4, 4, 4, 4, 5, 5]  # an observation has that of the turn before
     assert [(turn.start, turn.stop, turn.reward) for turn in found.turns] == [(0, 3, 0.25), (5, 7, 0.25)]
-    assert (found.outcome, found.prompt_ids, found.state) == ("done", (1, 2), "s")
+    assert (found.outcome, found.row.prompt_ids, found.state) == ("done", (1, 2), "s")
     assert (found.parts, found.metrics) == ({"env": 0.5, "whole": 2.0}, {"answers": 2.0})
     assert policy.seen == [([1, 2], 12), ([1, 2, 3, 4, END, 5, OPEN], 7)]
     said = [("assistant", "349"), ("tool", "5"), ("assistant", "69")]
@@ -104,20 +121,47 @@ async def test_what_was_sampled_is_masked_in_and_what_was_answered_is_not() -> N
 )
 async def test_how_a_trajectory_ends(turns: list[list[int]], limits: Limits, outcome: str, length: int) -> None:
     found = await play(Policy(*turns), Answers(turns=9), limits)
-    assert (found.outcome, len(found.ids), found.parts["whole"]) == (outcome, length, 2.0)
-    assert found.mask[-1]  # nothing is observed that no turn follows
+    assert (found.outcome, len(found.row.ids), found.parts["whole"]) == (outcome, length, 2.0)
+    assert found.row.mask[-1]  # nothing is observed that no turn follows
+
+
+async def test_a_template_that_keeps_the_past_gives_one_row_and_one_that_rewrites_it_another() -> None:
+    """What was thought before the 0 is learned in the first row, and is not there in the second."""
+    turns = [[3, 0, 4, END], [6, END], [7, END]]
+    found = await play(Policy(*turns), Answers(3, "12"), Limits(6, 20, 3, 5), Forgetful(), "template")
+    one, other = found.rows
+    assert (one.prompt_ids, one.ids) == ((1, 2), [3, 0, 4, END])
+    assert (other.prompt_ids, other.ids) == ((1, 2), [4, END, 5, OPEN, 6, END, 5, OPEN, 7, END])
+    assert other.mask == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2
+    assert other.logprobs == [0, 0, 0, 0, -1, -2, 0, 0, -1, -2]
+    assert (other.versions, found.parts["env"]) == ([4, 4, 4, 4, 5, 5, 5, 5, 6, 6], 0.75)
+    assert [(t.start, t.stop) for t in found.turns] == [(0, 4), (4, 6), (8, 10)]
+    kept = await play(Policy([4, END], [6, END]), Answers(2, "12"), Limits(6, 20, 3, 5), Forgetful(), "template")
+    assert [row.ids for row in kept.rows] == [[4, END, 5, OPEN, 6, END]]
+
+
+async def test_a_row_begins_with_as_much_of_the_first_prompt_as_is_still_there_and_fits() -> None:
+    class Dated(Forgetful):
+        def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+            return (1, min(len(messages), 9), *super().open(messages, tools))
+
+    found = await play(Policy([4, END], [6, END]), Answers(2, "12"), Limits(6, 20, 3, 5), Dated(), "template")
+    assert [row.prompt_ids for row in found.rows] == [(1, 1, 1, 2), (1,)]
+    assert found.rows[1].ids == [3, 1, 2, 4, END, 5, OPEN, 6, END]
+    full = await play(Policy([3, 0, 4, END], [6, END]), Answers(2, "12"), Limits(6, 4, 3, 5), Forgetful(), "template")
+    assert (full.outcome, len(full.rows)) == ("length", 1)
 
 
 async def test_the_environments_own_messages_are_the_prompt_if_they_fit() -> None:
-    assert (await play(Policy([END], [END]), Answers(start="777"))).prompt_ids == (7, 7, 7)
+    assert (await play(Policy([END], [END]), Answers(start="777"))).row.prompt_ids == (7, 7, 7)
     found = await play(Policy([END]), Answers(start="7777777"))
-    assert (found.outcome, found.ids) == ("bad_observation", [])
+    assert (found.outcome, found.row.ids) == ("bad_observation", [])
     assert found.fault == "reset: its messages have 7 tokens, and rollout.max_prompt_length is 6"
 
 
 async def test_a_trajectory_that_takes_too_long_ends_without_a_reward() -> None:
     found = await play(Policy([3, END]), Answers(wait=60), Limits(6, 12, 3, seconds=0.05))
-    assert (found.outcome, found.faulted, found.parts, found.ids) == ("env_timeout", True, {}, [3, END])
+    assert (found.outcome, found.faulted, found.parts, found.row.ids) == ("env_timeout", True, {}, [3, END])
     assert found.fault == "the trajectory took more than 0.05 s (env.timeout_s)"
 
 
@@ -133,7 +177,7 @@ async def test_a_fault_is_the_outcome_and_what_was_sampled_stays(where: str, tok
     env = Answers()
     setattr(env, where, raising(EnvironmentFault("env_killed", "gone")))
     found = await play(Policy([3, END], [4, END]), env)
-    assert (found.outcome, found.fault, len(found.ids), found.parts) == ("env_killed", "gone", tokens, {})
+    assert (found.outcome, found.fault, len(found.row.ids), found.parts) == ("env_killed", "gone", tokens, {})
 
 
 @pytest.mark.parametrize("error", [TimeoutError("of the engine"), RuntimeError("the engine died")])

@@ -127,6 +127,35 @@ async def test_what_was_sampled_is_never_tokenised_again(started: Any) -> None:
     assert longest == [*table.column("prompt_ids")[0].as_py(), *ids[: -len(letters) - 1]]
 
 
+THOUGHTLESS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "{{ m.content.split('</reasoning>')[-1] }}END{% endif %}:{% endfor %}"
+)
+
+
+async def test_where_the_template_drops_thinking_each_turn_is_learned_in_a_row_of_its_own(started: Any) -> None:
+    turn = [*CHAT.tokenizer.encode("<reasoning>1</reasoning>3", add_special_tokens=False), STOP]
+    worker = await started(sample=lambda ids, _: turn, history="template")
+    tokenizer = worker.chat.tokenizer
+    tokenizer.chat_template = THOUGHTLESS.replace("END", tokenizer.convert_ids_to_tokens(STOP))
+    table = await worker.rollout(PROBLEM, replace(SAMPLING, n=2), 0)
+    assert table.column("sample").to_pylist() == [0, 0, 0, 1, 1, 1]
+    asked, said = {"role": "user", "content": "begin"}, {"role": "assistant", "content": "3"}
+    again = {"role": "user", "content": "go on"}
+    for i, row in enumerate(table.slice(3).to_pylist()):
+        rendered = list(worker.chat.render([asked, *[said, again] * i])[1])
+        assert [*row["prompt_ids"], *row["completion_ids"]] == [*rendered, *turn]
+        assert row["loss_mask"] == [False] * (len(row["completion_ids"]) - len(turn)) + [True] * len(turn)
+        assert (row["reward"], row["messages"] is None) == (
+            4.5,
+            i < 2,
+        )  # three turns of 0.5, and three times the answer
+    rows = read([table])
+    assert rows.owners is not None
+    assert (rows.owners.tolist(), [len(group) for group in rows.rewards]) == ([0, 0, 0, 1, 1, 1], [2])
+    assert rows.counts.tolist() == [len(turn)] * 6
+
+
 async def test_a_fault_has_no_reward_and_the_rest_of_the_group_stays(started: Any, tmp_path: Path) -> None:
     worker = await started("raises")
     table = await worker.rollout(PROBLEM, SAMPLING, 0)
