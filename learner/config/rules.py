@@ -5,45 +5,20 @@ What one setting alone may be stands at its field; what needs a model, data or m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
 
 from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES
 from learner.config.learner import LoraConfig, ValueConfig
+from learner.config.rule import Rule
 from learner.config.settings import Settings
 from rewards.config import adapters_of, functions_of
 from rollout.env.config import EnvConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A setting that needs others, or does not go with them."""
-
-    setting: str  # as one writes it
-    rule: str  # and why
-    mend: str  # the next step
-    got: tuple[str, ...]  # the keys whose values decide
-    broken: Callable[[Settings], bool]
-
-    def sentence(self, config: Settings) -> str:
-        """Field, rule, next step, values."""
-        values = ", ".join(f"{key}={_written(config, key)}" for key in self.got)
-        return f"{self.setting} {self.rule}; {self.mend} (got {values})"
-
-
 def broken_rules(config: Settings) -> list[str]:
     """A sentence for each rule that the configuration breaks."""
     return [rule.sentence(config) for rule in RULES if rule.broken(config)]
-
-
-def _written(config: Settings, key: str) -> str:
-    """The value of a dotted key, as it is written in a file."""
-    value: Any = reduce(getattr, key.split("."), config)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _takes_turns(config: Settings) -> bool:
