@@ -48,10 +48,14 @@ def held(folder: Path) -> Iterator[None]:
 def _take(path: Path) -> int:
     """A descriptor of the folder's lock file, locked."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # a run that ended without leaving anything has just removed its folder
+            continue
+        except FileExistsError:  # it has removed it while we made it; or there is a file of that name
+            if path.parent.exists() and not path.parent.is_dir():
+                raise
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

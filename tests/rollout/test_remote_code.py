@@ -25,7 +25,7 @@ def _loads_without_saying_so(tree: ast.AST) -> list[str]:
             continue
         owner = ast.unparse(node.func.value)
         plain = owner.rpartition(".")[2]
-        loads = node.func.attr == "from_pretrained" and not plain.startswith("Peft")
+        loads = node.func.attr == "from_pretrained" and not plain.startswith(("Peft", "LoraConfig"))
         builds = node.func.attr == "from_config" and plain.startswith("Auto")
         refused = any(k.arg == "trust_remote_code" and ast.unparse(k.value) == "False" for k in node.keywords)
         if (loads or builds) and not refused:

@@ -16,6 +16,7 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.processes import make_trainer, worker_spec
 from learner.driver.watched_learner import LearnerLost
 from learner.driver.wiring import sampling_of
+from rewards.config import functions_of
 from rollout.producer import group_seed
 from rollout.types import Sampling
 from tests.learner import naive
@@ -60,7 +61,10 @@ def test_a_generator_is_built_from_its_settings() -> None:
     config = config_of("m")
     budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
     spec = worker_spec(config, 4, budgets)
-    assert (spec.rank, spec.run_id, spec.rewards) == (4, "seeded3", tuple(config.rewards))
+    assert (spec.rank, spec.run_id, spec.rewards) == (4, "seeded3", tuple(functions_of(config.rewards)))
+    assert [(reward.use, reward.name, reward.weight) for reward in spec.rewards] == [
+        ("number", "number", 1.0), ("format", "format", 0.5)
+    ]  # fmt: skip
     assert (spec.reward_workers, spec.reward_memory) == (2, 5 * 2**30)
     engine = spec.engine
     assert (engine.model, engine.dtype, engine.stop) == ("m", "float32", ("\n\n",))
