@@ -62,7 +62,7 @@ ENV = (
         "may make several rows of a trajectory, for which neither PPO's values nor a reward model's score are made",
         "set append, or learner.algorithm=grpo and rewards without adapter:", ("learner.algorithm",),
         lambda c: c.env.history == "template"
-        and (c.learner.algorithm == "ppo" or any(reward.use.startswith("adapter:") for reward in c.rewards)),
+        and (c.learner.algorithm == "ppo" or bool(adapters_of(c.rewards))),
     ),
     Rule(
         "env.timeout_s:",

@@ -10,7 +10,7 @@ from rollout.env.trajectory import EnvironmentFault, Trajectory
 from rollout.types import Completion
 
 
-class Dialogue(Protocol):
+class Reading(Protocol):
     """How tokens read: rollout.env.dialogue.ChatDialogue."""
 
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
@@ -33,7 +33,7 @@ class Model(Protocol):
 class Drive:
     """One trajectory of a program. tokens: most that follow the first prompt. turns: of the policy, at most."""
 
-    def __init__(self, trajectory: Trajectory, model: Model, dialogue: Dialogue, tokens: int, turns: int) -> None:
+    def __init__(self, trajectory: Trajectory, model: Model, dialogue: Reading, tokens: int, turns: int) -> None:
         self._trajectory, self._model, self._dialogue = trajectory, model, dialogue
         self._tokens, self._turns = tokens, turns
         self._cut = ""  # the outcome, if the program was refused a turn

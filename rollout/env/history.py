@@ -25,8 +25,8 @@ class Writing(Protocol):
 
 
 Answer = Callable[[Trajectory, Turn, Sequence[Message], Start], str]
-"""Adds messages that answer a turn -> the outcome if the trajectory cannot go on with them, else "". The opening of a
-trajectory's start is its own messages or the problem's."""
+"""Adds the messages that answer a turn -> the outcome if the trajectory cannot go on with them, else "". The start's
+messages are those that the trajectory began with."""
 
 
 class Append:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from rewards.text import tagged
-from rollout.env.protocol import Start, Step, Turn
+from rollout.env.protocol import Start, Step, Turn, asked
 from rollout.schema import Problem
 
 HIGHER, LOWER = "My number is higher.", "My number is lower."
@@ -39,9 +39,7 @@ class NumberGuessing:
                 f"column 'secret': must lie in {self._low}..{self._high} (env.args), got {self._secret}; correct the "
                 "data or the range"
             )
-        said = problem.messages
-        shown = ({"role": "user", "content": said},) if isinstance(said, str) else said
-        return Start(tuple(dict(message) for message in shown), state=str(self._secret))
+        return Start(asked(problem), state=str(self._secret))
 
     async def step(self, turn: Turn) -> Step:
         """Compares a guess with the secret."""

@@ -2,28 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rollout.env.drive import Drive, Model
+from rollout.env.drive import Drive, Model, Reading
 from rollout.env.history import HISTORIES, Writing
 from rollout.env.program import Asked, Hosted
-from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
+from rollout.env.protocol import Message, Start, Step, asked
 from rollout.env.trajectory import EnvironmentFault, Row, Trajectory
 from rollout.schema import Problem
 
 
-class Dialogue(Writing, Protocol):
+class Dialogue(Writing, Reading, Protocol):
     """How a conversation is written as tokens, and read: rollout.env.dialogue.ChatDialogue."""
-
-    def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
-        """What the policy sampled, with its tool calls."""
-        ...
-
-    def shown(self, token_ids: Sequence[int]) -> Message:
-        """What a program put between two turns, as a message. Raises EnvironmentFault for what are no tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +101,7 @@ class Player:
 
 def opened(start: Start, problem: Problem) -> tuple[Message, ...]:
     """The messages that a trajectory begins with: the environment's, else the problem's own."""
-    if start.messages:
-        return start.messages
-    said = problem.messages
-    return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(dict(message) for message in said)
+    return start.messages or asked(problem)
 
 
 def _ms(since: float) -> float:

@@ -75,6 +75,12 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def asked(problem: Problem) -> tuple[Message, ...]:
+    """The problem's own messages."""
+    said = problem.messages
+    return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(dict(message) for message in said)
+
+
 class Environment(Protocol):
     """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own.
 

@@ -109,20 +109,25 @@ def _without_moments(updater: dict[str, Any]) -> dict[str, Any]:
     return updater
 
 
+async def _resumed(trainers: list[Trainer], folder: Path, spoil: Callable[[Path], None]) -> tuple[Any, Any]:
+    """Weights of one that went on from what the other saved, once that was spoiled, and of the other."""
+    straight, second = trainers
+    await run(straight, 0, 3)
+    await straight.save(folder)
+    spoil(folder)
+    await second.load(folder)
+    await run(straight, 3, STEPS)
+    await run(second, 3, STEPS)
+    return weights(second), weights(straight)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [_spoil_adapter, _spoil("updater", _without_moments), _spoil("version", lambda version: 0)],
     ids=["adapter", "optimizer", "version, hence schedule"],
 )
 async def test_each_part_is_needed(tiny_path: str, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
-    straight, second = make_trainer(tiny_path), make_trainer(tiny_path)
-    await run(straight, 0, 3)
-    await straight.save(tmp_path)
-    spoil(tmp_path)
-    await second.load(tmp_path)
-    await run(straight, 3, STEPS)
-    await run(second, 3, STEPS)
-    assert not equal(weights(second), weights(straight))
+    assert not equal(*await _resumed([make_trainer(tiny_path) for _ in range(2)], tmp_path, spoil))
 
 
 def _spoil_value(folder: Path) -> None:
@@ -131,14 +136,8 @@ def _spoil_value(folder: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [_spoil_value, _spoil("value", _without_moments)], ids=["value", "its optimizer"])
 async def test_each_part_of_the_value_is_needed(tiny_path: str, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
-    straight, second = (make_trainer(tiny_path, algorithm="ppo") for _ in range(2))
-    await run(straight, 0, 3)
-    await straight.save(tmp_path)
-    spoil(tmp_path)
-    await second.load(tmp_path)
-    await run(straight, 3, STEPS)
-    await run(second, 3, STEPS)
-    assert not equal(weights(second), weights(straight))
+    trainers = [make_trainer(tiny_path, algorithm="ppo") for _ in range(2)]
+    assert not equal(*await _resumed(trainers, tmp_path, spoil))
 
 
 async def test_random_generators_come_back(tiny_path: str, tmp_path: Path) -> None:
