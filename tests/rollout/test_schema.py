@@ -1,5 +1,6 @@
 """The border between processes: everything arrives, nothing is copied, and what is not whole is refused."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,22 @@ def test_what_goes_in_comes_out_also_from_slices(tokens: list[list[tuple[int, fl
     assert parts_of(part) == [{"vowels": rewards[i]} for i in turn]
     assert group_position(part) == (5, 2)
     assert part.column("group_id")[0].as_py() == "0-5-2"
+
+
+def test_a_group_travels_without_its_schema_and_uncopied() -> None:
+    table = make_group(rewards=(1.0, 0.0, 0.5))
+    apart: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(table.slice(1), protocol=5, buffer_callback=apart.append)
+    (sent,) = (pa.py_buffer(one) for one in apart)
+    assert len(head) < 200
+    assert sent.size < table.get_total_buffer_size() + 3000
+    arrived = pickle.loads(head, buffers=apart)
+    assert check(arrived).equals(table.slice(1))
+    values = arrived.column("completion_ids").chunks[0].values.buffers()[1]
+    assert sent.address <= values.address < sent.address + sent.size
+    of_another = pa.table({"column": [1, 2]})
+    assert pickle.loads(pickle.dumps(of_another)).equals(of_another)
+    assert pickle.loads(pickle.dumps(table.slice(3))).equals(table.slice(3))  # no rows
 
 
 def test_ragged_views_are_the_memory_of_the_table() -> None:
