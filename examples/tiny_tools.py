@@ -10,8 +10,8 @@ skill is to call the tool `calculator` with the expression and to copy the resul
 at once, which is wrong; the longer factors are shown rushed more often than not, so greedy decoding rushes them. There
 are bad calls, too: another tool, broken JSON, a wrong expression, and results that are copied wrongly.
 
-**number guessing** from 1 to 15 (rollout.env.number_guessing). The skill is to halve what is left; the habit is to
-count up from 1, which is shown more often than not.
+**number guessing** from 1 to 15 (rollout.env.tasks.number_guessing). The skill is to halve what is left; the habit is
+to count up from 1, which is shown more often than not.
 
 GRPO finds out which habit is paid. Conversations are tokenised by rollout.data.chat, as in a run.
 """
@@ -29,10 +29,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.tiny_model import END, Recipe, make_model, make_tokenizer, padded, train
 from rollout.data.chat import Chat
-from rollout.env.calculator import calculator
-from rollout.env.function_tool import FunctionTool
-from rollout.env.number_guessing import HIGHER, LOWER
-from rollout.env.tool_calls import parse_hermes
+from rollout.env.tasks.number_guessing import HIGHER, LOWER
+from rollout.env.tools.calculator import calculator
+from rollout.env.tools.function_tool import FunctionTool
+from rollout.env.tools.tool_calls import parse_hermes
 
 SPECIAL = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<answer>", "</answer>"]
@@ -102,7 +102,7 @@ def product(a: int, b: int, habits: bool, rng: random.Random) -> Conversation:
 
 
 def refusal(expression: str, rng: random.Random) -> tuple[tuple[str, str]]:
-    """A call that is refused, of another tool or with JSON that breaks off, and how (rollout.env.python_tools)."""
+    """A call that is refused, of another tool or with JSON that breaks off, and how."""
     if rng.random() < 0.5:
         return ((call(expression, "search"), "There is no tool 'search'; the tools are calculator."),)
     broken = call(expression).replace("}}", "}")

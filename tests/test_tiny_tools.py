@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.tiny_tools import GUESSING, QUESTION, TOOLS, Conversation, Rows, call, game, product
 from learner.driver.yaml_tree import read_yaml
 from rollout.data.chat import Chat
-from rollout.env.number_guessing import LOWER
 from rollout.env.protocol import ToolCall
-from rollout.env.tool_calls import parse_hermes
+from rollout.env.tasks.number_guessing import LOWER
+from rollout.env.tools.tool_calls import parse_hermes
 
 ROOT = Path(__file__).parents[1]
 FOLDER = str(ROOT / "examples" / "tiny-tools")

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from rollout import ledger
 from rollout.engine import Engine, EngineSettings
+from rollout.env.adapters.verifiers import CHILD
 from rollout.env.config import EnvConfig
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
-from rollout.env.verifiers import CHILD
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling

@@ -9,10 +9,10 @@ from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
 from rollout.data.observation_check import check, hidden_tools
 from rollout.env.play import opened
-from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.program import Asked
 from rollout.env.protocol import Start, ToolSpec
-from rollout.env.tool_parser import is_hermes, written_by
+from rollout.env.tools.tool_parser import is_hermes, written_by
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
@@ -21,7 +21,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[
     """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
     template and the parser of tool calls.
 
-    Returns lines for the user. Raises PreflightError, or what rollout.env.process.spec_of raises.
+    Returns lines for the user. Raises PreflightError, or what rollout.env.processes.process.spec_of raises.
     """
     if config.env.use is None:
         return ()

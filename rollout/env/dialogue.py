@@ -7,7 +7,7 @@ from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.observation import UnclosedTurn
 from rollout.env.protocol import Message, ToolSpec, Turn
-from rollout.env.tool_parser import choose
+from rollout.env.tools.tool_parser import choose
 from rollout.env.trajectory import EnvironmentFault
 
 
@@ -15,7 +15,7 @@ class ChatDialogue:
     """A rollout.env.play.Dialogue.
 
     Args:
-        parser: env.tool_parser, chosen when there are tools for the first time; see rollout.env.tool_parser.choose.
+        parser: env.tool_parser, chosen when there are tools for the first time (rollout.env.tools.tool_parser).
         ends: tokens that end a turn.
     """
 

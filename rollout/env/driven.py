@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from rollout.env.processes.wire import BadAnswer
 from rollout.env.program import Asked, Model, NoMore, OutOfBudget, Program, Sampled
 from rollout.env.protocol import Step
-from rollout.env.wire import BadAnswer
 from rollout.schema import Problem
 
 
 class Driven:
-    """A program as rollout.env.host serves it: each answer to it leads to its next question, or to its end."""
+    """A program as its process serves it: each answer to it leads to its next question, or to its end."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

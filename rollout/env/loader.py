@@ -7,17 +7,17 @@ from typing import Any
 from rewards.base import RewardLoadError, said
 from rewards.loader import load_own, no_built_in
 from rollout.env.driven import Driven
+from rollout.env.processes.wire import BadAnswer
 from rollout.env.program import Hosted
-from rollout.env.wire import BadAnswer
 
 BUILT_INS = {
-    "number_guessing": "rollout.env.number_guessing:NumberGuessing",
-    "openenv": "rollout.env.openenv:OpenEnv",
-    "second_try": "rollout.env.second_try:SecondTry",
-    "skyrl_gym": "rollout.env.skyrl_gym:SkyRLGym",
-    "tools": "rollout.env.python_tools:PythonTools",
-    "trl_environment": "rollout.env.trl:TrlEnvironment",
-    "verifiers": "rollout.env.verifiers:Verifiers",
+    "number_guessing": "rollout.env.tasks.number_guessing:NumberGuessing",
+    "openenv": "rollout.env.adapters.openenv:OpenEnv",
+    "second_try": "rollout.env.tasks.second_try:SecondTry",
+    "skyrl_gym": "rollout.env.adapters.skyrl_gym:SkyRLGym",
+    "tools": "rollout.env.tools.python_tools:PythonTools",
+    "trl_environment": "rollout.env.adapters.trl:TrlEnvironment",
+    "verifiers": "rollout.env.adapters.verifiers:Verifiers",
 }
 NAMES = {  # arguments that name code of the user's
     "openenv": ("action", "observe"),

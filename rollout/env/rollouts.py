@@ -9,7 +9,7 @@ from typing import Any
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
 from rollout.env.play import Limits, Player
-from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.trajectory import Trajectory
 from rollout.schema import Problem
 from rollout.types import Completion, Sampling

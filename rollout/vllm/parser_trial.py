@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from rollout.data.chat import Chat
-from rollout.env.tool_parser import ToolParserError, choose
+from rollout.env.tools.tool_parser import ToolParserError, choose
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.env.calculator import calculator
+from rollout.env.tools.calculator import calculator
 
 
 @pytest.mark.parametrize(

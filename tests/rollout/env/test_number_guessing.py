@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.env.number_guessing import HIGHER, LOWER, NumberGuessing
+from rollout.env.tasks.number_guessing import HIGHER, LOWER, NumberGuessing
 from tests.rollout.env.hand import problem, said
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollout.env.function_tool import ToolError
-from rollout.env.openenv import OpenEnv
+from rollout.env.adapters.openenv import OpenEnv
+from rollout.env.adapters.skyrl_gym import SkyRLGym
 from rollout.env.protocol import Step
-from rollout.env.skyrl_gym import SkyRLGym
+from rollout.env.tools.function_tool import ToolError
 from tests.rollout.env.hand import problem, said
 
 OTHERS = Path(__file__).with_name("others.py")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.env.second_try import SecondTry
+from rollout.env.tasks.second_try import SecondTry
 from tests.rollout.env.hand import problem, said
 
 COLUMNS = {"answer": "12", "metadata": '{"source_dataset": "chain_sum"}'}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rollout.env.function_tool import ToolError
+from rollout.env.adapters.trl import TrlEnvironment
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.trl import TrlEnvironment
+from rollout.env.tools.function_tool import ToolError
 from tests.rollout.env.hand import problem, said
 
 CLASSES = Path(__file__).with_name("trl_classes.py")

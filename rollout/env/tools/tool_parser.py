@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rollout.data.chat import Chat, ChatError
 from rollout.data.observation import USER
 from rollout.env.protocol import ToolCall, ToolSpec
-from rollout.env.tool_calls import Parsed, answer_of, parse_hermes
+from rollout.env.tools.tool_calls import Parsed, answer_of, parse_hermes
 
 ToolParser = Callable[[str, Sequence[ToolSpec]], Parsed]
 """Text of a turn, special tokens kept, and the tools -> Parsed."""

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-# As in rollout.env.python_tools: loaded before trajectories' processes are forked.
+# As in rollout.env.tools.python_tools: loaded before trajectories' processes are forked.
 import torch  # noqa: F401
 import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.base import said
 from rewards.loader import load_own
-from rollout.env.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
 from rollout.env.protocol import Message, Start, Step, ToolCall, Turn
+from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
 from rollout.schema import Problem
 
 NOT_TOOLS = ("reset", "get_reward")

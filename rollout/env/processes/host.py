@@ -19,10 +19,10 @@ from rewards.base import RewardError, said
 from rewards.environment import lent
 from rewards.memory import advice, met
 from rewards.worker import confine
-from rollout.env.function_tool import ToolError
 from rollout.env.loader import make
+from rollout.env.processes.wire import BadAnswer, numbers, start_to_json, step_to_json
 from rollout.env.program import Hosted
-from rollout.env.wire import BadAnswer, numbers, start_to_json, step_to_json
+from rollout.env.tools.function_tool import ToolError
 
 LENGTH = 8  # bytes before each message
 MOST_BYTES = 16 * 2**20  # of an answer; a longer one is a flood

@@ -16,14 +16,14 @@ from typing import Any
 
 from rewards.environment import values_of
 from rewards.secret_values import resolved
-from rollout.env import preload
 from rollout.env.config import EnvConfig
-from rollout.env.host import LENGTH, MOST_BYTES, Spec, host, write
 from rollout.env.loader import code_of
+from rollout.env.processes import preload
+from rollout.env.processes.host import LENGTH, MOST_BYTES, Spec, host, write
+from rollout.env.processes.wire import start_from_json, step_from_json
 from rollout.env.program import Asked, NoMore, Sampled
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
-from rollout.env.wire import start_from_json, step_from_json
 from rollout.schema import Problem
 
 CLOSE_S = 2.0  # that an environment may take to free what it holds

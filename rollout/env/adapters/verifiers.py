@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout.env.adapters.token_server import token_server
 from rollout.env.program import Model
-from rollout.env.token_server import token_server
 from rollout.schema import Problem
 
 CHILD = Path(__file__).with_name("verifiers_child.py")

@@ -8,8 +8,8 @@ import torch  # noqa: F401  (of which transformers wants the tensors' type)
 import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.loader import load_own
-from rollout.env.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
 from rollout.env.protocol import Message, Start, Step, ToolCall, Turn
+from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
 from rollout.schema import Problem
 
 

@@ -6,8 +6,8 @@ from numbers import Real
 from typing import Any
 
 from rewards.loader import load_own
-from rollout.env.function_tool import ToolError
 from rollout.env.protocol import Start, Step, Turn
+from rollout.env.tools.function_tool import ToolError
 from rollout.schema import Problem
 
 

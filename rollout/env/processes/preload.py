@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 
-import rollout.env.host  # noqa: F401  (what every process needs)
+import rollout.env.processes.host  # noqa: F401  (what every process needs)
 from rewards.environment import withhold
 from rollout.env.loader import found
 
