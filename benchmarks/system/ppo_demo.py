@@ -82,7 +82,7 @@ def main() -> None:
     for way, seed in product(WAYS, options.seeds):
         found.append(learned(way, seed, steps=options.steps, limit_s=options.limit))
         print(way, seed, found[-1]["accuracy"][-1], f"{found[-1]['seconds']:.0f} s", flush=True)
-    measured = under(told, "Seconds are wall time of one run at a time, on cores shared with other work")
+    measured = under(told, "Seconds are wall time, one run at a time")
     save("ppo_demo", {"conditions": told, "runs": found}, report(found, options.steps, measured))
 
 
