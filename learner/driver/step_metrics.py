@@ -102,6 +102,7 @@ class StepMetrics:
             metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
             metrics["buffer/groups"] = float(len(buffer))
             metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
+            metrics["rollout/begun_anew"] = float(self._pipes.losses.total())
             if self._sinks.plan is not None:
                 self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)

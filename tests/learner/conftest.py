@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pyarrow as pa
 import pytest
 
-from examples.random_model import make_adapter, make_tiny_model
+from examples.random_model import make_tiny_model
+from tests.learner.adapters import written_adapter
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +17,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def adapter_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Rank 8, alpha 16, no weight zero: as a fresh adapter's B is 0, half of its gradients are too."""
-    folder: Path = tmp_path_factory.mktemp("adapter")
-    payload, config = make_adapter(Path(tiny_path), seed=1)
-    (folder / "adapter_model.safetensors").write_bytes(payload)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
+    return written_adapter(tiny_path, tmp_path_factory.mktemp("adapter"), seed=1)
 
 
 @pytest.fixture(scope="session")

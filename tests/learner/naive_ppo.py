@@ -1,19 +1,28 @@
 """The textbook PPO that the real one is compared with: a model of its own for every role, one completion at a time,
-whole logits, plain autograd, and sums as the papers write them. Nothing is imported of learner."""
+whole logits, plain autograd, and sums as the papers write them. What the policy did not sample is computed like all
+else, and then left out. Nothing is imported of learner."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-Row = tuple[list[int], list[int], list[float], float]  # prompt, completion, the sampler's logprobs, reward
+
+class Row(NamedTuple):
+    """behavior: the sampler's logprobs. sampled: which tokens of the completion are the policy's, the last one is."""
+
+    prompt: list[int]
+    completion: list[int]
+    behavior: list[float]
+    sampled: list[bool]
+    reward: float
 
 
 @dataclass
@@ -77,7 +86,8 @@ def advantages_of(values: list[float], reward: float, gamma: float, lam: float) 
 
 @dataclass
 class Found:
-    """Of a batch: losses of policy and value, whitened advantages and returns of each token, gradients by name."""
+    """Of a batch: losses of policy and value, whitened advantages and returns of each sampled token, gradients by
+    name."""
 
     policy_loss: float
     value_loss: float
@@ -92,28 +102,30 @@ def step(models: Models, rows: Sequence[Row], setting: Setting) -> Found:
     models.policy.zero_grad()
     models.value.zero_grad()
     with torch.no_grad():
-        old_values = [models.values(prompt, completion) for prompt, completion, _, _ in rows]
-        kept_to = [logprobs(models.reference, p, c, setting.temperature) for p, c, _, _ in rows]
+        old_values = [models.values(row.prompt, row.completion)[row.sampled] for row in rows]
+        kept_to = [
+            logprobs(models.reference, row.prompt, row.completion, setting.temperature)[row.sampled] for row in rows
+        ]
     raw = [
-        advantages_of(old.tolist(), reward, setting.gamma, setting.lam)
-        for old, (_, _, _, reward) in zip(old_values, rows, strict=True)
+        advantages_of(old.tolist(), row.reward, setting.gamma, setting.lam)
+        for old, row in zip(old_values, rows, strict=True)
     ]
     flat = torch.tensor([one for own in raw for one in own], dtype=torch.float64)
     white = (flat - flat.mean()) / flat.std(unbiased=False)
     returns = flat + torch.cat(old_values).double()
     count = len(flat)
     policy_loss, value_loss, at = 0.0, 0.0, 0
-    for (prompt, completion, behavior, _), old, ref in zip(rows, old_values, kept_to, strict=True):
-        own = slice(at, at := at + len(completion))
-        lp = logprobs(models.policy, prompt, completion, setting.temperature)
-        mu = torch.tensor(behavior).to(lp)
+    for row, old, ref in zip(rows, old_values, kept_to, strict=True):
+        own = slice(at, at := at + sum(row.sampled))
+        lp = logprobs(models.policy, row.prompt, row.completion, setting.temperature)[row.sampled]
+        mu = torch.tensor(row.behavior)[row.sampled].to(lp)
         ratio, a = (lp - mu).exp(), white[own].to(lp)
         gain = torch.min(ratio * a, ratio.clamp(1 - setting.clip[0], 1 + setting.clip[1]) * a)
         kl = (lp - mu).exp() * ((ref - lp).exp() - (ref - lp) - 1)  # whose gradient DeepSeek-V3.2 takes
         loss = (-gain + setting.beta * kl).sum() / count
         torch.autograd.backward(loss)
         policy_loss += float((-gain + setting.beta * kl / (lp - mu).exp()).detach().sum()) / count
-        v, target = models.values(prompt, completion), returns[own].to(lp)
+        v, target = models.values(row.prompt, row.completion)[row.sampled], returns[own].to(lp)
         near = torch.clamp(v, old - setting.value_clip, old + setting.value_clip)
         loss = 0.5 * torch.max((v - target) ** 2, (near - target) ** 2).sum() / count
         torch.autograd.backward(loss)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from rollout.schema import build_group
+from rollout.schema import SCHEMA, build_group, ragged
 
 Behavior = Callable[[list[int], list[int]], Sequence[float]]
 
@@ -87,3 +87,18 @@ def make_groups(
 def uniform(prompt: list[int], completion: list[int]) -> list[float]:
     """Behaviour of a sampler that knows nothing."""
     return [-float(np.log(260))] * len(completion)
+
+
+def observed(group: pa.Table, changed: float = 0.0) -> pa.Table:
+    """The group with every third token of a completion as an observation, but for the first and the last; `changed`:
+    what is recorded as its logprob."""
+    ids = ragged(group, "completion_ids")
+    masks = [[i % 3 != 1 or i == len(row) - 1 for i in range(len(row))] for row in ids]
+    behavior = [
+        np.where(mask, row, changed).astype(np.float32)
+        for mask, row in zip(masks, ragged(group, "behavior_logprobs"), strict=True)
+    ]
+    for name, values in {"loss_mask": masks, "behavior_logprobs": behavior}.items():
+        place, field = SCHEMA.get_field_index(name), SCHEMA.field(name)
+        group = group.set_column(place, field, pa.array(values, field.type))
+    return group

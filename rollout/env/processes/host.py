@@ -61,7 +61,7 @@ async def _serve(end: socket.socket, spec: Spec) -> None:
     while True:
         try:
             method, *arguments = pickle.loads(await read(reader))
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
             return
         try:
             env = env or make(spec.use, spec.args)

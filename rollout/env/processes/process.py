@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import forkserver
@@ -19,6 +21,7 @@ from rewards.secret_values import resolved
 from rollout.env.config import EnvConfig
 from rollout.env.loader import code_of
 from rollout.env.processes import preload
+from rollout.env.processes.descendants import descendants, kill
 from rollout.env.processes.host import LENGTH, MOST_BYTES, Spec, host, write
 from rollout.env.processes.wire import start_from_json, step_from_json
 from rollout.env.program import Asked, NoMore, Sampled
@@ -26,7 +29,11 @@ from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
+log = logging.getLogger("rollout")
+
 CLOSE_S = 2.0  # that an environment may take to free what it holds
+STARTS = 5  # of a process, while what it is forked from dies
+START_AGAIN_S = 0.1
 
 
 def spec_of(config: EnvConfig) -> Spec:
@@ -52,14 +59,28 @@ class Forks:
         return self._thread.submit(self._start, end)
 
     def _start(self, end: socket.socket) -> Process:
+        """Raises EnvironmentFault if the server dies of it each time, or there is none."""
         with end:
-            os.environ[preload.VARIABLE] = preload.request(code_of(self.spec.use, self.spec.args))
-            try:
-                forkserver.ensure_running()
-            finally:
-                del os.environ[preload.VARIABLE]
+            for _ in range(STARTS):
+                try:
+                    return self._fork(end)
+                except (EOFError, ConnectionError):  # the server was killed; a fresh one is started once it is gone
+                    log.warning("the process that environments are forked from was lost; starting a fresh one")
+                    time.sleep(START_AGAIN_S)
+        raise EnvironmentFault(
+            "env_killed",
+            f"reset: what its process is forked from died {STARTS} times; see whether the machine has memory and "
+            "processes left",
+        )
+
+    def _fork(self, end: socket.socket) -> Process:
+        os.environ[preload.VARIABLE] = preload.request(code_of(self.spec.use, self.spec.args))
+        try:  # the server is started in here, or in start(), if it is lost in between
+            forkserver.ensure_running()
             process = self._context.Process(target=host, args=(end, self.spec), daemon=True)
             process.start()
+        finally:
+            del os.environ[preload.VARIABLE]
         return process
 
     def close(self) -> None:
@@ -152,10 +173,14 @@ async def _within(seconds: float, method: str, key: str) -> AsyncIterator[None]:
 
 def _end(started: Callable[[], Process]) -> None:
     """Blocks until the process is gone; it may be starting still."""
-    process = started()
+    try:
+        process = started()
+    except EnvironmentFault:  # it never was
+        return
     assert process.pid is not None
-    for kill in (os.killpg, os.kill):  # what it has started is in its group; before it has one, there is only itself
-        with contextlib.suppress(ProcessLookupError):
-            kill(process.pid, signal.SIGKILL)
+    every = [process.pid, *descendants(process.pid)]
+    with contextlib.suppress(ProcessLookupError):  # before it has a group, there is only itself
+        os.killpg(process.pid, signal.SIGKILL)  # whose members may have outlived it
+    kill(every)
     process.join()
     process.close()

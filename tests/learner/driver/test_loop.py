@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cluster.actor import ActorDied, Local, Unusable
 from learner.driver import checkpoint
 from rollout import ledger
+from rollout.schema import Problem
 from rollout.service import RolloutService
+from rollout.types import Sampling
 from rollout.weight_sync import DeliveryError
 from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines, started
 
@@ -87,6 +90,22 @@ async def test_steps_that_a_kill_undid_are_taken_again_alike(tmp_path: Path) -> 
     assert len(after) == 6
     for old, new in zip(before, after, strict=False):
         assert old.drop_columns("created_at").equals(new.drop_columns("created_at"))
+
+
+async def test_groups_that_are_lost_with_their_generator_are_begun_anew_and_counted(tmp_path: Path) -> None:
+    calls = itertools.count(1)
+
+    class Mortal(Worker):
+        async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+            if sampling.n > 1 and next(calls) == 5:  # not in an evaluation
+                raise Unusable("killed")
+            return await super().rollout(problem, sampling, attempt)
+
+    await finish(build(tmp_path, configure(), 4, workers=[Local("generator-0", Mortal, [1e-4, None])]))
+    rows = [row for path in ledger.steps(tmp_path / "rollouts") for row in ledger.read(path).to_pylist()]
+    again = {row["position"] for row in rows if row["attempt"] == 1}
+    assert again
+    assert [line["rollout/begun_anew"] for line in lines(tmp_path)[1:]] == [0, *[len(again)] * 3]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

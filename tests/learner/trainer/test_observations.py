@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from learner.algo.loss_config import LossConfig
+from learner.trainer.trainer import Trainer
 from rollout.schema import SCHEMA, masks_of, ragged
 from tests.learner import naive
+from tests.learner.rollouts import observed
 from tests.learner.trainers import (
     TEMPERATURE,
     adapter_of,
@@ -24,21 +26,6 @@ from tests.learner.trainers import (
 )
 
 RATIOS = ["masked", "clip", "gspo", "sequence_mask", "cispo"]
-
-
-def observed(group: pa.Table, changed: float = 0.0) -> pa.Table:
-    """The group with every third token of a completion as an observation, but for the first and the last; `changed`:
-    what is recorded as its logprob."""
-    ids = ragged(group, "completion_ids")
-    masks = [[i % 3 != 1 or i == len(row) - 1 for i in range(len(row))] for row in ids]
-    behavior = [
-        np.where(mask, row, changed).astype(np.float32)
-        for mask, row in zip(masks, ragged(group, "behavior_logprobs"), strict=True)
-    ]
-    for name, values in {"loss_mask": masks, "behavior_logprobs": behavior}.items():
-        place, field = SCHEMA.get_field_index(name), SCHEMA.field(name)
-        group = group.set_column(place, field, pa.array(values, field.type))
-    return group
 
 
 def textbook(model: Any, groups: list[pa.Table], config: LossConfig) -> tuple[dict[str, Any], list[Any]]:
@@ -75,21 +62,63 @@ async def test_the_gradient_is_that_of_the_sampled_tokens_alone(tiny_path: str, 
     assert all(not one.count_nonzero() for one in seen)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(("ratio", "algorithm"), [*((ratio, "grpo") for ratio in RATIOS), ("clip", "ppo")])
 async def test_nothing_of_an_observation_but_its_tokens_counts_to_the_bit(
-    tiny_path: str, adapter_path: str, ratio: Any
+    tiny_path: str, adapter_path: str, ratio: Any, algorithm: Any
 ) -> None:
     """Its logprob is a placeholder: whatever stands there, updates and metrics are the same."""
     groups = groups_near(naive.load(tiny_path, adapter_path))
     config = LossConfig(ratio=ratio, epsilon=(0.1, 0.1) if ratio == "gspo" else None)
     after, metrics = [], []
     for changed in (0.0, -30.0):
-        trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config)
+        trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config, algorithm=algorithm)
         found = await trainer.step([observed(group, changed) for group in groups])
-        after.append(masters(trainer))
-        metrics.append({key: value for key, value in found.items() if key.startswith(("loss/", "policy/"))})
+        after.append(all_masters(trainer))
+        metrics.append({key: value for key, value in found.items() if key.startswith(("loss/", "policy/", "value/"))})
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
     assert metrics[0] == metrics[1]
+
+
+def all_masters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Of the policy and, with PPO, of the value."""
+    scored = trainer._policy.scored.values()
+    values = {f"value {name}": weight for role in scored if role.masters for name, weight in role.masters.named.items()}
+    return masters(trainer) | values
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+async def test_the_state_before_an_observation_has_no_gradient_to_the_bit(
+    tiny_path: str, adapter_path: str, algorithm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the policy and of PPO's value. A last state is read by its head alone."""
+    groups = [observed(group) for group in groups_near(naive.load(tiny_path, adapter_path))]
+    trainer = make_trainer(tiny_path, adapter=adapter_path, algorithm=algorithm, token_budget=1)  # each row alone
+    seen: list[tuple[list[int], torch.Tensor]] = []
+    plain = trainer._policy.hidden
+
+    def hidden(ids: torch.Tensor, *layout: Any) -> torch.Tensor:
+        states = plain(ids, *layout)
+        if states.requires_grad:
+            states.retain_grad()
+            seen.append((ids[0].tolist(), states))
+        return states
+
+    monkeypatch.setattr(trainer._policy, "hidden", hidden)
+    if algorithm == "ppo":
+        torch.nn.init.normal_(trainer._policy.scored["value"].head.weight)
+    await trainer.step(groups)
+    rows = {
+        (*prompt.tolist(), *completion[:-1].tolist()): [False] * (len(prompt) - 1) + mask.tolist()
+        for group in groups
+        for prompt, completion, mask in zip(
+            ragged(group, "prompt_ids"), ragged(group, "completion_ids"), masks_of(group), strict=True
+        )
+    }
+    passes = {"grpo": 7, "ppo": 22}[algorithm]  # eleven completions have a reward; GRPO learns from those of two groups
+    assert len(seen) == passes
+    for ids, states in seen:
+        assert states.grad is not None
+        assert (states.grad != 0).any(1).tolist() == rows[tuple(ids)]
 
 
 async def test_other_observations_are_another_conversation(tiny_path: str, adapter_path: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from examples.random_model import make_adapter
 from learner.algo.loss_config import LossConfig
 from learner.algo.ppo import Assessment
 from learner.config.learner import ValueConfig
 from learner.trainer.trainer import Trainer
-from rollout.schema import ragged, rewards_of
+from rollout.schema import masks_of, ragged, rewards_of
 from tests.learner import naive_ppo
-from tests.learner.rollouts import make_groups
+from tests.learner.adapters import written_adapter
+from tests.learner.rollouts import make_groups, observed
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters
 
 SETTING = naive_ppo.Setting(TEMPERATURE, gamma=0.9, lam=0.8, clip=(0.2, 0.28), value_clip=0.2, beta=0.3)
@@ -43,11 +42,7 @@ def value_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("reference")
-    payload, config = make_adapter(Path(tiny_path), seed=2)
-    (folder / "adapter_model.safetensors").write_bytes(payload)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
+    return written_adapter(tiny_path, tmp_path_factory.mktemp("reference"), seed=2)
 
 
 @pytest.fixture
@@ -69,10 +64,10 @@ def batch(models: naive_ppo.Models) -> list[pa.Table]:
 def rows_of(groups: list[pa.Table]) -> list[naive_ppo.Row]:
     names = ("prompt_ids", "completion_ids", "behavior_logprobs")
     return [
-        (prompt.tolist(), completion.tolist(), behavior.tolist(), float(reward))
+        naive_ppo.Row(prompt.tolist(), completion.tolist(), behavior.tolist(), mask.tolist(), float(reward))
         for group in groups
-        for prompt, completion, behavior, reward in zip(
-            *(ragged(group, name) for name in names), rewards_of(group), strict=True
+        for prompt, completion, behavior, mask, reward in zip(
+            *(ragged(group, name) for name in names), masks_of(group), rewards_of(group), strict=True
         )
     ]
 
@@ -125,8 +120,10 @@ def relative(found: Any, wanted: Any) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("budget", [40, 100_000])
+@pytest.mark.parametrize(
+    ("checkpointing", "budget", "answered"),
+    [("none", 40, False), ("none", 100_000, True), ("full", 40, True), ("full", 100_000, False)],
+)
 async def test_a_step_is_that_of_four_full_models(
     tiny_path: str,
     adapter_path: str,
@@ -136,29 +133,35 @@ async def test_a_step_is_that_of_four_full_models(
     batch: list[pa.Table],
     checkpointing: str,
     budget: int,
+    answered: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = naive_ppo.step(models, rows_of(batch), SETTING)
+    """Ours in float32, the textbook in float64; distances are relative, of a gradient to the norm of all of it.
+
+    answered: with observations between what the policy sampled.
+    """
+    groups = [observed(group) for group in batch] if answered else batch
+    in_32 = naive_ppo.step(models, rows_of(groups), SETTING)
+    wanted = naive_ppo.step(models.double(), rows_of(groups), SETTING)
     trainer = ppo_trainer(
         tiny_path, adapter_path, value_path, reference_path, checkpointing=checkpointing, token_budget=budget
     )
     seen = assessments(trainer, monkeypatch)
-    metrics = await trainer.step(batch)
+    metrics = await trainer.step(groups)
     (found,) = seen
-    assert relative(found.advantages, wanted.advantages) < 1e-6
-    assert relative(found.returns, wanted.returns) < 1e-6
+    assert relative(found.advantages[found.trained], wanted.advantages) < 1e-6
+    assert relative(found.returns[found.trained], wanted.returns) < 1e-6
+    assert not found.advantages[~found.trained].any()
     assert metrics["loss/total"] == pytest.approx(wanted.policy_loss, rel=1e-6)
     assert metrics["value/loss"] == pytest.approx(wanted.value_loss, rel=1e-6)
     assert 0 < metrics["policy/clip_fraction"] < 1
     policy, value = gradient(trainer._policy.masters), gradient(value_masters(trainer))
     assert distance(value, wanted.value_gradient) < 1e-6
-    # Advantages of mean 0 cancel in the policy's gradient, so the textbook's own rounding is 1.5e-6 of what is left:
-    # it is measured, against the same in float64, and no more is allowed.
-    exact = naive_ppo.step(models.double(), rows_of(batch), SETTING).policy_gradient
-    rounding = distance(wanted.policy_gradient, exact)
+    # The textbook itself in float32 is 1.2e-6 to 1.5e-6 from float64, by the rounding of its forward and backward
+    # passes: what is demanded is that ours is no further away than that.
+    rounding = distance(in_32.policy_gradient, wanted.policy_gradient)
     assert rounding < 2e-6
-    assert distance(policy, exact) < 1.1 * rounding
-    assert distance(policy, wanted.policy_gradient) < 1.1 * rounding
+    assert distance(policy, wanted.policy_gradient) < 1.05 * rounding
 
 
 async def test_later_updates_of_a_batch_are_held_to_the_values_before_the_first(
@@ -178,23 +181,22 @@ async def test_later_updates_of_a_batch_are_held_to_the_values_before_the_first(
     metrics = await trainer.step(batch)
     found = value_masters(trainer)
     with torch.no_grad():
-        old = [models.values(prompt, completion) for prompt, completion, _, _ in rows]
+        old = [models.values(row.prompt, row.completion) for row in rows]
     weights = naive_ppo.trained(models.value)
     optimizer = torch.optim.AdamW(weights.values(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
     held = 0
     for own in ([0], [1, 2], [3, 4, 5]):
         optimizer.zero_grad()
-        count = sum(len(rows[i][1]) for i in own)
+        count = sum(len(rows[i].completion) for i in own)
         for i in own:
-            prompt, completion, _, reward = rows[i]
-            v, before = models.values(prompt, completion), old[i]
-            gains = naive_ppo.advantages_of(before.tolist(), reward, SETTING.gamma, SETTING.lam)
+            v, before = models.values(rows[i].prompt, rows[i].completion), old[i]
+            gains = naive_ppo.advantages_of(before.tolist(), rows[i].reward, SETTING.gamma, SETTING.lam)
             target = before + torch.tensor(gains)
             near = torch.clamp(v, before - clip, before + clip)
             held += int(((near - target) ** 2 > (v - target) ** 2).sum())
             torch.autograd.backward(0.5 * torch.max((v - target) ** 2, (near - target) ** 2).sum() / count)
         optimizer.step()
-    assert metrics["value/clip_fraction"] == pytest.approx(held / sum(len(row[1]) for row in rows))
+    assert metrics["value/clip_fraction"] == pytest.approx(held / sum(len(row.completion) for row in rows))
     assert held > 0
     assert distance(copied(found), {name: weight.detach() for name, weight in weights.items()}) < 1e-4
 

@@ -59,7 +59,7 @@ class Plain:
             case "eats":
                 return Step(({"role": "user", "content": "x" * len(bytearray(2**30))},))
             case "leaves a child":
-                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 time.sleep(600)
             case "returns text":
                 return "well done"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +84,18 @@ import asyncio, os
 from tests.rollout.env.test_process import PROBLEM, TURN, EnvironmentProcess, config, forks
 
 async def main():
-    made = forks("hangs")
-    envs = [EnvironmentProcess(made, config("hangs")) for _ in range(3)]
+    made = forks("leaves a child")
+    envs = [EnvironmentProcess(made, config("leaves a child")) for _ in range(3)]
     await asyncio.gather(*(env.reset(PROBLEM, 3) for env in envs))
     print(*(env._process.result().pid for env in envs), flush=True)
-    asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), 9)
+    asyncio.get_running_loop().call_later(0.8, os.kill, os.getpid(), 9)
     await asyncio.gather(*(env.step(TURN) for env in envs))
 
 asyncio.run(main())
 """
 
 
-def test_a_killed_generator_leaves_no_environment_that_hangs() -> None:
+def test_a_killed_generator_leaves_no_environment_that_hangs_nor_what_it_has_started() -> None:
     ran = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60)
     assert ran.returncode == -9
     pids, deadline = [int(pid) for pid in ran.stdout.split()], time.monotonic() + 10
@@ -101,6 +103,21 @@ def test_a_killed_generator_leaves_no_environment_that_hangs() -> None:
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+async def test_where_what_they_are_forked_from_is_killed_the_next_has_another() -> None:
+    made = forks()
+    env: Any = EnvironmentProcess(made, config())
+    after: Any = EnvironmentProcess(made, config())
+    await env.reset(PROBLEM, 3)
+    server: Any = forkserver._forkserver
+    os.kill(server._forkserver_pid, signal.SIGKILL)
+    assert (await after.reset(PROBLEM, 3)).state == "seed 3"
+    with pytest.raises(EnvironmentFault, match="step: its process died"):
+        await env.step(TURN)
+    await env.close()
+    await after.close()
+    made.close()
 
 
 async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) -> None:
