@@ -1,6 +1,7 @@
 """Types of command-line arguments that argparse lacks."""
 
 import argparse
+import math
 
 
 def natural(text: str) -> int:
@@ -11,6 +12,17 @@ def natural(text: str) -> int:
 def positive(text: str) -> int:
     """A whole number from 1."""
     return _whole(text, 1)
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text[:40]!r}")
+    return number
 
 
 def _whole(text: str, least: int) -> int:

@@ -4,12 +4,13 @@ Bradley and Terry (1952) as RLHF uses it (Ouyang et al. 2203.02155, equation 1, 
     loss = -log sigmoid(s(prompt, chosen) - s(prompt, rejected)), the mean over pairs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from learner.batch.rows import Rows
 from learner.batch.whole import WholeBatch, whole_batches
 from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
-from learner.tools.pairs import Pair
-from learner.trainer.memory_limit import TokenBudget
+from learner.tools.pairs import Pair, PairsError
+from learner.trainer.memory_limit import OutOfMemory, TokenBudget
 from learner.trainer.optimizer import Updater, rate_factor
 
 ROLE = "reward"
@@ -49,8 +50,11 @@ class PairLearner:
         self.step = 0
 
     def learn(self, pairs: Sequence[Pair]) -> Judged:
-        """One update; what the model said of these pairs before it. Raises OutOfMemory: a pair does not fit."""
-        differences = self._budget.run(partial(self._plan, pairs), partial(self._gradient, count=len(pairs)))
+        """One update; what the model said of these pairs before it.
+
+        Raises PairsError: one of them does not fit in memory. FloatingPointError: loss or gradient is not finite.
+        """
+        differences = self._over(pairs, partial(self._gradient, count=len(pairs)))
         judged = _judged(differences)
         rate = self._config.learning_rate * rate_factor(self.step, self._total_steps, self._config.schedule)
         _, done = self._updater.step(rate, loss_is_finite=np.isfinite(judged.loss))
@@ -65,7 +69,17 @@ class PairLearner:
     def judge(self, pairs: Sequence[Pair]) -> Judged:
         """What the model says now, without learning."""
         with torch.no_grad():
-            return _judged(self._budget.run(partial(self._plan, pairs), self._differences))
+            return _judged(self._over(pairs, self._differences))
+
+    def _over(self, pairs: Sequence[Pair], work: Callable[[Sequence[WholeBatch]], Tensor]) -> Tensor:
+        try:
+            return self._budget.run(partial(self._plan, pairs), work)
+        except OutOfMemory:
+            longest = max(pair.longest for pair in pairs)
+            raise PairsError(
+                f"--max-length: two answers of {longest} tokens with their prompt must fit in memory, and do not; "
+                "lower it, set --checkpointing full or --base nf4, or take a smaller model"
+            ) from None
 
     def _plan(self, pairs: Sequence[Pair], tokens: int) -> list[WholeBatch]:
         """Micro-batches of whole pairs, the largest first; the chosen answer of each before the rejected one.
@@ -106,8 +120,8 @@ class PairLearner:
 
 
 def _loss(difference: Tensor) -> Tensor:
-    """-log sigmoid of it, without overflow."""
-    return (-difference).clamp(min=0) + (-difference.abs()).exp().log1p()
+    """-log sigmoid of it."""
+    return -F.logsigmoid(difference)
 
 
 def _judged(differences: Tensor) -> Judged:

@@ -45,8 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = " ".join(words)
     known = "run, plan, doctor, rewards try or reward-model train"
     wrong = f"error: gleaner: must be followed by {known}, got {given or 'nothing'}"
-    near = difflib.get_close_matches(given.partition(" ")[0], ("run", "plan", "doctor", "rewards", "reward-model"), n=1)
-    print(f"{wrong}; did you mean {near[0]}?" if near else wrong, file=sys.stderr)
+    whole = {
+        "run": "run",
+        "plan": "plan",
+        "doctor": "doctor",
+        "rewards": "rewards try",
+        "reward-model": "reward-model train",
+    }
+    near = difflib.get_close_matches(given.partition(" ")[0], whole, n=1)
+    print(f"{wrong}; did you mean {whole[near[0]]}?" if near else wrong, file=sys.stderr)
     print(USAGE, file=sys.stderr)
     return 2
 

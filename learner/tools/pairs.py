@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.data import sources
-from rollout.data.chat import Chat
-from rollout.data.files import Row
+from rollout.data.chat import Chat, ChatError
+from rollout.data.files import Names, Row
 from rollout.data.observation import MARKER, USER
 
 Message = dict[str, str]
+PAIRS, EVAL = Names("pairs", "--split", others=""), Names("--eval", "--eval-split", others="")
 
 
 class PairsError(ValueError):
@@ -34,15 +35,25 @@ class Pair:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
-def read_pairs(path: str, chat: Chat) -> list[Pair]:
-    """Of a file or a hub data set (its split train). A prompt may be a text or messages, the answers texts or messages
-    that follow it; without a prompt the answers are whole conversations, which begin alike.
+def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = PAIRS) -> list[Pair]:
+    """Of a file, a folder or a hub data set, whose split is train unless `split` says another.
 
-    Raises PairsError, and what rollout.data.sources raises (ProblemsError).
+    A prompt may be a text or messages, the answers texts or messages that follow it, or whole conversations; without a
+    prompt these begin alike. The two answers may be equal.
+
+    Raises PairsError, and what rollout.data.sources raises (ProblemsError), which calls its arguments `names`.
     """
-    end = _end(chat)
-    rows = sources.read(path, None, {}, None, seed=0, key="pairs")
-    return [_pair(row, chat, end, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+    end, pairs, wrong = _end(chat), [], []
+    for number, row in enumerate(sources.read(path, split, {}, None, seed=0, names=names), start=1):
+        try:
+            pairs.append(_pair(row, chat, end, f"{path}, row {number}"))
+        except PairsError as error:
+            wrong.append(error)
+    if len(wrong) > 1:
+        raise PairsError(f"{wrong[0]}; {len(wrong) - 1} rows behind it cannot be learned from either")
+    if wrong:
+        raise wrong[0]
+    return pairs
 
 
 def _end(chat: Chat) -> str:
@@ -62,7 +73,7 @@ def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
             f"{', '.join(row)}); rename the columns, or take the row out"
         )
     prompt = _messages(row.get("prompt") or [], "user", f"prompt of {where}")
-    chosen, rejected = (_messages(row[name], "assistant", f"{name} of {where}") for name in ("chosen", "rejected"))
+    chosen, rejected = (_answer(row, name, prompt, where) for name in ("chosen", "rejected"))
     if not prompt and isinstance(row["chosen"], str):
         raise PairsError(f"pairs: texts need a prompt beside them, {where} has none; add a column prompt")
     while len(chosen) > 1 and len(rejected) > 1 and chosen[0] == rejected[0]:
@@ -74,12 +85,30 @@ def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
                 f"pairs: behind what both have in common must stand one message of role assistant, {name} of {where} "
                 f"has the roles {roles}; take the row out"
             )
-    if not prompt or chosen == rejected:
-        what = "has nothing before its answers" if not prompt else "has the same answer twice"
-        raise PairsError(f"pairs: each row must prefer one answer to a prompt to another, {where} {what}; take it out")
-    _, ids = chat.render(prompt)
+    if not prompt:
+        raise PairsError(f"pairs: each row must ask something, {where} has nothing before its answers; take it out")
+    try:
+        _, ids = chat.render(prompt)
+    except ChatError as error:
+        raise PairsError(
+            f"pairs: the model must be able to read each prompt, and not that of {where} ({error})"
+        ) from None
     answers = (_encoded(chat, f"{answer[0]['content']}{end}") for answer in (chosen, rejected))
     return Pair(ids, *answers)
+
+
+def _answer(row: Row, name: str, prompt: Sequence[Message], where: str) -> list[Message]:
+    """What follows the prompt, which a whole conversation begins with: that would otherwise be read twice."""
+    answer = _messages(row[name], "assistant", f"{name} of {where}")
+    if prompt and len(answer) > len(prompt) and answer[: len(prompt)] == list(prompt):
+        answer = answer[len(prompt) :]
+    if prompt and answer[0]["role"] != "assistant":
+        raise PairsError(
+            f"pairs: what follows the prompt must begin with role assistant, or be a conversation that begins with the "
+            f"prompt's own messages; {name} of {where} begins with role {answer[0]['role']}; take the row out, or its "
+            "prompt"
+        )
+    return answer
 
 
 def _encoded(chat: Chat, text: str) -> tuple[int, ...]:

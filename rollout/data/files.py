@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
@@ -21,6 +21,18 @@ MAX_DEPTH = 64  # of a row's lists and mappings: what a reward process and Arrow
 
 class ProblemsError(ValueError):
     """Problems that cannot be trained on; one line that says which, why, and what to do."""
+
+
+class Names(NamedTuple):
+    """What messages call what names a source; and the split of several that is meant where none is named."""
+
+    path: str
+    split: str
+    usual: str = "train"
+    others: str = " and data.args"  # what else may be wrong
+
+
+DATA, EVAL = Names("data.path", "data.split"), Names("data.eval.path", "data.eval.split", usual="test")
 
 
 def is_file_name(path: str) -> bool:
@@ -60,7 +72,7 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in SAVED)
 
 
-def read_file(file: Path, split: str | None, args: Mapping[str, Any], size: int | None, key: str) -> list[Row]:
+def read_file(file: Path, split: str | None, args: Mapping[str, Any], size: int | None, names: Names) -> list[Row]:
     """The first `size` rows of a file's split: all of it is `train`, a part is for example `train[:100]`.
 
     Raises ProblemsError, and of CSV and Parquet whatever the library says.
@@ -68,14 +80,14 @@ def read_file(file: Path, split: str | None, args: Mapping[str, Any], size: int 
     split = split or "train"
     if split.partition("[")[0] != "train":
         raise ProblemsError(
-            f"{key}.split: the one split of a file is train, or a part of it such as train[:100]; got {split!r}"
+            f"{names.split}: the one split of a file is train, or a part of it such as train[:100]; got {split!r}"
         )
     kind = FORMATS[_format(file.name)]
     if kind == "json":
         if args:
             raise ProblemsError(f"data.args: a JSON file takes none, got {', '.join(args)}; leave it out")
-        rows = list(islice(_json_rows(file, key), size if split == "train" else None))
-        start, stop = _slice(split, {"train": len(rows)}, key)[1:]
+        rows = list(islice(_json_rows(file, names), size if split == "train" else None))
+        start, stop = _slice(split, {"train": len(rows)}, names)[1:]
         return rows[start:stop][:size]
     import datasets
 
@@ -83,12 +95,10 @@ def read_file(file: Path, split: str | None, args: Mapping[str, Any], size: int 
     return [dict(row) for row in (found if size is None else found.select(range(min(size, len(found)))))]
 
 
-def read_saved(
-    folder: Path, split: str | None, args: Mapping[str, Any], size: int | None, key: str, usual: str
-) -> list[Row]:
+def read_saved(folder: Path, split: str | None, args: Mapping[str, Any], size: int | None, names: Names) -> list[Row]:
     """The first `size` rows of one split of a folder of save_to_disk; a data set without splits is `train`.
 
-    usual: the split where none is asked for. Raises ProblemsError.
+    Raises ProblemsError.
     """
     import datasets
 
@@ -96,13 +106,13 @@ def read_saved(
         raise ProblemsError(f"data.args: a folder of save_to_disk takes none, got {', '.join(args)}; leave it out")
     found = datasets.load_from_disk(str(folder))
     splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
-    split = split or (usual if len(splits) > 1 else next(iter(splits)))
-    name, start, stop = _slice(split, {name: len(part) for name, part in splits.items()}, key)
+    split = split or (names.usual if len(splits) > 1 else next(iter(splits)))
+    name, start, stop = _slice(split, {name: len(part) for name, part in splits.items()}, names)
     part = splits[name].select(range(start, stop))
     return [dict(row) for row in (part if size is None else part.select(range(min(size, len(part)))))]
 
 
-def _slice(split: str, sizes: Mapping[str, int], key: str) -> tuple[str, int, int]:
+def _slice(split: str, sizes: Mapping[str, int], names: Names) -> tuple[str, int, int]:
     """Name, first and last row of a split written as datasets writes it: name[from:to], in rows or percent."""
     if split in sizes:
         return split, 0, sizes[split]
@@ -112,14 +122,16 @@ def _slice(split: str, sizes: Mapping[str, int], key: str) -> tuple[str, int, in
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(sizes))
     except (ValueError, AssertionError) as error:
         said = " ".join(str(error).split())
-        raise ProblemsError(f"{key}.split: {said}; write for example train or train[:100], got {split!r}") from None
+        raise ProblemsError(f"{names.split}: {said}; write for example train or train[:100], got {split!r}") from None
     if len(parts) != 1:
-        raise ProblemsError(f"{key}.split: must be one part of one split, got {split!r}; write for example train[:100]")
+        raise ProblemsError(
+            f"{names.split}: must be one part of one split, got {split!r}; write for example train[:100]"
+        )
     first, last = parts[0].from_ or 0, parts[0].to
     return parts[0].splitname, first, sizes[parts[0].splitname] if last is None else last
 
 
-def _json_rows(file: Path, key: str) -> Iterator[Row]:
+def _json_rows(file: Path, names: Names) -> Iterator[Row]:
     """Read here, line by line: exact whole numbers of any size, a line number for what is wrong, nothing recursive."""
     opener: Callable[..., Any] = PACKED.get(_packing(file.name), open)
     number = 1
@@ -127,24 +139,24 @@ def _json_rows(file: Path, key: str) -> Iterator[Row]:
         with opener(file, "rb") as stream:
             if _format(file.name) == ".json" and stream.peek(16).removeprefix(BOM).lstrip()[:1] == b"[":
                 for entry, row in enumerate(_loaded(stream.read()), start=1):
-                    yield _row(row, f"{key}.path: {file} entry {entry}")
+                    yield _row(row, f"{names.path}: {file} entry {entry}")
                 return
             for number, line in enumerate(stream, start=1):
                 if text := line.removeprefix(BOM if number == 1 else b"").strip():
-                    yield _row(_loaded(text), f"{key}.path: {file} line {number}")
+                    yield _row(_loaded(text), f"{names.path}: {file} line {number}")
     except UnicodeDecodeError as error:
         wrong = f"0x{error.object[error.start]:02x}"
         raise ProblemsError(
-            f"{key}.path: {file} line {number} must be UTF-8, got the byte {wrong}; save it as UTF-8"
+            f"{names.path}: {file} line {number} must be UTF-8, got the byte {wrong}; save it as UTF-8"
         ) from None
     except RecursionError:
-        raise ProblemsError(f"{key}.path: {file} line {number} is nested too deep; take levels out") from None
+        raise ProblemsError(f"{names.path}: {file} line {number} is nested too deep; take levels out") from None
     except (ValueError, EOFError, OSError) as error:  # OSError: no gzip file, though its name says so
         if isinstance(error, ProblemsError):
             raise
         plain = f"{error.msg} character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
         said = " ".join(plain.split())[:200]
-        raise ProblemsError(f"{key}.path: {file} line {number} cannot be read: {said}; correct it") from None
+        raise ProblemsError(f"{names.path}: {file} line {number} cannot be read: {said}; correct it") from None
 
 
 def _loaded(text: bytes) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.config import DataConfig
-from rollout.data import sources
+from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
 from rollout.data.pace import Pace
 from rollout.data.prompts import messages_of
@@ -100,7 +100,7 @@ def load(
         # A generator may repeat itself and training: the surplus leaves enough after those are dropped.
         fresh = path.startswith(sources.GENERATED)
         size, eval_seed = config.eval.size * (4 if fresh else 1), sources.other_seed(seed)
-        rows = sources.read(path, config.eval.split, args, size, eval_seed, "data.eval", deadline_s)
+        rows = sources.read(path, config.eval.split, args, size, eval_seed, files.EVAL, deadline_s)
         name = sources.label(path, config.eval.split or "test")
         candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}", deadline_s)
         held_out = _unseen(candidates, items)[: config.eval.size] if fresh else candidates

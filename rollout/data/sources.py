@@ -7,7 +7,7 @@ from typing import Any
 
 from rewards.secret_values import SecretError, resolved, scrubbed
 from rollout.data import files
-from rollout.data.files import ProblemsError, Row
+from rollout.data.files import DATA, Names, ProblemsError, Row
 from rollout.data.pace import Pace
 
 __all__ = ["GENERATED", "ProblemsError", "Row", "label", "other_seed", "read"]
@@ -23,20 +23,20 @@ def read(
     args: Mapping[str, Any],
     size: int | None,
     seed: int,
-    key: str = "data",
+    names: Names = DATA,
     deadline_s: float = DEADLINE_S,
 ) -> list[Row]:
     """The first `size` rows of a source. Raises ProblemsError.
 
     Args:
         path: `rg:<task>`, a file (files.FORMATS), a folder, or a hub name.
-        split: of a hub data set or a folder, or `train[:100]` of a file; null: train, for evaluation test, and of
-            what has one split only, all of it.
+        split: of a hub data set or a folder, or `train[:100]` of a file; null: names.usual, and of what has one split
+            only, all of it.
         args: keyword arguments of the source: the task's settings, or those of datasets.load_dataset
             (a hub data set with several configurations is chosen with {name: main}).
         size: null = all rows; of a task, how many to make.
         seed: of a task; files and hub data are not shuffled here.
-        key: of the configuration, under which messages name `path` and `split`.
+        names: what messages call them.
         deadline_s: seconds for making the problems of a task.
     """
     try:
@@ -45,13 +45,13 @@ def read(
         raise ProblemsError(str(error)) from None
     if path.startswith(GENERATED):
         if split not in (None, "train"):
-            raise ProblemsError(f"{key}.split: a reasoning_gym task has no splits, got {split!r}; leave it out")
+            raise ProblemsError(f"{names.split}: a reasoning_gym task has no splits, got {split!r}; leave it out")
         rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, deadline_s)
     else:
-        rows = _read_dataset(path, split, args, size, key)
+        rows = _read_dataset(path, split, args, size, names)
     if not rows:
         raise ProblemsError(
-            f"{key}.path: must hold at least one problem, got none from {path}; check the file or split"
+            f"{names.path}: must hold at least one problem, got none from {path}; check the file or split"
         )
     columns = dict.fromkeys(name for row in rows for name in row)
     return [row if len(row) == len(columns) else {name: row.get(name) for name in columns} for row in rows]
@@ -69,29 +69,28 @@ def other_seed(seed: int) -> int:
     return (seed + 2**30) % 2**31
 
 
-def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: int | None, key: str) -> list[Row]:
-    local = files.find(path, f"{key}.path")
-    usual = "train" if key == "data" else "test"
+def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: int | None, names: Names) -> list[Row]:
+    local = files.find(path, names.path)
     try:
         if local is not None and local.is_file():
-            return files.read_file(local, split, args, size, key)
+            return files.read_file(local, split, args, size, names)
         if local is not None and files.is_saved(local):
-            return files.read_saved(local, split, args, size, key, usual)
-        return _read_hub(path if local is None else str(local), split or usual, args, size)
+            return files.read_saved(local, split, args, size, names)
+        return _read_hub(path if local is None else str(local), split or names.usual, args, size)
     except ProblemsError:
         raise
     except StopIteration:  # how datasets 5 meets a file without a line
         return []
     except ConnectionError as error:  # huggingface_hub's OfflineModeIsEnabled is one
         raise ProblemsError(
-            f"{key}.path: {path} is neither a file or folder here nor in the hub's cache, and the hub cannot be "
+            f"{names.path}: {path} is neither a file or folder here nor in the hub's cache, and the hub cannot be "
             "reached; download it where there is a network, or give a file"
         ) from error
     except Exception as error:  # readers of files that anybody may have written raise what they like
         said = scrubbed(_first_line(error.__cause__ or error), args)
         raise ProblemsError(
-            f"{key}.path: {path} (split {split or usual}{_named(args)}) cannot be read: {said}; check the name, "
-            f"{key}.split and data.args"
+            f"{names.path}: {path} (split {split or names.usual}{_named(args)}) cannot be read: {said}; check the "
+            f"name, {names.split}{names.others}"
         ) from error
 
 

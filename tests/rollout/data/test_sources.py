@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.data import pace, sources
+from rollout.data import files, pace, sources
 from rollout.data.sources import ProblemsError, read
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": 2 * i} for i in range(20)]
@@ -51,7 +51,7 @@ def test_the_same_rows_from_every_kind_of_file(name: str) -> None:
     Path(name).write_bytes(FILES[name])
     assert read(name, "train", {}, None, 0) == ROWS
     assert read(name, "train[:50%]", {}, 7, 0) == ROWS[:7]
-    assert read(name, None, {}, None, 0, "data.eval") == ROWS
+    assert read(name, None, {}, None, 0, files.EVAL) == ROWS
     assert sources.label(f"/some/{name}", "train") == name.partition(".")[0]
 
 
@@ -71,10 +71,10 @@ def test_folders_of_save_to_disk() -> None:
     table.save_to_disk("one")
     datasets.DatasetDict(train=table, test=table.select(range(4))).save_to_disk("two")
     assert read("one", "train", {}, None, 0) == ROWS
-    assert read("one", None, {}, None, 0, "data.eval") == ROWS
+    assert read("one", None, {}, None, 0, files.EVAL) == ROWS
     assert read("one", "train[:2]", {}, None, 0) == ROWS[:2]
     assert read("two", "test", {}, 3, 0) == ROWS[:3]
-    assert read("two", None, {}, None, 0, "data.eval") == ROWS[:4]
+    assert read("two", None, {}, None, 0, files.EVAL) == ROWS[:4]
     with pytest.raises(ProblemsError, match=r"^data\.split: .*validation.* got 'validation'$"):
         read("two", "validation", {}, None, 0)
 
