@@ -14,26 +14,28 @@ from rollout.schema import Problem
 class SkyRLGym:
     """Drives skyrl_gym.envs.base_text_env.BaseTextEnv as SkyRL's generator does.
 
-    The instance is made with `env_config` and, as `extras`, the problem's columns; `init(messages)` may change the
+    The instance is made with `env_config` and, as `extras`, the problem's columns and `max_turns`; `init(messages)` may change the
     first messages; `step(text)` gives the next ones, a reward of this turn and whether it is over. An answer that holds
     `postprocessed_action`, which would change what was sampled, is refused: sampled tokens stay as they are. Numbers
     of get_metrics() are metrics of the last step.
 
     env: an id that skyrl_gym has registered, such as gsm8k, or path/file.py:Class of your own.
     config: the `env_config` of the instance.
+    max_turns: that the instance is told; say the same in env.max_turns.
 
     Raises ToolError if the package is missing, rewards.base.RewardLoadError if the class is.
     """
 
-    def __init__(self, env: str, config: Mapping[str, Any] | None = None) -> None:
-        self._name, self._config = env, dict(config or {})
+    def __init__(self, env: str, config: Mapping[str, Any] | None = None, max_turns: int = 8) -> None:
+        self._name, self._config, self._max_turns = env, dict(config or {}), max_turns
         self._make = load_own(env, "MyEnv") if ":" in env else _registered(env)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         """skyrl_gym has no seed: an environment that draws is to take it from a column."""
         if isinstance(problem.messages, str):
             raise ToolError("skyrl_gym: problems must be chat messages, got plain text; see data.prompt")
-        self._env = await asyncio.to_thread(self._make, env_config=self._config, extras=dict(problem.columns))
+        extras = {"max_turns": self._max_turns, **problem.columns}
+        self._env = await asyncio.to_thread(self._make, env_config=self._config, extras=extras)
         messages, _ = await asyncio.to_thread(self._env.init, [dict(message) for message in problem.messages])
         return Start(tuple(messages))
 

@@ -8,7 +8,7 @@ class Adding:
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         self.goal, self.turns = (extras or {})["answer"], 0
-        self.hint = (env_config or {}).get("hint", "No.")
+        self.hint, self.most = (env_config or {}).get("hint", "No."), (extras or {})["max_turns"]
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
         return [{"role": "system", "content": "Add."}, *prompt], {}
@@ -17,7 +17,9 @@ class Adding:
         self.turns += 1
         done = action == self.goal
         answer = {
-            "observations": [] if done else [{"role": "user", "content": self.hint}],
+            "observations": []
+            if done
+            else [{"role": "user", "content": f"{self.hint} {self.most - self.turns} left."}],
             "reward": 1.0 if done else -0.1,
             "done": done,
             "metadata": {},

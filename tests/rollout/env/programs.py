@@ -23,8 +23,8 @@ class Asking:
         if self._how == "silent":
             return {"given": 1.0}
         if self._how == "http":
-            async with token_server(model) as url, aiohttp.ClientSession(url) as session:
-                return await self._over_http(session)
+            async with token_server(model) as url, aiohttp.ClientSession() as session:
+                return await self._over_http(session, url)
         for _ in range(self._turns):
             try:
                 sampled = await model.generate(prompt, None)
@@ -41,10 +41,10 @@ class Asking:
                     prompt += [10**6]
         return {"given": float(given)}
 
-    async def _over_http(self, session: aiohttp.ClientSession) -> dict[str, float]:
+    async def _over_http(self, session: aiohttp.ClientSession, url: str) -> dict[str, float]:
         async def post(**sampling: Any) -> tuple[int, Any]:
             body = {"token_ids": OPENING, "sampling_params": {"logprobs": 1, "stop_token_ids": [2], **sampling}}
-            async with session.post("/inference/v1/generate", json=body) as response:
+            async with session.post(f"{url}/inference/v1/generate", json=body) as response:
                 return response.status, await response.json()
 
         status, answer = await post(max_tokens=4, top_p=1.0)
@@ -53,9 +53,16 @@ class Asking:
         whole = [one["token"] for one in choice["logprobs"]["content"]] == tokens and choice[
             "finish_reason"
         ] == "length"
-        refused, error = await post(temperature=0.3)
-        told = error["error"]["message"].startswith("temperature: sampling is the run's own")
+        refused, error = await post(temperature=0.3, logit_bias={"7": 1.0})
+        told = error["error"]["message"].startswith("temperature, logit_bias: sampling is the run's own")
+        async with session.post(f"{url[:-1]}/inference/v1/generate", json={"token_ids": OPENING}) as response:
+            unknown = response.status
+        over = {"token_ids": [*OPENING, *choice["token_ids"], *[8] * 400]}
+        async with session.post(f"{url}/inference/v1/generate", json=over) as response:
+            (last,) = (await response.json())["choices"]
         return {
+            "unknown": float(unknown == 404),
+            "ended": float(last["token_ids"] == [] and last["finish_reason"] == "length"),
             "ok": float(status == 200),
             "whole": float(whole),
             "refused": float(refused == 400),

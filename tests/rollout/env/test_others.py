@@ -18,10 +18,10 @@ OTHERS = Path(__file__).with_name("others.py")
 
 
 async def test_a_class_of_skyrl_gym_is_played() -> None:
-    env = SkyRLGym(f"{OTHERS}:Adding", {"hint": "Again."})
+    env = SkyRLGym(f"{OTHERS}:Adding", {"hint": "Again."}, max_turns=3)
     start = await env.reset(problem("2 + 3", answer="5"), 0)
     assert [message["content"] for message in start.messages] == ["Add.", "2 + 3"]
-    assert await env.step(said("4")) == Step(({"role": "user", "content": "Again."},), -0.1, False, {})
+    assert await env.step(said("4")) == Step(({"role": "user", "content": "Again. 2 left."},), -0.1, False, {})
     assert await env.step(said("5")) == Step((), 1.0, True, {"tries": 2.0})
     with pytest.raises(ToolError, match="changes what was sampled"):
         await env.step(said("change"))

@@ -72,10 +72,10 @@ async def test_a_program_is_refused_more_turns_than_it_may_have_and_still_gives_
 
 async def test_over_http_as_a_client_of_vllm_sees_it(tmp_path: Path) -> None:
     row, _ = await rows(tmp_path, "http")
-    assert {name: row["parts"][name] for name in ("ok", "whole", "refused", "told")} == dict.fromkeys(
-        ("ok", "whole", "refused", "told"), 1.0
-    )
+    told = ("ok", "whole", "refused", "told", "unknown", "ended")
+    assert {name: row["parts"][name] for name in told} == dict.fromkeys(told, 1.0)
     assert row["completion_ids"] == TURN[:4]
+    assert row["finish_reason"] == "length"  # of the trajectory; its reward is there all the same
 
 
 def test_the_tokens_are_the_tokenizers() -> None:
