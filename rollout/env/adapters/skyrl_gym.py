@@ -14,10 +14,10 @@ from rollout.schema import Problem
 class SkyRLGym:
     """Drives skyrl_gym.envs.base_text_env.BaseTextEnv as SkyRL's generator does.
 
-    The instance is made with `env_config` and, as `extras`, the problem's columns and `max_turns`; `init(messages)` may change the
-    first messages; `step(text)` gives the next ones, a reward of this turn and whether it is over. An answer that holds
-    `postprocessed_action`, which would change what was sampled, is refused: sampled tokens stay as they are. Numbers
-    of get_metrics() are metrics of the last step.
+    The instance is made with `env_config` and, as `extras`, the problem's columns and `max_turns`; `init(messages)` may
+    change the first messages; `step(text)` gives the next ones, a reward of this turn and whether it is over. An answer
+    that holds `postprocessed_action`, which would change what was sampled, is refused: sampled tokens stay as they are.
+    Numbers of get_metrics() are metrics of the last step.
 
     env: an id that skyrl_gym has registered, such as gsm8k, or path/file.py:Class of your own.
     config: the `env_config` of the instance.
