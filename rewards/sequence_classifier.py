@@ -4,7 +4,8 @@ It is loaded once in each reward process, in main memory and without a card, bef
 group (rewards.worker.prepare). A reward model on the policy's own base costs less as `use: adapter:<folder>`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,32 +27,36 @@ def sequence_classifier(
     batch: int = 8,
     **columns: Sequence[Any],
 ) -> list[float]:
-    """The logit of each completion after its prompt.
+    """The logit of each completion after its prompt; nan where they are longer than the model can read.
 
-    Conversations go through the model's own chat template; without one, the texts follow each other.
+    They go through the model's own chat template, a prompt that is a text as the user's message; without a template
+    they are a pair of texts, as its tokenizer puts pairs together.
 
     Args:
         model: folder or hub name. output: which logit, of a model that has several. batch: sequences at once.
 
     Raises:
-        RewardError: the model has several outputs and none is chosen, or a sequence is longer than it can read.
+        RewardError: the model has several outputs and none is chosen.
     """
     import torch
 
     loaded = prepare(model=model, output=output)
     encoded = [_encoded(loaded.tokenizer, *case) for case in zip(prompts, completions, strict=True)]
-    longest, most = max(map(len, encoded)), getattr(loaded.model.config, "max_position_embeddings", None)
-    if most is not None and longest > most:
-        raise RewardError(f"args.model: {model} reads at most {most} tokens, a sequence has {longest}; give another")
+    config = loaded.model.config
+    # RoBERTa's has two positions more than it can read: only its tokenizer knows.
+    most = min(getattr(config, "max_position_embeddings", None) or math.inf, loaded.tokenizer.model_max_length)
+    scores = [math.nan] * len(encoded)
+    short = [i for i, one in enumerate(encoded) if len(one["input_ids"]) <= most]
+    pad = config.get_text_config().pad_token_id
     # Without a padding token transformers finds the end of a sequence only where it is alone.
-    count = batch if loaded.model.config.get_text_config().pad_token_id is not None else 1
-    scores: list[float] = []
+    count = batch if pad is not None else 1
     with torch.no_grad():
-        for first in range(0, len(encoded), count):
-            rows = {"input_ids": encoded[first : first + count]}
-            padded = rows if count == 1 else loaded.tokenizer.pad(rows, padding_side="right")
-            tensors = {name: torch.tensor(padded[name]) for name in padded}
-            scores += loaded.model(**tensors).logits[:, output or 0].float().tolist()
+        for first in range(0, len(short), count):
+            places = short[first : first + count]
+            padded = _padded([encoded[i] for i in places], pad)
+            logits = loaded.model(**{name: torch.tensor(rows) for name, rows in padded.items()}).logits
+            for i, score in zip(places, logits[:, output or 0].float().tolist(), strict=True):
+                scores[i] = score
     return scores
 
 
@@ -91,9 +96,21 @@ def _load(model: str) -> _Classifier:
     return _Classifier(tokenizer, classifier.eval())
 
 
-def _encoded(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
-    if isinstance(prompt, str) or not tokenizer.chat_template:
-        text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
-        ids: list[int] = tokenizer.encode(text + text_of(completion))
-        return ids
-    return list(tokenizer.apply_chat_template([*prompt, *completion], return_dict=False))
+def _encoded(tokenizer: Any, prompt: Any, completion: Any) -> Mapping[str, list[int]]:
+    """What the model is called with, of one sequence: input_ids, and of some models token_type_ids."""
+    if tokenizer.chat_template:
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        told = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        found: Mapping[str, list[int]] = tokenizer.apply_chat_template([*asked, *told], return_dict=True)
+        return found
+    text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    # In a list: a second text that is empty would otherwise not be taken for one.
+    return {name: rows[0] for name, rows in tokenizer([(text, text_of(completion))]).items()}
+
+
+def _padded(rows: Sequence[Mapping[str, list[int]]], pad: int | None) -> dict[str, list[list[int]]]:
+    """On the right, with the padding token of the model's config: by that, and not by the tokenizer's own,
+    transformers finds the last token of each."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fills = {name: pad or 0 if name == "input_ids" else 0 for name in rows[0]}  # 0: no attention; the first type
+    return {name: [[*row[name], *[fill] * (longest - len(row[name]))] for row in rows] for name, fill in fills.items()}

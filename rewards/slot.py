@@ -19,6 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from rewards import worker
 from rewards.call import Verdict, failed
+from rewards.loader import BUILT_INS
 
 T = TypeVar("T")
 _HINTS = {
@@ -90,7 +91,7 @@ class Slot:
                 pid, problem = await self._run(worker.prepare, (call.use, call.args, call.env), START_S)
             except TimeoutError:
                 self._sweep()
-                return f"did not load within {START_S:g} s; move slow work out of the top level of its module"
+                return f"did not load within {START_S:g} s; {_quicker(call.use)}"
             except (ProcessExpired, BrokenProcessPool) as error:
                 self._sweep()
                 death = f"its process died while loading: {_death(error)}"
@@ -157,6 +158,12 @@ class _Closed(Exception):
 def _stop(pool: ProcessPool) -> None:
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
+
+
+def _quicker(use: str) -> str:
+    if use in BUILT_INS:
+        return "download its model before the run, or give a smaller one"
+    return "move slow work out of the top level of its module"
 
 
 def _death(error: ProcessExpired | BrokenProcessPool) -> str:

@@ -18,6 +18,8 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.plan_request import layouts, wish_of
 from learner.model.weight_files import WeightsError, model_weights
 from rewards.config import classifier_of
+from rollout.architecture import text_of
+from rollout.data.model_files import read_json
 
 # Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}
@@ -122,6 +124,21 @@ def classifier_bytes(config: RunConfig) -> int:
         except WeightsError:  # said by the trial of the reward function
             continue
     return found
+
+
+def classifier_notes(config: RunConfig) -> tuple[str, ...]:
+    """A line for each model of `use: sequence_classifier` that cannot read the longest completion after the longest
+    prompt, by the policy's count of tokens."""
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    notes = []
+    for model in filter(None, map(classifier_of, config.rewards)):
+        most = text_of(read_json(model, "config.json")).get("max_position_embeddings")
+        if isinstance(most, int) and most < longest:
+            notes.append(
+                f"rewards: {model} reads {most} tokens, prompt and completion may have {longest}: completions that are "
+                "too long for it get no reward"
+            )
+    return tuple(notes)
 
 
 def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:

@@ -19,7 +19,13 @@ from learner.driver.env_check import check_environment
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
-from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, machine_notes
+from learner.driver.machine_checks import (
+    MachineError,
+    check_main_memory,
+    check_placement,
+    classifier_notes,
+    machine_notes,
+)
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
@@ -122,7 +128,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(_check_accuracy, config)
     found.of(_check_loss, config)
     if chat is not None and data is not None:
-        found.of(_check_rewards, config, data[0].at(0))
+        notes += found.of(_check_rewards, config, data[0].at(0)) or ()
         notes += found.of(check_environment, config, chat, data[0].at(0)) or ()
     found.finish()
     assert data is not None
@@ -244,13 +250,15 @@ def _check_loss(config: RunConfig) -> None:
             trial.close()
 
 
-def _check_rewards(config: RunConfig, problem: Problem) -> None:
-    """Each function once, on two dummy completions of the first problem, in a worker process like those of the run."""
+def _check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
+    """Each function once, on two dummy completions of the first problem, in a worker process like those of the run.
+    Lines about those that work."""
     functions = functions_of(config.rewards)
     if not functions:
-        return
+        return ()
     case = case_of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
     try_rewards(functions, **case, memory_bytes=config.rollout.reward_memory)
+    return classifier_notes(config)
 
 
 def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:

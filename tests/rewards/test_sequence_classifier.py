@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.random_model import make_tiny_model
+from learner.config import ModelConfig, RunConfig
+from learner.driver.machine_checks import classifier_notes
 from rewards.base import RewardError
-from rewards.call import Group, score
+from rewards.call import Group, Verdict, score
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rewards.sequence_classifier import prepare, sequence_classifier
+from rollout.config import DataConfig, RolloutConfig
 
 PROMPT = [{"role": "user", "content": "1+1?"}]
 TEXTS = ["2", "it is three, I think", "", "no"]
@@ -26,12 +31,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("base") / "model")
 
 
-def classifier(base: Path, folder: Path, outputs: int, pad: int | None = 259) -> str:
+def classifier(base: Path, folder: Path, outputs: int, pad: int | None = 259, *, template: bool = True) -> str:
     torch.manual_seed(0)
     model: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=outputs, dtype=torch.float32)
     model.config.pad_token_id = pad
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    if not template:
+        tokenizer.chat_template = None
+        # Between the two texts and behind them, as most encoders' tokenizers have it.
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="$A", pair="$A:0 <|end|>:1 $B:1 <|end|>:1", special_tokens=[("<|end|>", 258)]
+        )
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -56,7 +68,10 @@ def case() -> dict[str, Any]:
     return {"prompts": [PROMPT] * 4, "completions": completions, "completion_ids": [[0]] * 4, "columns": {}}
 
 
-@pytest.mark.parametrize(("outputs", "pad", "args"), [(1, 259, {"batch": 3}), (3, None, {"output": 2})])
+# 5: another than the tokenizer's own, which is 259
+@pytest.mark.parametrize(
+    ("outputs", "pad", "args"), [(1, 259, {"batch": 3}), (1, 5, {"batch": 4}), (3, None, {"output": 2})]
+)
 def test_scores_are_transformers(
     base: Path, tmp_path: Path, outputs: int, pad: int | None, args: dict[str, int]
 ) -> None:
@@ -67,6 +82,39 @@ def test_scores_are_transformers(
             return (await pool.score(**case())).reward
 
     assert asyncio.run(main()) == pytest.approx(wanted(path, args.get("output", 0)), abs=1e-5)
+
+
+def said(path: str, prompt: Any, completions: list[Any]) -> Verdict:
+    many = len(completions)
+    group = Group([prompt] * many, completions, completion_ids=[[0]] * many, columns={})
+    return score(sequence_classifier, group, {"model": path}, built_in=True)
+
+
+def test_a_text_is_a_user_s_message_and_without_a_template_both_are_a_pair(base: Path, tmp_path: Path) -> None:
+    with_template = classifier(base, tmp_path / "chat", 1)
+    assert said(with_template, "1+1?", TEXTS).values == pytest.approx(wanted(with_template, 0), abs=1e-5)
+    path = classifier(base, tmp_path / "pairs", 1, template=False)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    ids = [[*tokenizer.encode("1+1?"), 258, *tokenizer.encode(text), 258] for text in TEXTS]
+    with torch.no_grad():
+        alone = [float(model.eval()(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
+    assert said(path, PROMPT, case()["completions"]).values == pytest.approx(alone, abs=1e-5)
+    assert said(path, "1+1?", TEXTS).values == pytest.approx(alone, abs=1e-5)
+
+
+def test_what_is_too_long_costs_itself_alone(base: Path, tmp_path: Path) -> None:
+    path = classifier(base, tmp_path, 1)
+    config = RunConfig(
+        model=ModelConfig(path="m"), data=DataConfig(path="d"), rewards=[configured(path)],
+        rollout=RolloutConfig(max_prompt_length=1000, max_completion_length=5000),
+    )  # fmt: skip
+    (note,) = classifier_notes(config)
+    most = AutoConfig.from_pretrained(path).max_position_embeddings
+    assert f"reads {most} tokens, prompt and completion may have 6000" in note
+    verdict = said(path, "1+1?", ["2", "2" * most])
+    assert verdict.status == "nan"
+    assert verdict.values == pytest.approx([wanted(path, 0)[0], math.nan], abs=1e-5, nan_ok=True)
 
 
 def test_what_gives_no_one_number_is_refused(base: Path, tmp_path: Path) -> None:
