@@ -15,7 +15,8 @@ async def test_garbage_is_collected_again_after_the_object_is_built_and_after_it
     assert gc.isenabled()
     failed = Host(lambda: 1 / 0, ())
     assert gc.isenabled()
-    assert (await failed.started()).error == "ZeroDivisionError: division by zero"
+    started = await failed.started()
+    assert (started.error, started.wrong_input) == ("ZeroDivisionError: division by zero", False)
 
 
 @pytest.mark.parametrize(

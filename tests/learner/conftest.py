@@ -37,5 +37,5 @@ class _NoTrial:
 
 @pytest.fixture
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--dry-run without the two processes that import torch and vLLM, which test_dry_run.py tries once."""
+    """--dry-run without its processes, which import torch and vLLM: of test_dry_run.py and test_preflight_models.py."""
     monkeypatch.setattr("learner.driver.preflight.Trial", _NoTrial)

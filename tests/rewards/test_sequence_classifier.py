@@ -68,20 +68,20 @@ def case() -> dict[str, Any]:
     return {"prompts": [PROMPT] * 4, "completions": completions, "completion_ids": [[0]] * 4, "columns": {}}
 
 
-# 5: another than the tokenizer's own, which is 259
-@pytest.mark.parametrize(
-    ("outputs", "pad", "args"), [(1, 259, {"batch": 3}), (1, 5, {"batch": 4}), (3, None, {"output": 2})]
-)
-def test_scores_are_transformers(
-    base: Path, tmp_path: Path, outputs: int, pad: int | None, args: dict[str, int]
-) -> None:
-    path = classifier(base, tmp_path, outputs, pad)
+def test_scores_are_transformers(base: Path, tmp_path: Path) -> None:
+    """With the tokenizer's padding token and with another, and of one of three outputs without any."""
+    models = [
+        (classifier(base, tmp_path / "own", 1, 259), {"batch": 3}),
+        (classifier(base, tmp_path / "other", 1, 5), {"batch": 4}),
+        (classifier(base, tmp_path / "none", 3, None), {"output": 2}),
+    ]
 
     async def main() -> list[float | None]:
-        async with RewardPool([configured(path, **args)]) as pool:
+        async with RewardPool([configured(path, **args) for path, args in models]) as pool:
             return (await pool.score(**case())).reward
 
-    assert asyncio.run(main()) == pytest.approx(wanted(path, args.get("output", 0)), abs=1e-5)
+    each = [wanted(path, args.get("output", 0)) for path, args in models]
+    assert asyncio.run(main()) == pytest.approx([sum(scores) for scores in zip(*each, strict=True)], abs=1e-5)
 
 
 def said(path: str, prompt: Any, completions: list[Any]) -> Verdict:

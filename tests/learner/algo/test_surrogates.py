@@ -77,8 +77,8 @@ def ratios_of(case: dict[str, Any]) -> list[float]:
     return [r for one in found for r in one.sg_ratio.tolist() if 1e-6 < r < 10]
 
 
-def compared(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> None:
-    """Slopes, loss and metrics of token_loss, and of the formulas by hand."""
+def apart(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> float:
+    """How far slopes, loss and counts of token_loss are from those of the formulas by hand, at most."""
     bounds = {name: bounds[name] for name in SURROGATES[ratio].settings}
     config = LossConfig.model_construct(ratio=ratio, **bounds)  # without validation: any bounds, as the draw has them
     n, c, a = len(case["logprobs"]), case["coefficients"], case["advantages"]
@@ -87,12 +87,13 @@ def compared(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | N
         case["logprobs"], torch.zeros(n), batch, config, reference=None, version=0, proximal=proximal
     )
     wanted = hand_slopes.weigh(ratio, case["logprobs"], case["behavior"], a, case["lengths"], bounds, proximal)
-    assert not slopes.requires_grad
-    assert slopes.dtype == torch.float64
-    assert (slopes + c * wanted.weight * a).abs().max() <= LIMIT
-    assert abs(float(parts["loss"] + (c * wanted.objective).sum())) <= LIMIT
-    assert int(parts["clipped"]) == int(wanted.clipped.sum())
-    assert int(parts["masked"]) == int(((wanted.weight == 0) & (a != 0)).sum())
+    differences = [
+        (slopes + c * wanted.weight * a).abs().max(),
+        parts["loss"] + (c * wanted.objective).sum(),
+        parts["clipped"] - wanted.clipped.sum(),
+        parts["masked"] - ((wanted.weight == 0) & (a != 0)).sum(),
+    ]
+    return float(torch.stack([one.double() for one in differences]).abs().max())  # nan if one of them is
 
 
 def test_every_surrogate_has_slopes_by_hand() -> None:
@@ -100,17 +101,18 @@ def test_every_surrogate_has_slopes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("ratio", SURROGATES)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_autograd_gives_the_slopes_that_were_derived_by_hand(ratio: str, data: st.DataObject) -> None:
     case = data.draw(cases())
-    compared(ratio, case, bounds_at(data.draw, ratios_of(case)))
+    assert apart(ratio, case, bounds_at(data.draw, ratios_of(case))) <= LIMIT
 
 
 @pytest.mark.parametrize("ratio", SURROGATES)
 @settings(max_examples=30)
 @given(case=cases())
 def test_with_the_settings_of_the_papers_too(ratio: str, case: dict[str, Any]) -> None:
-    compared(ratio, case, SURROGATES[ratio].settings)
+    assert apart(ratio, case, SURROGATES[ratio].settings) <= LIMIT
 
 
 @given(data=st.data())
@@ -120,7 +122,7 @@ def test_decoupled_ppo_too(data: st.DataObject) -> None:
     proximal = case["behavior"] + stale
     near = case | {"behavior": proximal, "logprobs": proximal + (case["logprobs"] - case["behavior"])}
     edges = [*ratios_of(near), *(near["behavior"] - case["behavior"]).exp().tolist()]
-    compared("clip", near | {"behavior": case["behavior"]}, bounds_at(data.draw, edges), proximal)
+    assert apart("clip", near | {"behavior": case["behavior"]}, bounds_at(data.draw, edges), proximal) <= LIMIT
 
 
 @pytest.mark.parametrize("ratio", SURROGATES)
@@ -141,7 +143,8 @@ def test_bounds_on_every_edge(ratio: str) -> None:
         for above in beside[1]:
             epsilon = (1 - below, above - 1)
             for delta in (math.nextafter(above, 9), 3.0):
-                compared(ratio, case, {"cap": above, "band": (below, above), "epsilon": epsilon, "delta": delta})
+                bounds = {"cap": above, "band": (below, above), "epsilon": epsilon, "delta": delta}
+                assert apart(ratio, case, bounds) <= LIMIT, bounds
 
 
 def test_a_new_row_is_all_that_a_variant_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +163,7 @@ def test_a_new_row_is_all_that_a_variant_needs(monkeypatch: pytest.MonkeyPatch) 
     batch = batch_of(torch.zeros(2), torch.ones(2), torch.ones(2))
     slopes, _ = token_loss(torch.tensor([1.1, 2.0]).log(), torch.zeros(2), batch, config, reference=None, version=0)
     assert slopes.tolist() == pytest.approx([-1.21, -1.5])
+    assert not slopes.requires_grad
 
 
 def test_the_table_is_what_help_and_errors_say() -> None:

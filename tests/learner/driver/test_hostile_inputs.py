@@ -36,7 +36,7 @@ def model(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     Path("mine.py").write_text(
         "def ok(completions, **columns):\n    return [0.5] * len(completions)\n"
         "def lazy(completions, **columns):\n"
-        "    import time\n    if not hasattr(lazy, 'loaded'):\n        time.sleep(8)\n"
+        "    import time\n    if not hasattr(lazy, 'loaded'):\n        time.sleep(5)\n"
         "    lazy.loaded = True\n    return [0.5] * len(completions)\n"
     )
     config: dict[str, Any] = {
@@ -89,9 +89,6 @@ HOSTILE: dict[str, tuple[Spoil, list[str], str]] = {
     "a template that divides by zero": (template("{{ 1 // 0 }}"), [], "chat template .* says: ZeroDivisionError"),
     "a template that refuses": (template("{{ raise_exception('no') }}"), [], "chat template .* says: no"),
     "a template that is no jinja": (template("{% for %}"), [], "chat template .* says: "),
-    "a template that loops": (
-        template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"), [],
-        "chat template did not come to an end within 3 s"),
     "a template that counts": (template("{{ 9 ** (9 ** 9) }}"), [], "chat template did not come to an end within 3 s"),
     "a hundred million problems": (nothing, ["data.path=rg:chain_sum", "data.size=100000000"], "data.size: .* so"),
     "a home folder of nobody": (nothing, ["output_dir=~nosuchuser/x"], "output_dir: ~nosuchuser/x is no folder"),
@@ -102,7 +99,7 @@ HOSTILE: dict[str, tuple[Spoil, list[str], str]] = {
     "arguments that hold themselves": (nothing, ["data.args={a: &x [*x]}"], "config: data.args: .* nested at most 32"),
     "a number of 10,000 digits": (nothing, ["steps=" + "9" * 10_000], "config: steps: "),
     "an import within a reward function": (
-        nothing, ["rewards=[{use: 'mine.py:lazy', timeout_s: 4}]"], "timeout: .* Only its first call is late"),
+        nothing, ["rewards=[{use: 'mine.py:lazy', timeout_s: 3}]"], "timeout: .* Only its first call is late"),
     "two mistakes": (
         template("{{ 1 // 0 }}"), ["cluster.gpus.learner=1"], "cluster.gpus: .* 1 GPU(.|\n)*chat template .* ZeroDiv"),
 }  # fmt: skip
