@@ -98,9 +98,10 @@ class Observations:
                 )
             )
         except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
-            said = " ".join(str(error).split())[:200] or type(error).__name__
             roles = ", ".join(message["role"] for message in messages)
-            raise TemplateRefuses(f"model.path: the model's chat template refuses roles {roles}: {said}") from error
+            raise TemplateRefuses(
+                f"model.path: the model's chat template refuses roles {roles}: {_said(error)}"
+            ) from error
 
     def ids_of(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
         """The ids of `render`."""
@@ -137,7 +138,10 @@ class Observations:
         return self._encode(text)[-len(ids) :] == ids
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # such as for half of a surrogate pair, of which no tokenizer says what is wrong
+            raise ChatError(f"model.path: the model's tokenizer refuses {text!r:.80}: {_said(error)}") from error
 
     def _rewritten(self, past: Messages, tools: Tools, before: str) -> Ending:
         """The ending where a turn that is past ends with another token than one that was just sampled; `before` stands
@@ -227,6 +231,10 @@ def _first(text: str, tokens: Mapping[str, int]) -> tuple[int, str] | None:
         return None
     at, _, token = min(places)
     return at, token
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _check(messages: Messages) -> None:

@@ -8,15 +8,22 @@ from typing import Any
 
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
+from rollout.env.described import described
 from rollout.env.play import Limits, Player
 from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.tools.tool_parser import ToolParserError
 from rollout.env.trajectory import Trajectory
 from rollout.schema import Problem
-from rollout.types import Completion, Sampling
+from rollout.types import Completion, EngineError, Sampling
 
 
 class UnequalStart(ValueError):
     """Environments of one group began differently, so their rewards cannot be compared."""
+
+
+class TrajectoryFailed(RuntimeError):
+    """An exception in a trajectory that is neither its environment's fault nor an error of the engine; the message says
+    in which trajectory, and where it was raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Trajectories:
         self._room = asyncio.Semaphore(settings.concurrency)
 
     async def group(self, problem: Problem, sampling: Sampling) -> list[Trajectory]:
-        """sampling.n trajectories of the problem. Raises UnequalStart, and what the engine raises."""
+        """sampling.n trajectories of the problem. Raises UnequalStart, TrajectoryFailed, and EngineError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 played = [tasks.create_task(self._play(problem, sampling, j)) for j in range(sampling.n)]
@@ -56,6 +63,13 @@ class Trajectories:
             try:
                 policy = _Policy(self._engine, sampling, sample)
                 return await self._player.play(env, policy, problem, _env_seed(self._settings.seed, problem))
+            except (EngineError, ToolParserError):
+                raise
+            except Exception as error:
+                raise TrajectoryFailed(
+                    f"env: trajectory {sample} of problem {problem.id} failed, and not by its environment: "
+                    f"{described(error)}"
+                ) from error
             finally:
                 await env.close()
 

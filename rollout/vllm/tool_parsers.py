@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.env.protocol import ToolCall, ToolSpec
+from rollout.env.tools.tool_calls import call_of
 
 
 def names() -> list[str]:
@@ -41,7 +42,4 @@ class VllmToolParser:
 
 
 def _call(name: str, arguments: str) -> ToolCall:
-    value = json.loads(arguments)
-    if not isinstance(value, dict):
-        raise ValueError(f"arguments of {name} must be an object, got {arguments[:80]}")
-    return ToolCall(name, value)
+    return call_of({"name": name, "arguments": json.loads(arguments)})

@@ -9,24 +9,22 @@ import json
 import os
 import pickle
 import socket
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from rewards.base import RewardError, said
+from rewards.base import RewardError
 from rewards.environment import lent
 from rewards.memory import advice, met
 from rewards.worker import confine
+from rollout.env.described import described
 from rollout.env.loader import make
-from rollout.env.processes.wire import BadAnswer, numbers, start_to_json, step_to_json
+from rollout.env.processes.wire import BadAnswer, encoded, numbers, start_to_json, step_to_json
 from rollout.env.program import Hosted
 from rollout.env.tools.function_tool import ToolError
 
 LENGTH = 8  # bytes before each message
 MOST_BYTES = 16 * 2**20  # of an answer; a longer one is a flood
-SHOWN = 500  # characters of an exception's text
 
 
 class Spec(NamedTuple):
@@ -65,21 +63,23 @@ async def _serve(end: socket.socket, spec: Spec) -> None:
             return
         try:
             env = env or make(spec.use, spec.args)
-            answer: dict[str, Any] = {"value": await _METHODS[method](env, *arguments)}
+            answer = encoded(method, await _METHODS[method](env, *arguments))
         except BadAnswer as error:
-            answer = {"outcome": "bad_observation", "sentence": str(error)}
+            answer = _fault("bad_observation", str(error))
         except (RewardError, ToolError) as error:  # our own sentence, complete as it is
-            answer = {"outcome": "env_error", "sentence": str(error)}
+            answer = _fault("env_error", str(error))
         except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
-            answer = {"outcome": "env_error", "sentence": f"{method}: {_described(error)}"}
-        encoded = json.dumps(answer).encode()
-        if len(encoded) > MOST_BYTES:
-            sentence = f"{method}: answered with {len(encoded)} bytes, at most {MOST_BYTES} are taken"
-            encoded = json.dumps({"outcome": "flood", "sentence": sentence}).encode()
-        write(writer, encoded)
+            answer = _fault("env_error", f"{method}: {_described(error)}")
+        if len(answer) > MOST_BYTES:
+            answer = _fault("flood", f"{method}: answered with {len(answer)} bytes, at most {MOST_BYTES} are taken")
+        write(writer, answer)
         await writer.drain()
         if method == "close":
             return
+
+
+def _fault(outcome: str, sentence: str) -> bytes:
+    return json.dumps({"outcome": outcome, "sentence": sentence}).encode()
 
 
 async def _reset(env: Hosted, *arguments: Any) -> dict[str, Any]:
@@ -116,7 +116,4 @@ def write(writer: asyncio.StreamWriter, message: bytes) -> None:
 
 def _described(error: BaseException) -> str:
     """What was raised, where, and what to do where it is known."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    told = f"{type(error).__name__}: {said(error)[:SHOWN]}{where}"
-    return f"{told}: {advice('env.memory')}" if met(error) else told
+    return f"{described(error)}: {advice('env.memory')}" if met(error) else described(error)

@@ -1,10 +1,13 @@
 """An environment's answers on their way from its process: checked there, plain JSON between."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rewards.base import said
 from rewards.config import TAKEN
+from rollout.env.plain import DEEPEST, is_text, too_deep
 from rollout.env.program import Asked
 from rollout.env.protocol import Message, Start, Step
 
@@ -22,8 +25,11 @@ def start_to_json(start: Any) -> dict[str, Any]:
     if not isinstance(start, Start):
         raise BadAnswer(f"reset must return a Start, got {type(start).__name__}")
     messages = _messages("reset", start.messages, None)
-    if not isinstance(start.tools, Sequence) or not all(isinstance(tool, Mapping) for tool in start.tools):
-        raise BadAnswer(f"reset: tools must be a sequence of mappings, got {start.tools!r:.80}")
+    if not isinstance(start.tools, Sequence) or not all(_is_tool(tool) for tool in start.tools):
+        raise BadAnswer(
+            'reset: tools must be a sequence of {"type": "function", "function": {"name": ..., "parameters": {...}}}, '
+            f"got {start.tools!r:.80}"
+        )
     return {"messages": messages, "tools": [dict(tool) for tool in start.tools], "state": str(start.state)}
 
 
@@ -39,6 +45,16 @@ def step_to_json(step: Any) -> dict[str, Any]:
         raise BadAnswer("step: must return at least one message unless it is done, got none")
     reward = None if step.reward is None else _number("step: reward", step.reward)
     return {"messages": messages, "reward": reward, "done": bool(step.done), "metrics": numbers("step", step.metrics)}
+
+
+def encoded(method: str, value: Any) -> bytes:
+    """An answer in JSON. Raises BadAnswer for what JSON cannot hold."""
+    if too_deep(value):
+        raise BadAnswer(f"{method}: must answer with values that are nested at most {DEEPEST} deep")
+    try:
+        return json.dumps({"value": value}).encode()
+    except (TypeError, ValueError) as error:
+        raise BadAnswer(f"{method}: must answer with what JSON can hold: {said(error)}") from None
 
 
 def start_from_json(answer: dict[str, Any]) -> Start | Asked:
@@ -57,7 +73,7 @@ def step_from_json(answer: dict[str, Any]) -> Step | Asked:
 
 def numbers(method: str, values: Any) -> dict[str, float]:
     """Numbers by name. Raises BadAnswer for anything else."""
-    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+    if not isinstance(values, Mapping) or not all(is_text(name) for name in values):
         raise BadAnswer(f"{method}: numbers must come as a mapping from names, got {values!r:.80}")
     if taken := TAKEN & set(values):
         raise BadAnswer(f"{method}: a metric is named {', '.join(sorted(taken))} already; give another name")
@@ -86,10 +102,21 @@ def _messages(method: str, messages: Any, roles: Sequence[str] | None) -> list[M
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise BadAnswer(f"{method}: messages must be a sequence of messages, got {type(messages).__name__}")
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        if not isinstance(message, Mapping) or not is_text(message.get("role")):
             raise BadAnswer(f'{method}: a message must be {{"role": ..., "content": ...}}, got {message!r:.80}')
-        if not isinstance(message.get("content"), str):
-            raise BadAnswer(f"{method}: a message's content must be text, got {message.get('content')!r:.80}")
+        for key in ("content", *(key for key in ("name", "tool_call_id") if message.get(key) is not None)):
+            if not is_text(message.get(key)):
+                got = message.get(key)
+                raise BadAnswer(f"{method}: a message's {key} must be text that UTF-8 can hold, got {got!r:.80}")
         if roles is not None and message["role"] not in roles:
             raise BadAnswer(f"{method}: a message's role must be one of {', '.join(roles)}, got {message['role']!r}")
     return [dict(message) for message in messages]
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and is_text(function.get("name"))
+        and isinstance(function.get("parameters", {}), Mapping)
+    )

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rewards.base import said
+from rollout.env.plain import as_text
 from rollout.env.protocol import ToolSpec
 
 MAX_SAID = 500  # characters of an exception's text that are worth showing to the policy
@@ -73,7 +74,7 @@ class FunctionTool:
         except BaseException as error:  # sys.exit() in a tool is its failure, not the environment's end
             if deadline.expired() and isinstance(error, TimeoutError):
                 raise ToolFailed(f"{self.name} was stopped after {timeout_s:g} s without an answer") from None
-            raise ToolFailed(f"{self.name} failed: {type(error).__name__}: {said(error)[:MAX_SAID]}") from None
+            raise ToolFailed(f"{self.name} failed: {type(error).__name__}: {as_text(said(error))[:MAX_SAID]}") from None
 
     async def _run(self, given: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):
@@ -134,5 +135,4 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _text(answer: Any) -> str:
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace").decode()  # half a surrogate pair is text that no tokenizer takes
+    return as_text(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str))

@@ -7,9 +7,11 @@ be told what was wrong, and what it costs is the environment's to say.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
+from rollout.env.plain import DEEPEST, is_text, too_deep
 from rollout.env.protocol import ToolCall
 
 Parsed = tuple[tuple[ToolCall, ...], tuple[str, ...]]
@@ -19,16 +21,17 @@ Parser = Callable[[str], Parsed]
 """Text of a turn, special tokens kept -> Parsed."""
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_SENTENCES = 8  # a turn may be nothing but opening marks
+MAX_SENTENCES = 8  # a turn may be nothing but opening marks, and to say why not takes as long as the turn is
+MAX_NAME = 100  # characters of a name that a sentence repeats
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Every call behind the thinking; an attempt begins with <tool_call>."""
+    """Every call behind the thinking, up to the last attempt of MAX_SENTENCES; an attempt begins with <tool_call>."""
     text = answer_of(text)
     calls: list[ToolCall] = []
     malformed: list[str] = []
     at = text.find(OPEN)
-    while at >= 0:
+    while at >= 0 and len(malformed) < MAX_SENTENCES:
         at += len(OPEN)
         try:
             call, at = _call(text, at)
@@ -36,7 +39,9 @@ def parse_hermes(text: str) -> Parsed:
         except ValueError as error:
             malformed.append(f"Tool call {len(calls) + len(malformed) + 1} could not be read: {error}.")
         at = text.find(OPEN, at)
-    return tuple(calls), tuple(malformed[:MAX_SENTENCES])
+    if at >= 0:
+        malformed[-1] += " What follows it was not read."
+    return tuple(calls), tuple(malformed)
 
 
 def answer_of(text: str) -> str:
@@ -55,26 +60,36 @@ def call_of(value: Any) -> ToolCall:
     name, arguments = value.get("name"), value.get("arguments")
     if not isinstance(name, str) or not name:
         raise ValueError('"name" must be the name of a tool, got ' + ("none" if name is None else _kind(name)))
+    if too_deep(value):
+        raise ValueError(f"it must be nested at most {DEEPEST} deep")
+    if not is_text(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("it must be text that UTF-8 can hold, and has half of a surrogate pair")
     if not isinstance(arguments, dict):
         got = _kind(arguments) if "arguments" in value else "none"
-        raise ValueError(f'"arguments" of {name} must be a JSON object, got {got}')
+        raise ValueError(f'"arguments" of {name[:MAX_NAME]} must be a JSON object, got {got}')
     return ToolCall(name, arguments)
 
 
 def _call(text: str, at: int) -> tuple[ToolCall, int]:
     """The call whose opening mark ends at `at`, and where its closing mark ends. The JSON is read first, since a string
     in it may hold the marks. Raises ValueError."""
-    start = len(text) - len(text[at:].lstrip())
+    start = _behind_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise ValueError(f"it must be JSON, and is not: {error.msg} at character {error.pos - start + 1}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         raise ValueError(f"it must be JSON, and is not: {str(error)[:100]}") from None
-    end = len(text) - len(text[end:].lstrip())
+    end = _behind_space(text, end)
     if not text.startswith(CLOSE, end):
         raise ValueError(f"its JSON must be followed by {CLOSE}")
     return call_of(value), end + len(CLOSE)
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)  # no copy of what is left for each mark
+    assert found is not None
+    return found.end()
 
 
 def _no_number(name: str) -> Any:
@@ -82,6 +97,7 @@ def _no_number(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)  # Python's own would read NaN and Infinity
+_SPACE = re.compile(r"\s*")
 _KINDS = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 

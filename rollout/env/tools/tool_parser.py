@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rewards.base import said
 from rollout.data.chat import Chat, ChatError
 from rollout.data.observation import USER
+from rollout.env.plain import as_text
 from rollout.env.protocol import ToolCall, ToolSpec
 from rollout.env.tools.tool_calls import Parsed, answer_of, parse_hermes
 
@@ -148,7 +150,7 @@ class Attempts:
         try:
             calls, why = tuple(self._parser(text, tools)), ""
         except Exception as error:  # of a parser that did not expect what a policy may write
-            calls, why = (), f": {' '.join(str(error).split())[:200]}"
+            calls, why = (), f": {as_text(said(error))[:200]}"
         begun = text.count(self._mark) if self._mark else 0
         missed = begun > 0 and not calls if self._one_for_all else begun > len(calls)
         return calls, (f"A tool call was begun with {self._mark} and could not be read{why}.",) if missed else ()

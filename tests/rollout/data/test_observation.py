@@ -169,6 +169,11 @@ def test_what_is_no_observation_is_refused(messages: list[dict[str, Any]]) -> No
         CHATML.observe(messages, EOS_IDS[0])
 
 
+def test_what_the_tokenizer_refuses_is_a_chat_error() -> None:
+    with pytest.raises(ChatError, match="^model.path: the model's tokenizer refuses .*TextEncodeInput"):
+        CHATML.observe([{"role": "user", "content": "a\ud83d"}], EOS_IDS[0])
+
+
 def test_without_a_template_there_is_one_turn() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None

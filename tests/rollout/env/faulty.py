@@ -61,6 +61,8 @@ class Plain:
             case "leaves a child":
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 time.sleep(600)
+            case "returns a set":
+                return Step(({"role": "user", "content": "go on", "seen": {1, 2}},))
             case "returns text":
                 return "well done"
             case "says nothing":

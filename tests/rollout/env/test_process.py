@@ -18,7 +18,8 @@ import pytest
 
 from rollout.env.config import EnvConfig
 from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.protocol import Turn
+from rollout.env.processes.wire import BadAnswer, encoded, start_to_json, step_to_json
+from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
@@ -36,6 +37,7 @@ BROKEN = {
     "leaves a child": ("env_timeout", "step: no answer within 1 s"),
     "floods": ("flood", r"step: answered with 335545\d\d bytes, at most 16777216 are taken"),
     "eats": ("env_error", r"step: MemoryError.*its process may hold 0.5 GiB: raise env.memory, for example to 1GiB"),
+    "returns a set": ("bad_observation", "step: must answer with what JSON can hold: Object of type set is not"),
     "returns text": ("bad_observation", "step must return a Step, got str"),
     "says nothing": ("bad_observation", "step: must return at least one message unless it is done, got none"),
     "other role": ("bad_observation", "a message's role must be one of tool, user, got 'assistant'"),
@@ -118,6 +120,31 @@ async def test_where_what_they_are_forked_from_is_killed_the_next_has_another() 
     await env.close()
     await after.close()
     made.close()
+
+
+def user(**message: Any) -> Step:
+    return Step(({"role": "user", "content": "a"} | message,))
+
+
+NESTED: Any = []
+for _ in range(500):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "sentence"),
+    [
+        (step_to_json, user(content="a\ud83d"), "step: a message's content must be text that UTF-8 can hold"),
+        (step_to_json, user(name=["b"]), "step: a message's name must be text that UTF-8 can hold, got .'b'"),
+        (step_to_json, user(tool_call_id=3), "step: a message's tool_call_id must be text"),
+        (step_to_json, Step(done=True, metrics={"\ud83d": 1.0}), "step: numbers must come as a mapping from names"),
+        (start_to_json, Start((), ({"name": "search"},)), 'reset: tools must be a sequence of {"type": "function"'),
+        (lambda answer: encoded("step", step_to_json(answer)), user(seen=NESTED), "step: .* nested at most 100 deep"),
+    ],
+)
+def test_what_no_tokenizer_template_or_ledger_takes_is_said(check: Any, answer: Any, sentence: str) -> None:
+    with pytest.raises(BadAnswer, match=sentence):
+        check(answer)
 
 
 async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rollout.data.chat import Chat
 from rollout.engine import EngineSettings
 from rollout.env.config import EnvConfig
 from rollout.env.play import Limits
-from rollout.env.rollouts import EnvSettings, UnequalStart
+from rollout.env.rollouts import EnvSettings, TrajectoryFailed, UnequalStart
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling
@@ -207,5 +207,13 @@ async def test_environments_that_begin_differently_are_an_error(started: Any) ->
     worker = await started("other start")
     with pytest.raises(
         UnequalStart, match="those of train-3 have 5 different initial states; draw everything in reset"
+    ):
+        await worker.rollout(PROBLEM, SAMPLING, 0)
+
+
+async def test_what_nobody_expects_names_the_trajectory_and_the_place(started: Any) -> None:
+    worker = await started(sample=lambda ids, _: [-1, STOP])  # no tokenizer decodes that
+    with pytest.raises(
+        TrajectoryFailed, match=r"trajectory 0 of problem train-3 failed, .*: OverflowError: .* line \d"
     ):
         await worker.rollout(PROBLEM, SAMPLING, 0)

@@ -56,6 +56,13 @@ def test_no_text_raises(text: str) -> None:
         ('{"name": "add", "arguments": {"a": NaN}}</tool_call>', "it must be JSON, and is not: NaN is no JSON number"),
         ("[" * 100_000 + "</tool_call>", "it must be JSON, and is not: "),
         ("1" * 5_000 + "</tool_call>", "it must be JSON, and is not: "),
+        # What the tokenizer, the socket to the environment and the ledger would not take.
+        ('{"name": "\\ud800", "arguments": 3}</tool_call>', "it must be text that UTF-8 can hold"),
+        ('{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', "it must be text that UTF-8 can hold"),
+        (
+            f'{{"name": "add", "arguments": {{"a": {"[" * 500 + "]" * 500}}}}}</tool_call>',
+            "it must be nested at most 100 deep",
+        ),
         ('["add"]</tool_call>', "it must be a JSON object with name and arguments, got an array"),
         ('{"arguments": {}}</tool_call>', '"name" must be the name of a tool, got none'),
         ('{"name": 3, "arguments": {}}</tool_call>', '"name" must be the name of a tool, got a number'),
@@ -74,7 +81,11 @@ def test_what_cannot_be_read_is_said(text: str, sentence: str) -> None:
 
 
 def test_sentences_are_bounded() -> None:
-    assert parse_hermes("<tool_call>" * 1000) == ((), parse_hermes("<tool_call>" * MAX_SENTENCES)[1])
+    """Nothing behind the last is read: each sentence takes as long as the turn is."""
+    calls, few = parse_hermes("<tool_call>" * MAX_SENTENCES)
+    assert (calls, len(few)) == ((), MAX_SENTENCES)
+    many = (*few[:-1], few[-1] + " What follows it was not read.")
+    assert parse_hermes("<tool_call>" * 32_000 + written(ToolCall("add", {}))) == ((), many)
 
 
 @pytest.mark.parametrize("text", ["", "42", "</tool_call>", "<think>" + written(ToolCall("add", {}))])
