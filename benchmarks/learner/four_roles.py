@@ -58,7 +58,7 @@ def rows() -> list[Row]:
     micro = Micro.of(PROMPT, COMPLETION, 1, TOKENS)
     whole, lora, one = (
         learner_bytes(SHAPE, learning, micro)
-        for learning in (Learning(mode="full"), Learning(), Learning(frozen_adapters=1, value_rank=16))
+        for learning in (Learning(mode="full"), Learning(), Learning(frozen_ranks=(16,), value_rank=16))
     )
     return [
         Row("four models, policy and value trained as a whole (AdamW)", 5, whole, models=2, adapters=0),

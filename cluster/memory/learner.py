@@ -66,7 +66,7 @@ class Learning:
     base: Literal["none", "nf4"] = "none"
     optimizer: OptimizerKind = "adamw"
     checkpointing: Checkpointing = "full"
-    frozen_adapters: int = 0  # reference and other roles
+    frozen_ranks: tuple[int, ...] = ()  # of the adapters of the reference and of reward models
     reference: ReferenceKind = "none"  # of mode full: a second set of weights
     offload: bool = False  # boundaries of checkpointing=full in host memory
     cuda: bool = True
@@ -101,9 +101,10 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     """What is alive between two steps.
 
     weights: b per parameter; nf4 as in cluster.memory.units.
-    adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b n for
-      each frozen adapter. Full fine-tuning: 4 n masters with adamw; the other optimizers round (see
-      learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a float32 head of h.
+    adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b for
+      each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
+      optimizers round (see learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a
+      float32 head of h.
     gradients: 4 n, of the masters; b n without masters.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
@@ -116,7 +117,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     masters = learning.mode == "lora" or learning.optimizer == "adamw"
     adapters = (4 if b < 4 and masters else 0) * n
     if learning.mode == "lora":
-        adapters += (1 + learning.frozen_adapters) * b * n
+        adapters += b * (n + sum(shape.lora_params(rank, learning.targets) for rank in learning.frozen_ranks))
         adapters += (b + (4 if b < 4 else 0)) * value + 4 * head
     n += value + head
     scales = n // 32 if learning.optimizer == "adamw_8bit" else 0
@@ -244,7 +245,7 @@ def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, flo
         completion=micro.completion,
         keys=micro.keys,
         rows=min(rows, micro.completion),
-        lora_rank=learning.rank * len(learning.targets),
+        lora_rank=max(learning.rank, learning.value_rank) * len(learning.targets),
         full=learning.mode == "full",
         keeps_floats=learning.keeps_floats(shape),
         keeps_gates=learning.keeps_gates(shape),

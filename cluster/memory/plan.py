@@ -60,7 +60,7 @@ class Wish:
     targets: tuple[str, ...] = tuple(LINEAR)
     dtype: str = "bfloat16"
     optimizer: OptimizerKind = "adamw"
-    frozen_adapters: int = 0
+    frozen_ranks: tuple[int, ...] = ()
     value_rank: int = 0
     reference: ReferenceKind = "none"
     offload: bool = False

@@ -76,7 +76,7 @@ def _plan(
     kv_bytes: int,
 ) -> Plan:
     learning = Learning(
-        wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_adapters,
+        wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_ranks,
         wish.reference, wish.offload, wish.cuda, wish.value_rank,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))

@@ -109,6 +109,11 @@ def _folder(path: str) -> dict[str, str]:
     return {file.name: str(digest_of(file)["sha256"]) if whole else _sampled(file) for file in files}
 
 
+def weights_of(folder: Path) -> dict[str, str]:
+    """File of weights -> its digest."""
+    return {name: digest for name, digest in _folder(str(folder)).items() if name.endswith(".safetensors")}
+
+
 def _sampled(file: Path) -> str:
     size = file.stat().st_size
     if size <= BLOCKS * BLOCK_BYTES:

@@ -11,6 +11,7 @@ from cluster.memory.weight_push import pushed_bytes
 from cluster.placement import pack
 from learner.config import RunConfig, roles
 from learner.model.adapter_config import AdapterError, read_scored
+from learner.model.weight_files import WeightsError
 from rewards.config import adapters_of
 from rollout.config import DEFAULT_SEQUENCES
 
@@ -84,7 +85,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         targets=known or tuple(LINEAR),
         dtype=model.dtype,
         optimizer=learner.optimizer.kind,
-        frozen_adapters=_frozen_adapters(config),
+        frozen_ranks=_frozen_ranks(config),
         value_rank=_value_rank(config),
         reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
         offload=learner.offload_boundaries,
@@ -101,21 +102,24 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
     )
 
 
-def _frozen_adapters(config: RunConfig) -> int:
-    """The reference's, where it is not the bare base, and reward models; all are counted at the policy's rank."""
+def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
+    """Of the reference's adapter, where it is not the bare base, counted as the policy's; and of reward models."""
     model, lora = config.model, config.learner.mode == "lora"
-    return int(lora and (model.adapter is not None or model.reference is not None)) + len(adapters_of(config.rewards))
+    reference = lora and (model.adapter is not None or model.reference is not None)
+    own = config.learner.lora.rank
+    return (*([own] if reference else []), *(_rank(one.adapter, own) for one in adapters_of(config.rewards)))
 
 
 def _value_rank(config: RunConfig) -> int:
-    """Of PPO's value; that of the adapter which it starts from, if that can be read (learner.driver.preflight says what
-    is wrong with it)."""
+    """Of PPO's value."""
     learner = config.learner
-    if learner.algorithm == "grpo":
-        return 0
-    if learner.value.start is None:
-        return learner.lora.rank
+    return 0 if learner.algorithm == "grpo" else _rank(learner.value.start, learner.lora.rank)
+
+
+def _rank(folder: str | None, own: int) -> int:
+    """Of the adapter with a scalar head in the folder, if that can be read (learner.driver.preflight says what is wrong
+    with it); otherwise the policy's own."""
     try:
-        return int(read_scored(learner.value.start, "learner.value.start")["r"])
-    except AdapterError:
-        return learner.lora.rank
+        return own if folder is None else read_scored(folder, "")["r"]
+    except (AdapterError, WeightsError):
+        return own

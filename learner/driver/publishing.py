@@ -12,7 +12,8 @@ from pathlib import Path
 
 from cluster.files import digest_of, fsync, writing
 from learner.driver import checkpoint
-from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER, WEIGHTS_FILE
+from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
+from learner.model.weight_files import WEIGHTS_FILE
 
 TRAINER = "trainer"  # the learner's part of a checkpoint
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, f"{VLLM_FOLDER}/{CONFIG_FILE}", f"{VLLM_FOLDER}/{WEIGHTS_FILE}")

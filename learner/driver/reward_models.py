@@ -5,17 +5,18 @@ What they say goes into the rows as if a worker had scored them, before these go
 them: all that is made of rewards knows nothing of reward models.
 """
 
+import re
 import time
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
+from learner.driver.fingerprints import weights_of
 from learner.model.adapter_config import AdapterError, read_scored
-from learner.model.weight_files import adapter_weights
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of
 from rollout.scored import with_part
@@ -53,11 +54,20 @@ def check_scored_adapters(config: RunConfig) -> None:
     if config.learner.value.start is not None:
         named.append(("learner.value.start", config.learner.value.start))
     for key, folder in named:
-        adapter_weights(folder, key)
         base = read_scored(folder, key).get("base_model_name_or_path")
-        if base and PurePath(base).name != PurePath(config.model.path).name:
+        if base and not _same_base(str(base), config.model.path):
             raise AdapterError(
                 f"{key}: base_model_name_or_path of {folder} must be model.path, {config.model.path}, got {base}: on "
                 "another base its scores mean nothing; train it on this one, or write model.path there if it is the "
                 "same"
             )
+
+
+def _same_base(one: str, other: str) -> bool:
+    """By the weights where both are here, else by name alone: a folder of the hub's cache is called as its model."""
+    folders = [Path(path).expanduser() for path in (one, other)]
+    if all(folder.is_dir() for folder in folders):
+        here, there = folders
+        return here.samefile(there) or weights_of(here) == weights_of(there)
+    names = [re.sub(r".*/models--(.+)/snapshots/.*", r"\1", path).replace("--", "/") for path in (one, other)]
+    return PurePath(names[0]).name == PurePath(names[1]).name

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from safetensors import safe_open
-
 from learner.config.learner import LoraConfig
+from learner.model.weight_files import WEIGHTS_FILE, header
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+PEFT_RANK = 8  # of a file that does not say it
 HEAD = "base_model.model.score.weight"  # [1, H], in the file of an adapter with a scalar head
 VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
 MODEL = "model"  # folder, in the learner's part of a checkpoint, of a whole model
@@ -50,10 +50,11 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
 
 
 def read_scored(folder: str, key: str) -> dict[str, Any]:
-    """The same of a plain LoRA adapter with a scalar head: PEFT's sequence classification with one label.
+    """The same of a plain LoRA adapter with a scalar head: PEFT's sequence classification with one label. `r` is set.
 
     Raises:
         AdapterError: there is none, or it is something else, such as a head of two outputs.
+        WeightsError: its weights are not whole.
     """
     content, file = _content(folder, key), Path(folder) / CONFIG_FILE
     if content.get("task_type") != "SEQ_CLS":
@@ -67,15 +68,16 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
             f"{key}: modules_to_save of {file} must be the head alone, got {', '.join(sorted(others))} too; only the "
             "adapter and its head are kept beside the base"
         )
-    with safe_open(file.parent / WEIGHTS_FILE, framework="numpy") as weights:
-        shape = weights.get_slice(HEAD).get_shape() if HEAD in list(weights.keys()) else None
-    if shape is None or shape[0] != 1:
-        got = "none" if shape is None else f"{shape[0]} outputs"
+    if not isinstance(rank := content.get("r", PEFT_RANK), int) or rank < 1:
+        raise AdapterError(f"{key}: r of {file} must be a whole number from 1, got {rank!r}; save the adapter again")
+    head = header(file.parent / WEIGHTS_FILE, key).get(HEAD)
+    if head is None or head.shape[:1] != (1,):
+        got = "none" if head is None else f"{head.shape[0] if head.shape else 'no'} outputs"
         raise AdapterError(
             f"{key}: {HEAD} in {file.parent / WEIGHTS_FILE} must be a head of one output, got {got}; train it with "
             "num_labels=1"
         )
-    return content
+    return content | {"r": rank}
 
 
 def _content(folder: str, key: str) -> dict[str, Any]:

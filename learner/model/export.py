@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER, WEIGHTS_FILE
+from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from learner.model.served_names import differ, served_config, served_weights
+from learner.model.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source, pack
 from rollout.types import Adapter, Weights
 

@@ -30,7 +30,6 @@ from learner.model import packing_check
 from learner.model.activation_checkpointing import Policy as Checkpointing
 from learner.model.activation_checkpointing import apply as apply_checkpointing
 from learner.model.activation_checkpointing import offloaded
-from learner.model.adapter_config import WEIGHTS_FILE
 from learner.model.base import head_of, load_base, to_eval
 from learner.model.fusion import fuse
 from learner.model.head_check import check_head
@@ -41,6 +40,7 @@ from learner.model.mapped_base import MappedBase
 from learner.model.masters import Masters
 from learner.model.reference import Reference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
+from learner.model.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source
 
 
@@ -111,12 +111,6 @@ class Policy:
     def model_type(self) -> str:
         """transformers' name of the architecture."""
         return str(self._lm.config.get_text_config().model_type)
-
-    @property
-    def pad(self) -> int | None:
-        """Id of the padding token, of its config; None: it has none."""
-        pad: int | None = self._lm.config.get_text_config().pad_token_id
-        return pad
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.

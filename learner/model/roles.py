@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from learner.model.adapter_config import CONFIG_FILE, HEAD, WEIGHTS_FILE, AdapterError, read_scored
+from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, read_scored
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters
 from learner.model.scalar_head import ScalarHead
+from learner.model.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import load_tokenizer
 
 REWARD = "reward_"  # and a number: names of reward models
 
@@ -54,6 +56,7 @@ class ScoredAdapter:
         weights: PEFT's name of each LoRA weight, and HEAD -> the weight that the model computes with: the head float32,
             the others of the base's type.
         masters: of the weights, if they are trained.
+        pad: id of the padding token, behind the last token that speaks for a sequence; None: the last of all speaks.
         peft_config: the content of its adapter_config.json.
     """
 
@@ -77,6 +80,7 @@ class ScoredAdapter:
             _fill(self.weights, tensors, f"{role.key}: {role.folder}")
         for weight in self.weights.values():
             weight.requires_grad = role.trained
+        self.pad = _padding(lm, role)
         self.masters: Masters | None = None
         if role.trained:
             self.masters = Masters(self.weights, lm.dtype, wide=(HEAD,))
@@ -101,6 +105,14 @@ class ScoredAdapter:
         """What `save` wrote, of a role that is trained. Raises ValueError if it is another adapter's."""
         assert self.masters is not None, "a frozen role is what it was made from"
         self.masters.load(load_file(folder / WEIGHTS_FILE))
+
+
+def _padding(lm: Any, role: ScoredRole) -> int | None:
+    """The base's; without one that of the tokenizer which TRL writes beside an adapter, by which it was trained."""
+    pad: int | None = lm.config.get_text_config().pad_token_id
+    if pad is None and role.folder is not None and (Path(role.folder) / "tokenizer_config.json").is_file():
+        pad = load_tokenizer(role.folder).pad_token_id
+    return pad
 
 
 def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:

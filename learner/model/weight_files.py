@@ -14,8 +14,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from learner.model.adapter_config import WEIGHTS_FILE
-
+WEIGHTS_FILE = "adapter_model.safetensors"  # of a PEFT adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST_HEADER = 100 * 10**6  # bytes; the limit of the safetensors library
 

@@ -86,12 +86,10 @@ class PairLearner:
 
         Padded on a CPU, where attention goes through a packed row segment by segment: here these are many and short.
         """
-        policy, packed = self._policy, self._policy.packed and self._device.type == "cuda"
+        pad, packed = self.adapter.pad, self._policy.packed and self._device.type == "cuda"
         chunks = _chunks(sorted(pairs, key=lambda pair: -pair.longest), tokens)
         every = 2 * len(pairs) * max(pair.longest for pair in pairs)  # so that a chunk is not divided
-        return [
-            batch for chunk in chunks for batch in whole_batches(_rows(chunk), every, packed=packed, pad=policy.pad)
-        ]
+        return [batch for chunk in chunks for batch in whole_batches(_rows(chunk), every, packed=packed, pad=pad)]
 
     def _gradient(self, batches: Sequence[WholeBatch], count: int) -> Tensor:
         self._masters.clear_gradients()

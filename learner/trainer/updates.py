@@ -117,7 +117,7 @@ class Updates:
 
     def sequence_scores(self, rows: Rows, role: str) -> list[float]:
         """[R] what the head of a role (Policy.scored) says of prompt and completion, without a gradient."""
-        pad, packed = self._policy.pad, self._policy.packed
+        pad, packed = self._policy.scored[role].pad, self._policy.packed
 
         def plan(tokens: int) -> list[WholeBatch]:
             return whole_batches(rows, tokens, packed=packed, pad=pad)

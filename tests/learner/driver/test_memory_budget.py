@@ -7,7 +7,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cluster.memory import units
 from cluster.memory.generator import asleep
@@ -17,6 +19,7 @@ from learner.config import RunConfig
 from learner.driver.memory_budget import MemoryPlanError, settle
 from learner.driver.plan_file import PlanFile
 from learner.driver.processes import worker_spec
+from learner.model.adapter_config import HEAD
 from rollout.config import DEFAULT_KV
 
 GIB = 2**30
@@ -60,6 +63,24 @@ def test_every_role_of_ppo_is_planned() -> None:
     assert ppo.learner["optimizer"] == 2 * grpo.learner["optimizer"] + 8 * shape.hidden
     assert ppo.learner["adapters"] == 2 * grpo.learner["adapters"] + 4 * shape.hidden
     assert rewarded.learner["adapters"] == grpo.learner["adapters"] + 2 * 2 * n
+
+
+def test_adapters_are_planned_at_their_own_rank(tmp_path: Path) -> None:
+    settings = {"task_type": "SEQ_CLS", "peft_type": "LORA", "r": 128, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    save_file({HEAD: np.zeros((1, 2), np.float32)}, tmp_path / "adapter_model.safetensors")
+    fixed = {"checkpointing": "none", "token_budget": 4096}
+    started = {"algorithm": "ppo", "value": {"start": str(tmp_path)}}
+    scored = [{"use": "format"}, {"use": f"adapter:{tmp_path}", "name": "a"}]
+    cases: list[dict[str, Any]] = [{}, {"rewards": scored}, {"learner": started}, {"learner": {"lora": {"rank": 128}}}]
+    for case in cases:
+        case["learner"] = fixed | case.get("learner", {})
+    plans = [settle(*run(memory={"device": "80GiB"}, **case)).plan for case in cases]
+    grpo, rewarded, ppo, wide = (plan.learner for plan in plans if plan is not None)
+    shape = SHAPES["Llama-3.2-3B"]
+    assert rewarded["adapters"] == grpo["adapters"] + 2 * shape.lora_params(128)
+    assert ppo["optimizer"] == grpo["optimizer"] + wide["optimizer"] + 8 * shape.hidden
+    assert ppo["activations"] == wide["activations"] > grpo["activations"]
 
 
 def test_one_base_for_both_roles_is_counted_with_the_generator() -> None:

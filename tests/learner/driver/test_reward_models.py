@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from learner.config import RunConfig
 from learner.driver.processes import worker_spec
+from learner.driver.reward_models import _same_base
 from learner.model.adapter_config import HEAD
 from learner.model.model_trial import wrong_with
 from rollout import ledger
@@ -67,6 +69,20 @@ def _renamed(folder: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "hub/Other-1B"}))
 
 
+def _of_rank(rank: object) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        content = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+        (folder / "adapter_config.json").write_text(json.dumps(content | {"r": rank}))
+
+    return harm
+
+
+def _cut(folder: Path) -> None:
+    _of_rank(8)(folder)
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 def _with_head(*shape: int) -> Callable[[Path], None]:
     def harm(folder: Path) -> None:
         weights = load_file(folder / "adapter_model.safetensors")
@@ -107,10 +123,27 @@ def test_what_a_value_starts_from_is_checked_likewise(
     _with_head(1, 7)(reward_model)
     (line,) = wrong_with(RunConfig.model_validate(ppo))
     assert line.startswith("learner.value.start: 1 weights of ")
-    _renamed(reward_model)
-    code, _, err = check(ppo, "--dry-run", capsys=capsys)
-    assert code == 2
-    assert re.search(r"^error: learner.value.start: base_model_name_or_path of .*, got hub/Other-1B", err, re.M)
+    for harm, message in (
+        (_renamed, "base_model_name_or_path of .*, got hub/Other-1B"),
+        (_of_rank("x"), "r of .* must be a whole number from 1, got 'x'"),
+        (_cut, ".*adapter_model.safetensors must have .* bytes by its header"),
+    ):
+        harm(reward_model)
+        code, _, err = check(ppo, "--dry-run", capsys=capsys)
+        assert code == 2
+        assert re.search(f"^error: learner.value.start: {message}", err, re.M)
+
+
+def test_the_base_of_a_reward_model_is_known_by_its_weights(model: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "models--hub--Some-1B" / "snapshots" / "0123"
+    shutil.copytree(model, moved)
+    other = tmp_path / "other" / model.name
+    other.mkdir(parents=True)
+    save_file({"weight": torch.zeros(1)}, other / "model.safetensors")
+    assert _same_base(str(model), str(moved))
+    assert not _same_base(str(model), str(other))
+    assert _same_base("hub/Some-1B", str(moved))
+    assert not _same_base("hub/0123", str(moved))
 
 
 def test_what_does_not_fit_the_model_is_found_without_its_weights(config: dict[str, Any], reward_model: Path) -> None:

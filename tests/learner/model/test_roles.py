@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from learner.config import ModelConfig
 from learner.config.learner import LoraConfig
@@ -115,6 +116,21 @@ def test_a_fresh_role_says_zero_and_what_it_becomes_is_read_by_peft(tiny_path: s
     torch.testing.assert_close(last_score(policy, "value").float(), wanted.float(), atol=0.05, rtol=0.05)  # bfloat16
     in_float32 = policy_with(tiny_path, ScoredRole("value", str(tmp_path), trained=False, key="learner"))
     torch.testing.assert_close(last_score(in_float32, "value"), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_is_the_base_s_or_that_of_the_tokenizer_beside_the_adapter(
+    tiny_path: str, scored_path: str, tmp_path: Path
+) -> None:
+    """As TRL's RewardTrainer leaves it: a base without a padding token, and one that is the end token in the folder."""
+    base, folder = (shutil.copytree(path, tmp_path / name) for path, name in ((tiny_path, "b"), (scored_path, "a")))
+    role = ScoredRole("reward", str(folder), trained=False, key="rewards")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    assert policy_with(tiny_path, role).scored["reward"].pad == 259
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    assert policy_with(str(base), role).scored["reward"].pad == tokenizer.eos_token_id != 259
 
 
 def test_what_is_no_scalar_head_on_this_base_is_refused_by_name(

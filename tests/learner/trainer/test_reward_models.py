@@ -46,7 +46,8 @@ async def test_scores_are_transformers_whatever_the_micro_batches(
     trainer = make_trainer(tiny_path, adapter=adapter_path, reward_adapters=models, token_budget=budget)
     assert trainer._policy.packed
     trainer._policy.packed = packed
-    trainer._policy._lm.config.pad_token_id = PAD
+    for adapter in trainer._policy.scored.values():
+        adapter.pad = PAD
     found = await trainer.score(groups)
     for said, folder in zip(found, models, strict=True):
         expected = wanted(tiny_path, folder, groups)
