@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES
+from learner.config.env_rules import ENV
 from learner.config.learner import LoraConfig, ValueConfig
 from learner.config.rule import Rule
 from learner.config.settings import Settings
 from rewards.config import adapters_of, functions_of
-from rollout.env.config import EnvConfig
 
 
 def broken_rules(config: Settings) -> list[str]:
@@ -40,36 +40,6 @@ REWARDS = (
         "rewards:", "must list at least one reward function, unless an environment gives the rewards",
         "add for example {use: number}, or set env.use", ("env.use",),
         lambda c: not c.rewards and c.env.use is None,
-    ),
-)  # fmt: skip
-
-
-def _env_seconds(config: Settings) -> float:
-    """The longest that a group's trajectories may take, those included that wait for a place."""
-    lanes = -(-config.learner.groups_per_step * (config.max_staleness + 1) // config.rollout.workers)
-    rounds = -(-lanes * config.rollout.num_generations // config.trajectories)
-    return config.env.timeout_s * rounds
-
-
-ENV = (
-    Rule(
-        "env:", "its settings need env.use, without which there is no environment", "set env.use, or leave them out",
-        ("env.use",),
-        lambda c: c.env.use is None and c.env != EnvConfig(),
-    ),
-    Rule(
-        "env.history: template",
-        "may make several rows of a trajectory, for which neither PPO's values nor a reward model's score are made",
-        "set append, or learner.algorithm=grpo and rewards without adapter:", ("learner.algorithm",),
-        lambda c: c.env.history == "template"
-        and (c.learner.algorithm == "ppo" or bool(adapters_of(c.rewards))),
-    ),
-    Rule(
-        "env.timeout_s:",
-        "must leave a group's trajectories within cluster.deadlines.group, with those that wait for a place",
-        "lower it, or raise env.concurrency or the deadline",
-        ("env.concurrency", "rollout.num_generations", "learner.groups_per_step", "cluster.deadlines.group"),
-        lambda c: c.env.use is not None and _env_seconds(c) >= c.cluster.deadlines.group,
     ),
 )  # fmt: skip
 LENGTH = (

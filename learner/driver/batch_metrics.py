@@ -12,14 +12,14 @@ from rollout.schema import failed, parts_of, rewards_of, whole
 
 
 class RewardsFailing(RuntimeError):
-    """Most completions of a batch got no reward: a broken reward must not train silently."""
+    """Most completions of a batch got no reward, or nobody gives any: such a run must not go on silently."""
 
 
 def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
 
-    reward/mean and reward/std are of the completions that have a reward, and missing where none has. Raises
-    RewardsFailing if reward functions failed on more than half of the completions.
+    reward/mean and reward/std are of the completions that have a reward. Raises RewardsFailing if reward functions
+    failed on more than half of the completions, or none of them has a reward.
     """
     rows = pa.concat_tables(groups)
     ends = whole(rows)
@@ -31,10 +31,17 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
             f"{int(lost.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
             "sentences are in the log above. Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
         )
+    if np.isnan(rewards).all():
+        raise RewardsFailing(
+            f"rewards: must score some completions of each batch, and of these {len(rewards)} no reward function, "
+            "reward model or environment scored any; add a reward function, or let the environment return rewards"
+        )
     lengths = pc.list_value_length(rows.column("completion_ids")).to_numpy()
     staleness = version - rows.column("policy_version_min").to_numpy()
     finished = np.asarray(ends.column("finish_reason").to_pylist())
     metrics = {
+        "reward/mean": float(np.nanmean(rewards)),
+        "reward/std": float(np.nanstd(rewards)),
         "reward/failed": float(lost.mean()),
         "reward/ms": float(np.mean(rows.column("reward_ms").to_numpy())),
         "rollout/completion_length": float(lengths.mean()),
@@ -44,8 +51,6 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
         "policy/staleness_mean": float(staleness.mean()),
         "policy/staleness_max": float(staleness.max()),
     }
-    if not np.isnan(rewards).all():
-        metrics |= {"reward/mean": float(np.nanmean(rewards)), "reward/std": float(np.nanstd(rewards))}
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
     return metrics | reward_means(ends) | staleness_shares(rows, version) | env_metrics(rows)
 

@@ -8,6 +8,9 @@ from cluster.config import Frozen
 from rewards.secret_values import Arguments
 from rollout.config import Bytes
 
+TURN_TIMEOUT_S = 20.0
+"""Seconds for all tool calls of a turn, where env.args.turn_timeout_s does not say; below env.step_timeout_s."""
+
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 
 

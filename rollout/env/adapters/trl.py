@@ -16,8 +16,10 @@ import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.base import said
 from rewards.loader import load_own
-from rollout.env.protocol import Message, Start, Step, ToolCall, Turn
-from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
+from rollout.env.config import TURN_TIMEOUT_S
+from rollout.env.protocol import Message, Start, Step, Turn
+from rollout.env.tools.answering import Answering, CallLimits
+from rollout.env.tools.function_tool import FunctionTool, ToolError, ToolFailed
 from rollout.schema import Problem
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -41,19 +43,25 @@ class TrlEnvironment:
         trajectory at a time: `prompts`, `completions` (messages) and every column hold one element. Each is a part of
         the reward with weight 1.
     timeout_s: seconds for one call of a tool.
+    turn_timeout_s: seconds for all calls of a turn; those that are left then are answered without being called.
     max_chars: of an answer; a longer one is cut and says so.
 
     Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called.
     """
 
     def __init__(
-        self, factory: str, *, rewards: Sequence[str] = (), timeout_s: float = 10.0, max_chars: int = 4000
+        self,
+        factory: str,
+        *,
+        rewards: Sequence[str] = (),
+        timeout_s: float = 10.0,
+        turn_timeout_s: float = TURN_TIMEOUT_S,
+        max_chars: int = 4000,
     ) -> None:
         self._factory = load_own(factory, "MyEnvironment")
         self._rewards = [load_own(name, "my_reward") for name in rewards]
-        self._timeout_s, self._max_chars = timeout_s, max_chars
+        self._limits = CallLimits(timeout_s, turn_timeout_s, max_chars)
         self._thread = ThreadPoolExecutor(1)  # plain methods all run in one, since some libraries demand it
-        self._raised = 0
         self._columns: dict[str, Any] = {}
         self._completion: list[Message] = []
 
@@ -68,25 +76,23 @@ class TrlEnvironment:
         if "reset" not in names:
             raise ToolError(f"env.args.factory: {type(self._environment).__name__} must have a method reset; write one")
         methods = [n for n in names if n not in NOT_TOOLS and not n.startswith("_")]
-        self._tools = {name: self._tool(getattr(self._environment, name)) for name in methods}
+        tools = {name: self._tool(getattr(self._environment, name)) for name in methods}
+        self._answer = Answering(tools, self._limits, lambda name: f"Tool {name} not found.", _error)
         messages = [dict(message) for message in problem.messages]
         self._columns = {"prompt": messages, **problem.columns}
         seen = await self._run(self._environment.reset, **self._columns)
         if seen is not None and not isinstance(seen, str):
             raise ToolError(f"trl_environment: reset must return text or None, got {type(seen).__name__}")
         shown = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + (seen or "")}]
-        return Start(tuple(shown), tuple(tool.spec for tool in self._tools.values()))
+        return Start(tuple(shown), tuple(tool.spec for tool in tools.values()))
 
     async def step(self, turn: Turn) -> Step:
         """Calls the tools in their order."""
-        self._raised = 0
-        counts = {"calls": float(len(turn.calls)), "bad_calls": 0.0, "malformed": float(len(turn.malformed))}
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         self._completion.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
-        messages = [await self._answer(call, counts) for call in turn.calls]
-        messages += [{"role": "tool", "content": _error(sentence)} for sentence in turn.malformed]
+        messages, counts = await self._answer(turn)
         self._completion += messages
-        return Step(tuple(messages), done=not messages, metrics=counts | {"tool_errors": float(self._raised)})
+        return Step(messages, done=not messages, metrics=counts)
 
     async def score(self) -> Mapping[str, float]:
         parts = {}
@@ -105,9 +111,8 @@ class TrlEnvironment:
         async def called(**arguments: Any) -> str:
             try:
                 return str(await self._run(method, **arguments))
-            except Exception as error:
-                self._raised += 1
-                return _error(said(error))
+            except Exception as error:  # in TRL's words, which leave out the type
+                raise ToolFailed(said(error)) from None
 
         return FunctionTool(called)
 
@@ -121,21 +126,6 @@ class TrlEnvironment:
             self._thread = ThreadPoolExecutor(1)
             raise
         return await answer if isinstance(answer, Awaitable) else answer
-
-    async def _answer(self, call: ToolCall, counts: dict[str, float]) -> Message:
-        try:
-            if call.name not in self._tools:
-                raise BadCall(f"Tool {call.name[:100]} not found.")
-            content = await self._tools[call.name].call(call.arguments, self._timeout_s)
-        except BadCall as error:
-            counts["bad_calls"] += 1
-            content = _error(str(error))
-        except ToolFailed as error:
-            self._raised += 1
-            content = _error(str(error))
-        if len(content) > self._max_chars:
-            content = f"{content[: self._max_chars]}\n[cut: the first {self._max_chars} of {len(content)} characters]"
-        return {"role": "tool", "name": call.name, "content": content}
 
     def _given(self, reward: Callable[..., Any]) -> dict[str, Any]:
         """The arguments that a reward function takes, as lists of one."""

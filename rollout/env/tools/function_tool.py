@@ -71,9 +71,11 @@ class FunctionTool:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # it is we who are cancelled, not a task of the function
             raise ToolFailed(f"{self.name} failed: it was cancelled") from None
+        except ToolFailed:  # a tool that says so itself
+            raise
         except BaseException as error:  # sys.exit() in a tool is its failure, not the environment's end
             if deadline.expired() and isinstance(error, TimeoutError):
-                raise ToolFailed(f"{self.name} was stopped after {timeout_s:g} s without an answer") from None
+                raise ToolFailed(f"{self.name} was stopped after {timeout_s:.3g} s without an answer") from None
             raise ToolFailed(f"{self.name} failed: {type(error).__name__}: {as_text(said(error))[:MAX_SAID]}") from None
 
     async def _run(self, given: Mapping[str, Any]) -> Any:

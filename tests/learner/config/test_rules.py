@@ -21,6 +21,15 @@ MODEL = "rewards=[{use: 'adapter:x'}, {use: format, weight: 0}]"
 
 BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["rewards=[]"], "rewards: must list at least one reward function.*got env.use=null"),
+    (["rewards=[]", "env.use=tools"], "rewards: must list at least one with env.use=tools.*got env.use=tools"),
+    (
+        ["env.use=tools", "env.step_timeout_s=20"],
+        "env.args.turn_timeout_s: must be below env.step_timeout_s .*got env.step_timeout_s=20.0",
+    ),
+    (
+        ["env.use=trl_environment", "env.args.turn_timeout_s=31"],
+        "env.args.turn_timeout_s: must be below .*got env.step_timeout_s=30.0",
+    ),
     (["env.max_turns=3"], "env: its settings need env.use"),
     (
         ["env.use=tools", "env.history=template", "learner.algorithm=ppo"],
@@ -76,7 +85,8 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
 ]
 ALLOWED = [
     [],
-    ["rewards=[]", "env.use=tools"],
+    ["rewards=[]", "env.use=number_guessing"],
+    ["env.use=tools", "env.step_timeout_s=20", "env.args.turn_timeout_s=19"],
     ["env.use=tools", "env.concurrency=16", "env.timeout_s=220"],
     [PPO, "rollout.num_generations=1", "learner.value.warmup=3"],
     ["epochs=2"],

@@ -77,9 +77,13 @@ def test_having_unscored_is_no_failure() -> None:
         f"reward/{name}": value for name, value in expected.items()
     }
     assert "reward/code" not in found
-    nothing = batch_metrics([make_group(rewards=[None, None], reward_status=["none", "none"])], 0)
-    assert "reward/mean" not in nothing
-    assert nothing["reward/failed"] == 0.0
+
+
+def test_a_batch_that_nobody_scored_stops_the_run() -> None:
+    with pytest.raises(
+        RewardsFailing, match="^rewards: must score some .* these 2 no reward function, .* add a reward"
+    ):
+        batch_metrics([make_group(rewards=[None, None], reward_status=["none", "none"])], 0)
 
 
 def test_a_completion_that_went_on_under_a_newer_policy_counts_token_by_token() -> None:

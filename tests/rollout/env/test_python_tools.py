@@ -152,6 +152,24 @@ async def test_a_tool_that_fails_is_an_observation(call: ToolCall, sentence: str
     assert seen.metrics == NONE | {"calls": 1, "tool_errors": 1}
 
 
+async def test_calls_beyond_the_turns_time_are_answered_without_being_called() -> None:
+    """Else a policy could end a trajectory without a reward, by as many calls that never return as that takes."""
+    called: list[int] = []
+
+    def note(a: int) -> None:
+        called.append(a)
+
+    note.__doc__ = without_hint.__doc__
+    tools = PythonTools([hang, note], timeout_s=0.2, turn_timeout_s=0.3)
+    calls = [ToolCall("hang", {"cancel": False})] * 2 + [ToolCall("note", {"a": 1})] * 50
+    seen = await tools.step(Turn("", (), tuple(calls)))
+    first, second, *others = said(seen)
+    assert first == "hang was stopped after 0.2 s without an answer"
+    assert re.match(r"hang was stopped after 0\.[01]\d* s", second)
+    assert set(others) == {"note was not called: the 0.3 s for the calls of a turn are over"}
+    assert (len(others), called, seen.metrics["tool_errors"]) == (50, [], 52)
+
+
 async def test_answers_are_text_that_a_tokenizer_takes() -> None:
     seen = await step(*(ToolCall("misbehave", {"how": how}) for how in ("half", "object", "long")))
     assert said(seen) == ["?", "\"<class 'set'>\"", "x" * 200 + "\n[cut: the first 200 of 201 characters]"]

@@ -1,0 +1,59 @@
+"""Which settings go together with an environment's."""
+
+from __future__ import annotations
+
+from learner.config.rule import Rule
+from learner.config.settings import Settings
+from rewards.config import adapters_of
+from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
+
+
+def _env_seconds(config: Settings) -> float:
+    """The longest that a group's trajectories may take, those included that wait for a place."""
+    lanes = -(-config.learner.groups_per_step * (config.max_staleness + 1) // config.rollout.workers)
+    rounds = -(-lanes * config.rollout.num_generations // config.trajectories)
+    return config.env.timeout_s * rounds
+
+
+WITH_TOOLS = ("tools", "trl_environment")
+
+
+def _turn_seconds(config: Settings) -> float:
+    """That the tool calls of a turn may take together; what is no number is refused where the environment is made."""
+    given = config.env.args.get("turn_timeout_s", TURN_TIMEOUT_S)
+    return float(given) if isinstance(given, int | float) else 0.0
+
+
+ENV = (
+    Rule(
+        "env:", "its settings need env.use, without which there is no environment", "set env.use, or leave them out",
+        ("env.use",),
+        lambda c: c.env.use is None and c.env != EnvConfig(),
+    ),
+    Rule(
+        "rewards:", "must list at least one with env.use=tools, which answers calls and gives no rewards",
+        "add for example {use: number}", ("env.use",),
+        lambda c: c.env.use == "tools" and not c.rewards,
+    ),
+    Rule(
+        "env.history: template",
+        "may make several rows of a trajectory, for which neither PPO's values nor a reward model's score are made",
+        "set append, or learner.algorithm=grpo and rewards without adapter:", ("learner.algorithm",),
+        lambda c: c.env.history == "template"
+        and (c.learner.algorithm == "ppo" or bool(adapters_of(c.rewards))),
+    ),
+    Rule(
+        "env.timeout_s:",
+        "must leave a group's trajectories within cluster.deadlines.group, with those that wait for a place",
+        "lower it, or raise env.concurrency or the deadline",
+        ("env.concurrency", "rollout.num_generations", "learner.groups_per_step", "cluster.deadlines.group"),
+        lambda c: c.env.use is not None and _env_seconds(c) >= c.cluster.deadlines.group,
+    ),
+    Rule(
+        "env.args.turn_timeout_s:",
+        f"must be below env.step_timeout_s with use: {' or '.join(WITH_TOOLS)} ({TURN_TIMEOUT_S:g} if not given), else "
+        "a trajectory whose calls take long ends without a reward", "lower it, or raise env.step_timeout_s",
+        ("env.step_timeout_s",),
+        lambda c: c.env.use in WITH_TOOLS and _turn_seconds(c) >= c.env.step_timeout_s,
+    ),
+)  # fmt: skip
