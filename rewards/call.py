@@ -3,18 +3,15 @@
 import asyncio
 import inspect
 import math
-import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from rewards import environment, memory
 from rewards.base import TRL_EXTRAS, Reward, RewardError, said
+from rewards.described import LONGEST, described
 
 Status = Literal["ok", "nan", "timeout", "error"]
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
-_LONGEST = 500  # characters of an exception's text that are worth carrying
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,9 @@ def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bo
             returned = asyncio.run(_wait(returned))
         return _read(returned, size)
     except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
-        return failed("error", size, _described(error))
+        # A sentence of our own is complete as it is.
+        ours = isinstance(error, RewardError)
+        return failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
 
 
 def failed(status: Status, size: int, problem: str) -> Verdict:
@@ -102,7 +101,7 @@ def _read(returned: Any, size: int) -> Verdict:
     bad = [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]
     if not bad:
         return Verdict("ok", numbers)
-    first = f"sample {bad[0]}: {values[bad[0]]!r}"[:_LONGEST]
+    first = f"sample {bad[0]}: {values[bad[0]]!r}"[:LONGEST]
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are not finite numbers, first {first}")
 
 
@@ -115,14 +114,3 @@ def _number(value: Any) -> float:
     except (TypeError, ValueError, OverflowError):  # a tensor of two elements; an int beyond float
         return math.nan
     return number if math.isfinite(number) else math.nan
-
-
-def _described(error: BaseException) -> str:
-    """`ValueError: boom (my_rewards.py, line 3)`: where it was raised, in one line."""
-    text = said(error)[:_LONGEST]
-    if isinstance(error, RewardError):  # our own sentence, complete as it is
-        return text
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    sentence = f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
-    return f"{sentence}: {memory.advice()}" if memory.met(error) else sentence + environment.advice(text)

@@ -64,14 +64,14 @@ def lent(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def advice(text: str) -> str:
-    """If the text of an exception names a variable that is kept from rewards: how to get it; else ''."""
+def advice(text: str, how: str) -> str:
+    """If the text of an exception names variables that are kept from its process: `how` to get {names}; else ''."""
     words = set(re.findall(r"\w+", text))
     missed = sorted(name for name in _withheld & words if "_" in name and name not in os.environ)
     if not missed:
         return ""
     listed = ", ".join(missed)
-    return f"; {listed} is kept from reward functions: name it with this reward, env: [{listed}]"
+    return f"; {listed} is kept from {how.format(names=listed)}"
 
 
 def _blank(names: Sequence[str]) -> None:

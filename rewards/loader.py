@@ -6,16 +6,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from rewards import environment, memory
-from rewards.base import Reward, RewardLoadError, said
+from rewards.base import Reward, RewardLoadError
 from rewards.config import ADAPTER
+from rewards.described import described
 
 BUILT_INS = {
     "format": "rewards.format:format_",
@@ -79,7 +78,7 @@ def _import_module(name: str) -> ModuleType:
         with _on_path(Path.cwd()):  # `python -m` has it, a console script or a Ray worker may not
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise RewardLoadError(f"module {name!r} does not import: {_reason(error)}") from error
+        raise RewardLoadError(f"module {name!r} does not import: {described(error)}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -100,7 +99,7 @@ def _import_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise RewardLoadError(f"{path} does not import: {_reason(error)}") from error
+        raise RewardLoadError(f"{path} does not import: {described(error)}") from error
     finally:
         _forget_siblings(before, path.parent)
     return module
@@ -137,14 +136,3 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
             f"{use!r} names no function; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
         )
     raise RewardLoadError(f"{module.__file__} has no function {name!r}; {there}")
-
-
-def _reason(error: BaseException) -> str:
-    """`NameError: name 'x' is not defined (rewards.py, line 3)`."""
-    where = traceback.extract_tb(error.__traceback__)
-    told = f"{type(error).__name__}: {said(error)}"
-    if isinstance(error, SyntaxError):  # its text already ends with file and line
-        return told
-    frames = [frame for frame in where if not frame.filename.startswith("<frozen")]
-    sentence = f"{told} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-    return f"{sentence}: {memory.advice()}" if memory.met(error) else sentence + environment.advice(said(error))

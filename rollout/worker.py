@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from rollout.env.rows import rows_of, scored
 from rollout.env.trajectory import Trajectory
 from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem, build_group
+from rollout.sentences import Sentences
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, Sampling, Weights
@@ -31,8 +32,6 @@ from rollout.weight_sync import Answer, Receipt
 log = logging.getLogger("rollout")
 
 Columns = dict[str, Sequence[Any]]
-
-MAX_SENTENCES = 50  # different failures of reward functions that are logged; the metrics count all
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class RolloutWorker(RolloutService):
             player = Player(dialogue, spec.env.limits, config.history)
             self.trajectories = Trajectories(spec.env, self.engine, player)
         self._version = 0  # of the newest policy
-        self._said: set[str] = set()
+        self._sentences = Sentences(log)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         begun = time.perf_counter()
@@ -96,7 +95,7 @@ class RolloutWorker(RolloutService):
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.pool is not None
         scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
-        self._say(scores.failures)
+        self._sentences.warn(scores.failures)
         return facts_of(problem, completions, by) | {
             "completion": texts,
             "reward": scores.reward,
@@ -106,17 +105,10 @@ class RolloutWorker(RolloutService):
         }
 
     async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Sampled) -> Columns:
-        self._say(f"environment: {t.outcome}: {t.fault}" for t in played if t.faulted)
+        self._sentences.warn(f"environment: {t.outcome}: {t.fault}" for t in played if t.faulted)
         scores = await scored(self.pool, problem, played)
-        self._say(scores.failures if scores is not None else ())
+        self._sentences.warn(scores.failures if scores is not None else ())
         return rows_of(problem, played, self.chat.decode, scores, by)
-
-    def _say(self, sentences: Iterable[str]) -> None:
-        """Each once, to the log; the metrics count all."""
-        for sentence in sentences:
-            if sentence not in self._said and len(self._said) < MAX_SENTENCES:
-                self._said.add(sentence)
-                log.warning(sentence)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:

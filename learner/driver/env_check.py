@@ -9,7 +9,8 @@ from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
 from rollout.data.observation_check import check, hidden_tools
 from rollout.env.play import opened
-from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.processes.forks import Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess
 from rollout.env.program import Asked
 from rollout.env.protocol import Start, ToolSpec
 from rollout.env.tools.tool_parser import is_hermes, written_by

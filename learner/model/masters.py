@@ -58,19 +58,24 @@ class Masters:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Sets masters and model. Raises ValueError if names or shapes are others."""
-        wanted = {name: master.shape for name, master in self.named.items()}
-        found = {name: tensor.shape for name, tensor in tensors.items()}
-        if wanted != found:
-            names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        if odd := difference(self.named, tensors):
             raise ValueError(
-                f"weights: names and shapes must be this model's, {len(names)} differ, first {names[0]}: "
-                f"wanted {wanted.get(names[0])}, got {found.get(names[0])}; compare learner.lora with r and "
+                f"weights: must have the names and shapes of this model, {odd}; compare learner.lora with r and "
                 "target_modules in the adapter's adapter_config.json"
             )
         with torch.no_grad():
             for name, master in self.named.items():
                 master.copy_(tensors[name])
         self.sync()
+
+
+def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """How names and shapes differ, as part of a sentence; "" if they do not."""
+    shapes = [{name: tuple(tensor.shape) for name, tensor in one.items()} for one in (wanted, found)]
+    odd = sorted(name for name in wanted.keys() | found.keys() if shapes[0].get(name) != shapes[1].get(name))
+    if not odd:
+        return ""
+    return f"{len(odd)} differ, first {odd[0]}: wanted {shapes[0].get(odd[0])}, got {shapes[1].get(odd[0])}"
 
 
 def _master(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, read_scored
 from learner.model.lora import POLICY, as_json
-from learner.model.masters import Masters
+from learner.model.masters import Masters, difference
 from learner.model.scalar_head import ScalarHead
 from learner.model.weight_files import WEIGHTS_FILE
 from rollout.data.model_files import load_tokenizer
@@ -134,13 +134,10 @@ def without_head(settings: peft.LoraConfig) -> peft.LoraConfig:
 
 
 def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], what: str) -> None:
-    wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wanted != found:
-        odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if odd := difference(weights, tensors):
         raise AdapterError(
-            f"{what}: must have the names and shapes of model.path, {len(odd)} differ, first {odd[0]}: wanted "
-            f"{wanted.get(odd[0])}, got {found.get(odd[0])}; give an adapter that was trained on this base"
+            f"{what}: must have the names and shapes of model.path, {odd}; give an adapter that was trained on this "
+            "base"
         )
     with torch.no_grad():
         for name, weight in weights.items():

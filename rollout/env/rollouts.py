@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rewards.described import OF_ENVIRONMENTS, described
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
-from rollout.env.described import described
 from rollout.env.play import Limits, Player
-from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.processes.forks import Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess
 from rollout.env.tools.tool_parser import ToolParserError
 from rollout.env.trajectory import Trajectory
 from rollout.schema import Problem
@@ -68,7 +69,7 @@ class Trajectories:
             except Exception as error:
                 raise TrajectoryFailed(
                     f"env: trajectory {sample} of problem {problem.id} failed, and not by its environment: "
-                    f"{described(error)}"
+                    f"{described(error, OF_ENVIRONMENTS)}"
                 ) from error
             finally:
                 await env.close()

@@ -146,7 +146,7 @@ async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
 async def test_only_so_many_different_failures_are_said(
     worker: RolloutWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.worker.MAX_SENTENCES", 2)
+    monkeypatch.setattr("rollout.sentences.MOST", 2)
     for gold in ("no number", None, [0.25]):  # each a TypeError of its own
         await table_of(worker, problem(gold))
     assert sum("TypeError" in record.getMessage() for record in caplog.records) == 2

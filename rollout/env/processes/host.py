@@ -5,19 +5,19 @@ preceded by its length in 8 bytes.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing import forkserver
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from rewards.base import RewardError
+from rewards.described import OF_ENVIRONMENTS, described
 from rewards.environment import lent
-from rewards.memory import advice, met
 from rewards.worker import confine
-from rollout.env.described import described
 from rollout.env.loader import make
 from rollout.env.processes.wire import BadAnswer, encoded, numbers, start_to_json, step_to_json
 from rollout.env.program import Hosted
@@ -37,10 +37,10 @@ class Spec(NamedTuple):
 
 
 def host(end: socket.socket, spec: Spec) -> None:
-    """Makes the environment and serves it; ends with the socket, and the process with it."""
+    """Makes the environment and serves it until the socket ends, and the process with it."""
     _leave_the_server_to_its_owner()
     confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
-    with lent(spec.variables):
+    with lent(spec.variables), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
         asyncio.run(_serve(end, spec))
     os._exit(0)  # not held up by threads that an environment has left behind
 
@@ -53,14 +53,12 @@ def _leave_the_server_to_its_owner() -> None:
     os.close(server._forkserver_alive_fd)
 
 
-async def _serve(end: socket.socket, spec: Spec) -> None:
+async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
+    """Raises IncompleteReadError or ConnectionError when who asks has gone."""
     reader, writer = await asyncio.open_connection(sock=end)
     env: Hosted | None = None
     while True:
-        try:
-            method, *arguments = pickle.loads(await read(reader))
-        except (asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
-            return
+        method, *arguments = pickle.loads(await read(reader))
         try:
             env = env or make(spec.use, spec.args)
             answer = encoded(method, await _METHODS[method](env, *arguments))
@@ -69,13 +67,11 @@ async def _serve(end: socket.socket, spec: Spec) -> None:
         except (RewardError, ToolError) as error:  # our own sentence, complete as it is
             answer = _fault("env_error", str(error))
         except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
-            answer = _fault("env_error", f"{method}: {_described(error)}")
+            answer = _fault("env_error", f"{method}: {described(error, OF_ENVIRONMENTS, caller=__file__)}")
         if len(answer) > MOST_BYTES:
             answer = _fault("flood", f"{method}: answered with {len(answer)} bytes, at most {MOST_BYTES} are taken")
         write(writer, answer)
         await writer.drain()
-        if method == "close":
-            return
 
 
 def _fault(outcome: str, sentence: str) -> bytes:
@@ -112,8 +108,3 @@ async def read(reader: asyncio.StreamReader) -> bytes:
 def write(writer: asyncio.StreamWriter, message: bytes) -> None:
     """Sends a message."""
     writer.write(len(message).to_bytes(LENGTH) + message)
-
-
-def _described(error: BaseException) -> str:
-    """What was raised, where, and what to do where it is known."""
-    return f"{described(error)}: {advice('env.memory')}" if met(error) else described(error)

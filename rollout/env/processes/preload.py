@@ -48,6 +48,7 @@ def leave_nothing() -> None:
     """What environments have started ends with the server, which ends with the generator, even if that is killed: the
     kernel ends the environments then (rewards.worker.confine), and not what they have started. What is orphaned before
     becomes the server's child."""
+    os.setpgrp()  # Ray ends the process group of a generator that was killed: the server ends by itself then
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # such a child

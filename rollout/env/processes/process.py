@@ -3,89 +3,24 @@
 import asyncio
 import contextlib
 import json
-import logging
-import multiprocessing
-import os
 import pickle
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import forkserver
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from multiprocessing.context import ForkServerProcess as Process
 from typing import Any
 
-from rewards.environment import values_of
-from rewards.secret_values import resolved
 from rollout.env.config import EnvConfig
-from rollout.env.loader import code_of
-from rollout.env.processes import preload
-from rollout.env.processes.descendants import descendants, kill
-from rollout.env.processes.host import LENGTH, MOST_BYTES, Spec, host, write
+from rollout.env.processes.forks import Forks, end_process
+from rollout.env.processes.host import LENGTH, MOST_BYTES, write
 from rollout.env.processes.wire import start_from_json, step_from_json
 from rollout.env.program import Asked, NoMore, Sampled
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
-log = logging.getLogger("rollout")
-
 CLOSE_S = 2.0  # that an environment may take to free what it holds
-STARTS = 5  # of a process, while what it is forked from dies
-START_AGAIN_S = 0.1
-
-
-def spec_of(config: EnvConfig) -> Spec:
-    """What a process needs to make the environment. Raises RewardError for a variable that is named and not set,
-    SecretError for an argument `env:NAME` likewise."""
-    return Spec(config.use or "", resolved(config.args, "env.args"), values_of(config.variables, "env"), config.memory)
-
-
-class Forks:
-    """Where environments' processes come from: a server that has loaded the environment's code, and is forked.
-
-    Its thread must live as long as the processes, and starts them one after the other.
-    """
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload.__name__])
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment-starter")
-
-    def start(self, end: socket.socket) -> "Future[Process]":
-        """A new process that serves an environment on that end of a socket pair, which is closed here."""
-        return self._thread.submit(self._start, end)
-
-    def _start(self, end: socket.socket) -> Process:
-        """Raises EnvironmentFault if the server dies of it each time, or there is none."""
-        with end:
-            for _ in range(STARTS):
-                try:
-                    return self._fork(end)
-                except (EOFError, ConnectionError):  # the server was killed; a fresh one is started once it is gone
-                    log.warning("the process that environments are forked from was lost; starting a fresh one")
-                    time.sleep(START_AGAIN_S)
-        raise EnvironmentFault(
-            "env_killed",
-            f"reset: what its process is forked from died {STARTS} times; see whether the machine has memory and "
-            "processes left",
-        )
-
-    def _fork(self, end: socket.socket) -> Process:
-        os.environ[preload.VARIABLE] = preload.request(code_of(self.spec.use, self.spec.args))
-        try:  # the server is started in here, or in start(), if it is lost in between
-            forkserver.ensure_running()
-            process = self._context.Process(target=host, args=(end, self.spec), daemon=True)
-            process.start()
-        finally:
-            del os.environ[preload.VARIABLE]
-        return process
-
-    def close(self) -> None:
-        """No process can be started after this."""
-        self._thread.shutdown()
 
 
 class EnvironmentProcess:
@@ -122,14 +57,22 @@ class EnvironmentProcess:
         """Lets the environment free what it holds, then ends its process and what that has started."""
         if self._process is None:
             return
-        if self._writer is not None:
-            if self._answers:
-                with contextlib.suppress(EnvironmentFault, TimeoutError):
-                    async with asyncio.timeout(CLOSE_S):
-                        await self._ask("close")
-            self._writer.close()
+        if self._writer is not None and self._answers:
+            await self._free()
         if not self._process.cancel():
-            await asyncio.to_thread(_end, self._process.result)
+            await asyncio.to_thread(end_process, self._process.result)
+        if self._writer is not None:
+            self._writer.close()
+
+    async def _free(self) -> None:
+        """It stays until it is ended: what it has started is found by it."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._ask("close")
+        except EnvironmentFault as fault:
+            self._forks.sentences.warn([f"environment: {fault.sentence}"])
+        except TimeoutError:
+            self._forks.sentences.warn([f"environment: close: not done within {CLOSE_S:g} s, so its process was ended"])
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._reader is not None
@@ -169,18 +112,3 @@ async def _within(seconds: float, method: str, key: str) -> AsyncIterator[None]:
         if not clock.expired():
             raise
         raise EnvironmentFault("env_timeout", f"{method}: no answer within {seconds:g} s ({key})") from None
-
-
-def _end(started: Callable[[], Process]) -> None:
-    """Blocks until the process is gone; it may be starting still."""
-    try:
-        process = started()
-    except EnvironmentFault:  # it never was
-        return
-    assert process.pid is not None
-    every = [process.pid, *descendants(process.pid)]
-    with contextlib.suppress(ProcessLookupError):  # before it has a group, there is only itself
-        os.killpg(process.pid, signal.SIGKILL)  # whose members may have outlived it
-    kill(every)
-    process.join()
-    process.close()

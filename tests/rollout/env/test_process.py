@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.processes.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.processes.forks import Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess
 from rollout.env.processes.wire import BadAnswer, encoded, start_to_json, step_to_json
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault

@@ -115,6 +115,30 @@ async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(s
     assert sorted(sampling.seed for _, sampling in worker.engine.asked[15:]) == sorted(seeds)
 
 
+async def test_a_policy_that_arrives_amid_a_turn_has_its_version_at_the_tokens_it_sampled(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rollout.in_flight: continue. What is answered has the version of the token before it, and teaches nothing."""
+    worker = await started()
+    told = worker.engine.generate
+
+    async def continued(prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+        (turn,) = await told(prompt_ids, sampling)
+        newer = np.arange(len(turn.token_ids)) >= 2
+        logprobs = np.where(newer, -0.25, -0.5).astype(np.float32)
+        return [replace(turn, versions=turn.versions + len(worker.engine.asked) - 1 + newer, logprobs=logprobs)]
+
+    monkeypatch.setattr(worker.engine, "generate", continued)
+    row = (await worker.rollout(PROBLEM, replace(SAMPLING, n=1), 0)).to_pylist()[0]
+    turn, seen = len(row["completion_ids"]), len(CHAT.observe([{"role": "user", "content": "go on"}], STOP))
+    turn = (turn - 2 * seen) // 3
+    wanted = [[3 + k] * 2 + [4 + k] * (turn - 2) for k in range(3)]
+    assert row["token_versions"] == [*wanted[0], *[4] * seen, *wanted[1], *[5] * seen, *wanted[2]]
+    sampled = [-0.5] * 2 + [-0.25] * (turn - 2)
+    assert row["behavior_logprobs"] == [*sampled, *[0.0] * seen, *sampled, *[0.0] * seen, *sampled]
+    assert (row["policy_version_min"], row["policy_version_max"]) == (3, 6)
+
+
 async def test_what_was_sampled_is_never_tokenised_again(started: Any) -> None:
     """The policy writes letter by letter what the tokenizer would write in fewer tokens."""
     letters = [CHAT.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "reasoning"]
@@ -214,6 +238,6 @@ async def test_environments_that_begin_differently_are_an_error(started: Any) ->
 async def test_what_nobody_expects_names_the_trajectory_and_the_place(started: Any) -> None:
     worker = await started(sample=lambda ids, _: [-1, STOP])  # no tokenizer decodes that
     with pytest.raises(
-        TrajectoryFailed, match=r"trajectory 0 of problem train-3 failed, .*: OverflowError: .* line \d"
+        TrajectoryFailed, match=r"trajectory \d of problem train-3 failed, .*: OverflowError: .* line \d"
     ):
         await worker.rollout(PROBLEM, SAMPLING, 0)
