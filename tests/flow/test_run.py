@@ -55,21 +55,25 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
                 assert new[key] == pytest.approx(old[key], rel=1e-5, abs=1e-7), key
     after = _tokens(run.folder / "rollouts" / "step-000003.parquet")
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    assert "are done already" in run.finish()
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert shared_memory  # semaphores of reward processes, else nothing was seen
     assert [name for name in shared_memory if Path(name).exists()] == []
 
 
+ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("overrides", [(), ("learner.push=merged", "rollout.in_flight=continue")])
+@pytest.mark.parametrize("overrides", [ON_ONE_BASE, ("learner.push=merged", "rollout.in_flight=continue")])
 def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overrides: tuple[str, ...]) -> None:
     run = Run(tmp_path, model, steps=100_000, max_staleness=1)
     process = run.start(*overrides)
     wait_until(lambda: len(run.metrics()) > 9, "nine steps", process=process)
     assert run.metrics()[-1]["rollout/restarts"] == 0  # pushes and their probes amid generation hurt nobody
     generator = _holder(run, "generator-0")
+    if overrides == ON_ONE_BASE:
+        assert (_base(generator), _base(_holder(run, "learner"))) == (["rw-s"], ["r--s"])
     os.kill(generator, signal.SIGKILL)
     wait_until(lambda: run.metrics()[-1].get("rollout/restarts") == 1, "a step after the restart", process=process)
     ctrl_c(process)
@@ -82,17 +86,28 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overri
     assert not skipped
     assert checkpoint.step_of(newest) == lines[-1]["step"]
     assert max(line.get("policy/staleness_max", 0) for line in lines) <= 1
+    assert max(line.get("policy/mismatch_max_current", 0) for line in lines) < 1e-3  # of the fresh process, too
     assert any(line.get("time/overlap", 0) > 0 for line in lines)  # generator and learner worked at the same time
     state = json.loads((newest / "state.json").read_text())["cursor"]
     consumed = sorted(p for path in ledger.steps(run.folder / "rollouts") for p in _positions(path))
     assert consumed == sorted([*range(state["low"]), *state["done"]])  # nothing lost, nothing twice
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+    if overrides == ON_ONE_BASE:
+        _lose_the_driver(run, lines[-1]["step"], overrides)
 
+
+def _lose_the_driver(run: Run, step: int, overrides: tuple[str, ...]) -> None:
     process = run.start(*overrides)
-    wait_until(lambda: run.metrics()[-1]["step"] > lines[-1]["step"], "a step after the resumption", process=process)
+    wait_until(lambda: run.metrics()[-1]["step"] > step, "a step after the resumption", process=process)
     process.kill()
     process.wait()
     wait_until(lambda: run.processes() == {}, "all processes to end after SIGKILL of the driver", seconds=90)
+
+
+def _base(pid: int) -> list[str]:
+    """How the process maps a generator's base: permissions of each mapping."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split()[1] for line in lines if "gleaner-base" in line]
 
 
 def _holder(run: Run, role: str) -> int:

@@ -27,15 +27,19 @@ def groups(tiny_path: str, adapter_path: str) -> list[pa.Table]:
     return trainers.groups_near(naive.load(tiny_path, adapter_path))
 
 
-class _NoTrial:
-    def __init__(self, *_: object) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
-def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--dry-run without its processes, which import torch and vLLM: of test_dry_run.py and test_preflight_models.py."""
-    monkeypatch.setattr("learner.driver.preflight.Trial", _NoTrial)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """--dry-run without its processes, which import torch and vLLM: the modules that would have run there. They run in
+    test_dry_run.py and test_preflight_models.py."""
+    tried = []
+
+    class NoTrial:
+        def __init__(self, module: str, *_: object) -> None:
+            tried.append(module)
+
+        def finish(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("learner.driver.preflight.Trial", NoTrial)
+    return tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from cluster.memory.shape import SHAPES
 from cluster.memory.units import Checkpointing, OptimizerKind, total
 from learner.config.learner import LearnerConfig
 from learner.model import widened_lora
-from learner.tools.meta_run import footprint
+from learner.tools.meta_run import Footprint, footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
     ("Qwen2.5-0.5B", "full", "none", 16, (256, 786, 4)),
@@ -29,6 +30,20 @@ CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
 ]
 
 
+@functools.cache
+def measured(
+    name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int], algorithm: str
+) -> Footprint:
+    prompt, completion, count = lengths
+    settings = {
+        "algorithm": algorithm, "checkpointing": policy, "lora": {"rank": rank},
+        "token_budget": prompt + count * (completion - 1),
+    }  # fmt: skip
+    # Twice: in the second micro-batch the gradients of the first are there.
+    groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
+    return footprint(replace(SHAPES[name], layers=4), LearnerConfig.model_validate(settings), groups, base=base)
+
+
 @pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), CASES)
 def test_the_model_is_the_step(
     name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int]
@@ -37,10 +52,7 @@ def test_the_model_is_the_step(
     shape = replace(SHAPES[name], layers=4)
     prompt, completion, count = lengths
     budget = prompt + count * (completion - 1)
-    settings = {"checkpointing": policy, "token_budget": budget, "lora": {"rank": rank}}
-    # Twice: in the second micro-batch the gradients of the first are there.
-    groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
-    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, base=base)
+    fake = measured(name, policy, base, rank, lengths, "grpo")
     learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy)
     micro = Micro.of(prompt, completion, count, budget)
     static = learner_static(shape, learning)
@@ -49,7 +61,7 @@ def test_the_model_is_the_step(
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), [CASES[i] for i in (0, 1, 2, 3, 6)])
+@pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), [CASES[i] for i in (1, 3)])
 def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
     name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int]
 ) -> None:
@@ -58,12 +70,7 @@ def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
     shape = replace(SHAPES[name], layers=4)
     prompt, completion, count = lengths
     budget = prompt + count * (completion - 1)
-    groups = [(prompt, [completion] * count), (prompt + 1, [completion - 1] * count)]
-    settings = {"checkpointing": policy, "token_budget": budget, "lora": {"rank": rank}}
-    grpo, ppo = (
-        footprint(shape, LearnerConfig.model_validate(settings | {"algorithm": one}), groups, base=base)
-        for one in ("grpo", "ppo")
-    )
+    grpo, ppo = (measured(name, policy, base, rank, lengths, one) for one in ("grpo", "ppo"))
     assert ppo.dynamic <= grpo.dynamic
     learning = Learning(rank=rank, base="nf4" if base == "nf4" else "none", checkpointing=policy, value_rank=rank)
     static = learner_static(shape, learning)
@@ -73,8 +80,15 @@ def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(ppo.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "full"), ("Qwen2.5-0.5B", "none"), ("Qwen2.5-0.5B", 2)])
+@pytest.mark.parametrize(
+    ("name", "policy", "dtype"),
+    [
+        ("Llama-3.2-1B", "full", "bfloat16"),
+        ("Qwen2.5-0.5B", "none", "bfloat16"),
+        ("Qwen2.5-0.5B", "none", "float32"),
+        ("Qwen2.5-0.5B", 2, "float32"),
+    ],
+)
 def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has no instructions for products of 16 bits, whatever this one has."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
@@ -126,7 +140,7 @@ def test_completions_that_end_early_under_long_prompts(name: str, policy: Checkp
     bound = replace(planned, keys=(1 + count) * planned.tokens)
     highest = total(learner_static(shape, learning), step_bytes(shape, learning, bound))
     settings = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": budget})
-    for length in (300, 40, 2):
+    for length in (40, 2):
         groups = budget // (prompt + count * (length - 1))
         micro = Micro(
             groups * (prompt + count * (length - 1)),

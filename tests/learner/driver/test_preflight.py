@@ -42,7 +42,7 @@ def check(config: dict[str, Any], *words: str, capsys: pytest.CaptureFixture[str
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(
-    config: dict[str, Any], no_trials: None, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = check(config, "--dry-run", "rollout.workers=2", capsys=capsys)
     assert code == 0

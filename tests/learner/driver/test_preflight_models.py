@@ -16,7 +16,7 @@ from examples.random_families import make_family
 from examples.random_model import make_adapter
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
-from learner.driver.trials import SHARED_BASE, Trial
+from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
 from learner.model.meta_base import without_weights
 from learner.model.shared_base_trial import not_by_rows
 from rollout.shared_base.manifest import View
@@ -36,7 +36,7 @@ def adapter(tmp_path: Path, model: Path) -> Path:
 
 
 def test_settings_that_are_left_open_follow_the_adapter(
-    config: dict[str, Any], adapter: Path, no_trials: None, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], adapter: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = check(config, "--dry-run", f"model.adapter={adapter}", "learner.lora.alpha=16", capsys=capsys)
     assert code == 0
@@ -95,18 +95,26 @@ def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.Cap
         assert f"model.{name}: must be a folder with an adapter_config.json, got /nope" in err
 
 
-def test_weights_that_are_no_views_are_refused_without_reading_one(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And of a run that is in order the processes of --dry-run have nothing to say."""
-    words = ["--dry-run", "memory.base=shared", "model.base=nf4", "model.dtype=bfloat16"]
-    code, _, err = check(config, *words, capsys=capsys)
-    assert (code, err) == (0, "")
-    path = make_family(tmp_path / "experts", "qwen3_moe")
-    experts = {"path": str(path), "base": "nf4", "dtype": "bfloat16"}
-    shared = RunConfig.model_validate(config | {"model": experts, "memory": {"base": "shared"}})
-    with pytest.raises(PreflightError, match=r"^memory.base: .* 4 of 25 are none \(model.layers.0.mlp.experts.*=own"):
+def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
+    """What the process of --dry-run says that tries to share the base."""
+    shared = RunConfig.model_validate(config | {"model": model, "memory": {"base": "shared"}})
+    try:
         Trial(SHARED_BASE, shared).finish()
+    except PreflightError as error:
+        return str(error)
+    return None
+
+
+def test_weights_that_are_no_views_are_refused_without_reading_one(
+    config: dict[str, Any], tmp_path: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(config, "--dry-run", "memory.base=shared", capsys=capsys)[0] == 0
+    assert no_trials == [LEARNER, ENGINE, SHARED_BASE]
+    dense = {"path": config["model"]["path"], "base": "nf4", "dtype": "bfloat16"}
+    assert refusal(dense, config) is None
+    said = refusal(dense | {"path": str(make_family(tmp_path / "experts", "qwen3_moe"))}, config)
+    assert said is not None
+    assert re.match(r"memory.base: .* 4 of 25 are none \(model.layers.0.mlp.experts.*=own", said)
 
 
 def test_4_bits_are_packed_of_whole_rows_alone(model: Path) -> None:

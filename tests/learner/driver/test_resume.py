@@ -172,7 +172,7 @@ def start(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
 
 
 def test_other_content_behind_the_same_paths_is_refused_by_name(
-    run: Path, no_trials: None, capsys: pytest.CaptureFixture[str]
+    run: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("data.jsonl").write_text("".join(Path("data.jsonl").read_text().splitlines(keepends=True)[5:]))
     Path("my_rewards.py").write_text(REWARD.replace("0.5", "0.25"))
@@ -212,7 +212,7 @@ def test_a_run_that_is_done_is_left_alone_but_for_what_it_publishes(
     assert "it is now" not in start(capsys)[1]
 
 
-def test_two_runs_at_once(run: Path, no_trials: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_at_once(run: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}  # but for run, where the lock comes and goes
     with run_lock.held(run):
         code, _, err = start(capsys)

@@ -103,7 +103,7 @@ def _with_head(*shape: int) -> Callable[[Path], None]:
     ],
 )
 def test_what_its_files_say_is_checked_before_the_start(
-    harm: Any, message: str, config: dict[str, Any], reward_model: Path, no_trials: None,
+    harm: Any, message: str, config: dict[str, Any], reward_model: Path, no_trials: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     harm(reward_model)
@@ -116,7 +116,7 @@ def test_what_its_files_say_is_checked_before_the_start(
 
 
 def test_what_a_value_starts_from_is_checked_likewise(
-    config: dict[str, Any], reward_model: Path, no_trials: None, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], reward_model: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ppo = config | {"learner": {"algorithm": "ppo", "value": {"start": str(reward_model)}}}
     assert check(ppo, "--dry-run", capsys=capsys)[0] == 0

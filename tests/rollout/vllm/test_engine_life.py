@@ -12,7 +12,7 @@ import pytest
 
 from examples.random_model import VOCAB_SIZE, make_adapter
 from rollout.engine import AdapterRefused, EngineClosed, EngineDied, EngineEnvError
-from rollout.types import Adapter, AdapterCorrupt, Completion, Sampling
+from rollout.types import Adapter, AdapterCorrupt, Completion, EngineError, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_case import PROMPT, EngineCase, run, settings
 
@@ -86,6 +86,11 @@ def _without_gate(payload: bytes) -> bytes:
     from safetensors.torch import load, save
 
     return save({name: weight for name, weight in load(payload).items() if "gate_proj" not in name})
+
+
+def test_only_an_engine_that_was_started_for_it_shares_its_base(case: EngineCase) -> None:
+    with pytest.raises(EngineError, match="share_base: the engine must be started with shares_base=True"):
+        run(case.engine.share_base())
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,7 @@ async def generate_with_a_swap(case: EngineCase) -> tuple[list[Completion], list
     return await before, after, answer
 
 
-@pytest.mark.parametrize("rank", [8, 0], ids=["adapter", "merged"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+@pytest.mark.parametrize(("family", "rank"), [("Llama", 8), ("Qwen2", 0)], ids=["adapter", "merged"])
 def test_running_completions_go_on_under_the_newer_policy(tmp_path: Path, family: str, rank: int) -> None:
     path = make_tiny_model(tmp_path, family=family)
     case = EngineCase(path, max_lora_rank=rank, in_flight="continue", adapter_window=1)

@@ -15,7 +15,7 @@ from learner.model.export import update_of
 from learner.model.mapped_base import MappedBase
 from learner.trainer.probe_answer import held_of
 from rollout.shared_base.manifest import BaseNotShared, Manifest
-from rollout.types import Adapter, EngineError, Sampling
+from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.learner.model.test_mapped_base import CPU, learned, policy_of, same
 from tests.rollout.engine_case import PROMPT, run, settings
@@ -34,12 +34,12 @@ def start(path: Path, dtype: str = "float32") -> tuple[VllmEngine, Manifest]:
     return engine, run(engine.share_base())
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("Llama", "float32"), ("Qwen2", "bfloat16"), ("phi3", "bfloat16")])
-def test_logprobs_and_gradients_are_those_of_an_own_copy(family: str, dtype: str, tmp_path: Path) -> None:
-    """Tied, with biases, and fused in the checkpoint; in bfloat16 what the engine has rounded as it loaded."""
+@pytest.mark.parametrize("family", ["Qwen2", "phi3"])
+def test_logprobs_and_gradients_are_those_of_an_own_copy(family: str, tmp_path: Path) -> None:
+    """With biases, and fused in the checkpoint; what the engine has rounded as it loaded."""
     path = model_of(family, tmp_path)
-    engine, manifest = start(path, dtype)
-    policy, own = policy_of(path, dtype, MappedBase(manifest, CPU)), policy_of(path, dtype)
+    engine, manifest = start(path, "bfloat16")
+    policy, own = policy_of(path, "bfloat16", MappedBase(manifest, CPU)), policy_of(path, "bfloat16")
     assert same(learned(policy), learned(own))
     assert manifest.refused == {}
     run(engine.close())
@@ -51,6 +51,7 @@ def test_a_fresh_engine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     mapped = MappedBase(manifest, CPU)
     policy = policy_of(path, "float32", mapped)
     before = learned(policy)
+    assert same(before, learned(policy_of(path, "float32")))
     run(engine.close())
     mapped.detach()
     fresh, manifest = start(path)
@@ -72,14 +73,6 @@ def test_a_fresh_engine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     run(fresh.close())
 
 
-def test_experts_are_no_views_and_refused_by_name(tmp_path: Path) -> None:
-    path = make_family(tmp_path, "qwen3_moe")
-    engine, manifest = start(path)
-    with pytest.raises(BaseNotShared, match=r"\d+ of \d+ are none \(model.layers.0.mlp.experts.*set memory.base=own"):
-        policy_of(path, "float32", MappedBase(manifest, CPU))
-    run(engine.close())
-
-
 def test_an_engine_that_repacks_its_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
@@ -89,13 +82,6 @@ def test_an_engine_that_repacks_its_weights_is_refused(tmp_path: Path, monkeypat
     engine, manifest = start(path := make_tiny_model(tmp_path, family="Llama"))
     with pytest.raises(BaseNotShared, match=r"down_proj.weight: vLLM has moved or repacked model.layers.0.mlp.down_pr"):
         policy_of(path, "float32", MappedBase(manifest, CPU))
-    run(engine.close())
-
-
-def test_only_an_engine_that_was_started_for_it_shares(tmp_path: Path) -> None:
-    engine = VllmEngine(settings(make_tiny_model(tmp_path, family="Llama")))
-    with pytest.raises(EngineError, match="share_base: the engine must be started with shares_base=True"):
-        run(engine.share_base())
     run(engine.close())
 
 

@@ -29,3 +29,12 @@ def test_a_known_model_is_not_inspected_by_another_process(tmp_path: Path, monke
         ModelRegistry.models[name].inspect_model_cls()
     know_model(str(model))
     assert ModelRegistry.models[name].inspect_model_cls().is_text_generation_model
+
+
+def test_a_model_that_its_registry_has_is_not_refused_before_the_start(tmp_path: Path) -> None:
+    """What it has not: tests/learner/driver/test_dry_run.py."""
+    pytest.importorskip("vllm")
+    from rollout.vllm.trial import wrong_with
+
+    model = {"path": str(make_tiny_model(tmp_path)), "base": "none"}
+    assert wrong_with({"model": model, "learner": {"mode": "lora", "push": "adapter"}}) == []
