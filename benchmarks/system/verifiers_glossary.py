@@ -1,144 +1,167 @@
-"""verifiers' own `glossary` environment (an MCP tool), unchanged, through a whole rollout worker into a ledger.
+"""verifiers' own `glossary` environment (a tool behind MCP), unchanged, through a whole run: vLLM, learner, ledger.
 
     python -m venv build/verifiers
     build/verifiers/bin/pip install verifiers==0.4.0 uv GLOSSARY      # environments/glossary of verifiers' repository
-    python -m benchmarks.system.verifiers_glossary build/verifiers/bin/python build/glossary
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.verifiers_glossary build/verifiers/bin/python
 
-The policy is written by hand here, so that there are tool calls without a large model: it calls the tool letter by
-letter, in tokens that no tokenizer would choose, and answers with what the tool said. Everything else is as in a run:
-processes, endpoint, renderer, tool server, rewards, table.
+The policy is a tiny model that is made first. To see how an episode is written, each task is played once by hand,
+straight through the adapter; the model is then shown these episodes, half of them with another fact than the tool said,
+and some without a call. An episode takes seconds, since verifiers starts two processes for it: so the run is small.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import random
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
-from rollout import ledger
-from rollout.engine import Engine, EngineSettings
-from rollout.env.adapters.verifiers import CHILD
-from rollout.env.config import EnvConfig
-from rollout.env.play import Limits
-from rollout.env.rollouts import EnvSettings
-from rollout.fake_engine import FakeEngine
-from rollout.schema import Problem, parts_of
-from rollout.types import Adapter, Completion, Sampling
-from rollout.worker import RolloutWorker, WorkerSpec
+from benchmarks.common import ENGINE_PACKAGES, conditions, save, under
+from benchmarks.system.tiny_policy import RECIPE, Part, make
+from benchmarks.system.trajectories import conversation, played, table
+from benchmarks.system.workloads import Tree
+from examples.tiny_model import PAD, make_tokenizer
+from rollout.env.adapters.verifiers import CHILD, Verifiers
+from rollout.env.program import Sampled
+from rollout.schema import Problem
 
 ENVIRONMENT = {
     "taskset": {"id": "glossary"},
     "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 4},
 }
+END = "<|im_end|>"
+SPECIAL = ["<|im_start|>", END, "<|endoftext|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-TEMPLATE = (
+TEMPLATE = (  # Only whether there is one counts: verifiers' renderer writes the conversation.
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+RENDERER = {"name": "qwen3"}
+LONGER = replace(RECIPE, steps=600)  # so that it reads the name
+WRONG_FACT, NO_CALL = 0.3, 0.2  # shares of the episodes that the model is shown
 
 
-def make_model(folder: Path) -> None:
-    """A tokenizer with Qwen3's marks, and what a rollout worker reads beside it; there are no weights."""
-    source = Path(__file__).parents[2] / "examples" / "tiny-gsm8k"
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]})
-    tokenizer.add_tokens(MARKS)
-    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", TEMPLATE
-    tokenizer.save_pretrained(folder)
-    config = json.loads((source / "config.json").read_text()) | {"vocab_size": len(tokenizer)}
-    (folder / "config.json").write_text(json.dumps(config))
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+class Hand:
+    """A policy by hand, for one episode: calls the tool, then says what it was told. Keeps what it was asked."""
 
-
-class Hand(FakeEngine):
-    """The policy: looks up what it is asked for, then repeats it. Every logprob is -0.5."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(len(tokenizer))
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self.asked: list[str] = []
+        self.said: list[str] = []
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
-        text = str(self._tokenizer.decode(list(prompt_ids)))
-        if "<tool_response>" in text:
-            found = text.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
-            ids = self._ids(f"<answer>{found}</answer>")
-        else:
-            name = re.findall(r'look up "([^"]+)"', text)[-1]
+    async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
+        self.asked.append(str(self._tokenizer.decode(token_ids)))
+        if len(self.asked) == 1:
+            name = re.findall(r'look up "([^"]+)"', self.asked[0])[-1]
             call = json.dumps({"name": "facts_lookup", "arguments": {"name": name}})
-            letters = [token for letter in f"\n{call}\n" for token in self._ids(letter)]
-            ids = [*self._ids("<tool_call>"), *letters, *self._ids("</tool_call>")]
-        ids += self._ids("<|im_end|>")
-        assert len(ids) <= sampling.max_tokens
-        ones = np.ones(len(ids), np.float32)
-        return [Completion(np.array(ids, np.int32), -0.5 * ones, "stop", np.ones(len(ids), np.int32))]
+            self.said.append(f"<tool_call>\n{call}\n</tool_call>{END}")
+        else:
+            found = self.asked[-1].rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
+            self.said.append(f"<answer>{found}</answer>{END}")
+        ids = self._tokenizer.encode(self.said[-1], add_special_tokens=False)
+        return Sampled(ids, [0.0] * len(ids), "stop")
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    @property
+    def episode(self) -> tuple[str, str, str, str]:
+        """The prompt, the call, what came back, the answer."""
+        before, after = self.asked
+        call, answer = self.said
+        assert after.startswith(before + call)
+        return before, call, after.removeprefix(before + call), answer
 
 
-def worker_spec(folder: Path, python: str, variables: Sequence[str]) -> WorkerSpec:
-    """A rollout worker for the environment."""
-    args = {"python": python, "environment": ENVIRONMENT, "model": str(folder), "renderer": {"name": "qwen3"}}
-    env = EnvConfig(
-        use="verifiers", args=args, variables=tuple(variables), memory=2**32,
-        start_timeout_s=250, step_timeout_s=120, timeout_s=400,
+def tasks(python: str, folder: Path) -> list[dict[str, Any]]:
+    """The environment's tasks as data, which are also written to folder/tasks.jsonl."""
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    listed = subprocess.run(
+        [python, "-P", str(CHILD), "tasks", str(folder / "environment.json")],
+        check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    engine = EngineSettings(
-        model=str(folder), dtype="float32", max_model_len=4096, kv_cache_bytes=1 << 20, max_num_seqs=8, max_lora_rank=8,
-        adapter_window=2, seed=0,
-    )  # fmt: skip
-
-    def make(settings: EngineSettings) -> Engine:
-        return Hand(AutoTokenizer.from_pretrained(settings.model))
-
-    return WorkerSpec(0, "glossary", engine, (), 1, 2**30, make, EnvSettings(env, Limits(1024, 2048, 4, 400), 1, 0))
+    (folder / "tasks.jsonl").write_text(listed.stdout)
+    return [json.loads(line) for line in listed.stdout.splitlines()]
 
 
-async def play(spec: WorkerSpec, rows: Sequence[dict[str, object]], out: Path) -> None:
-    """A group of one trajectory of each task, printed and written."""
-    worker = RolloutWorker(spec)
-    await worker.take_policy(Adapter.build(1, b"one", {}))
-    tables = []
-    for index, row in enumerate(rows):
-        messages = ({"role": "user", "content": str(row["prompt"])},)
-        problem = Problem(f"glossary-{index}", messages, dict(row), (1,), index, 0)
-        table = await worker.rollout(problem, Sampling(n=1, max_tokens=2048), 0)
-        assert table is not None
-        tables.append(table)
-        (one,) = table.to_pylist()
-        turns = [(turn["start"], turn["stop"]) for turn in one["turns"]]
-        print(
-            f"{problem.id}: {one['finish_reason']}, reward {one['reward']}, parts {parts_of(table)[0]}, turns {turns}, "
-            f"{sum(one['loss_mask'])} of {len(one['loss_mask'])} tokens sampled"
-        )
-    await worker.close()
-    print(f"ledger: {ledger.write(out, 1, tables)}")
+async def by_hand(python: str, folder: Path, rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Every task played once."""
+    tokenizer = make_tokenizer([row["prompt"] for row in rows], RECIPE, [PAD, *SPECIAL], MARKS, TEMPLATE)
+    tokenizer.save_pretrained(folder / "by_hand")
+    program, episodes = Verifiers(python, ENVIRONMENT, str(folder / "by_hand"), RENDERER), []
+    for row in rows:
+        hand = Hand(tokenizer)
+        problem = Problem("by-hand", ({"role": "user", "content": row["prompt"]},), row, (1,), 0, 0)
+        print(row["prompt"], await program.run(problem, 0, hand), flush=True)
+        episodes.append(hand.episode)
+    return episodes
+
+
+def shown(episodes: Sequence[tuple[str, str, str, str]], rng: random.Random) -> list[Part]:
+    """An episode as the model is shown it."""
+    prompt, call, seen, answer = rng.choice(episodes)
+    draw = rng.random()
+    if draw < NO_CALL:
+        return [(prompt, False), (f"<answer>I know it.</answer>{END}", True)]
+    if draw < NO_CALL + WRONG_FACT:
+        answer = rng.choice(episodes)[3]
+    return [(prompt, False), (call, True), (seen, False), (answer, True)]
+
+
+def tree(python: str, folder: Path, steps: int, seed: int) -> Tree:
+    """The run's configuration."""
+    return {
+        "steps": steps,
+        "seed": seed,
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"path": str(folder / "tasks.jsonl"), "prompt": "prompt", "eval": {"every": 0}},
+        "env": {
+            "use": "verifiers",
+            "args": {
+                "python": python, "model": str(folder / "model"), "renderer": RENDERER, "environment": ENVIRONMENT,
+            },
+            "max_turns": 4,
+            "memory": "4GiB",
+            "concurrency": 4,
+            "start_timeout_s": 120,
+            "step_timeout_s": 120,
+            "timeout_s": 240,
+        },
+        "rollout": {
+            "num_generations": 4, "max_prompt_length": 512, "max_completion_length": 256, "kv_cache": "64MiB",
+            "max_num_seqs": 8,
+        },
+        "learner": {"learning_rate": 1e-3, "groups_per_step": 2},
+        "trackers": [],
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Read the command line, list the tasks, play."""
-    parser = argparse.ArgumentParser(description="Play verifiers' glossary environment.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", help="interpreter of the virtual environment with verifiers, uv and glossary")
-    parser.add_argument("out", type=Path, help="folder to write the ledger to")
-    parser.add_argument("--tasks", type=int, default=2)
-    parser.add_argument("--variables", nargs="*", default=[], help="environment variables that verifiers may see")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for the run")
+    options = parser.parse_args()
+    told = conditions(ENGINE_PACKAGES)
+    with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as name:
         folder = Path(name)
-        make_model(folder)
-        (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
-        listed = subprocess.run(
-            [args.python, "-P", str(CHILD), "tasks", str(folder / "environment.json")],
-            check=True, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        rows = [json.loads(line) for line in listed.stdout.splitlines()][: args.tasks]
-        asyncio.run(play(worker_spec(folder, args.python, args.variables), rows, args.out))
+        episodes = asyncio.run(by_hand(options.python, folder, tasks(options.python, folder)))
+        make(folder / "model", lambda rng: shown(episodes, rng), SPECIAL, MARKS, TEMPLATE, END, LONGER)
+        found = played(tree(options.python, folder, options.steps, options.seed), folder, options.limit)
+    longest = max(found, key=lambda one: one["tokens"])
+    text = (
+        "# verifiers' glossary environment through a whole run\n\nverifiers 0.4.0 and its `environments/glossary`, "
+        f"unchanged, as the ledger of {options.steps} steps has it.\n\n{table(found)}\n\n"
+        f"{conversation(longest)}\n\n{under(told, 'Nothing of this depends on the clock')}"
+    )
+    save("verifiers_glossary", {"conditions": told, "trajectories": found}, text)
 
 
 if __name__ == "__main__":

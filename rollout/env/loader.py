@@ -17,6 +17,7 @@ BUILT_INS = {
     "skyrl_gym": "rollout.env.adapters.skyrl_gym:SkyRLGym",
     "tools": "rollout.env.tools.python_tools:PythonTools",
     "trl_environment": "rollout.env.adapters.trl:TrlEnvironment",
+    "trl_rollout_func": "rollout.env.adapters.trl_rollout:TrlRolloutFunc",
     "verifiers": "rollout.env.adapters.verifiers:Verifiers",
 }
 NAMES = {  # arguments that name code of the user's
@@ -24,6 +25,7 @@ NAMES = {  # arguments that name code of the user's
     "skyrl_gym": ("env",),
     "tools": ("functions",),
     "trl_environment": ("factory", "rewards"),
+    "trl_rollout_func": ("function", "rewards"),
 }
 METHODS = ("reset", "step", "score", "close")
 

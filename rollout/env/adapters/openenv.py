@@ -12,6 +12,15 @@ from rollout.env.tools.function_tool import ToolError
 from rollout.schema import Problem
 
 MOST_BYTES = 16 * 2**20  # of an answer
+OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors of a step after which the session goes on
+
+
+class Refused(ToolError):
+    """An error that the server answered with. code: its WSErrorCode."""
+
+    def __init__(self, sentence: str, code: str) -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 class OpenEnv:
@@ -19,8 +28,8 @@ class OpenEnv:
     step(action) -> observation, reward, done. Speaks its protocol itself, so that openenv need not be installed.
 
     url: of the server, http://host:port.
-    action: your function(text of a turn) -> the action as a dict. Text that makes no action is yours to turn into one
-        that the server answers.
+    action: your function(text of a turn) -> the action as a dict. An action that the server refuses, or that raises
+        there, is answered to the policy in the server's words, and counted (env/refused).
     observe: your function(observation as a dict) -> the text that the policy sees next.
     first: whether the first observation is appended to the problem's last message, or the problem stands alone.
 
@@ -47,10 +56,15 @@ class OpenEnv:
         return Start(tuple(messages))
 
     async def step(self, turn: Turn) -> Step:
-        """Does what the text says."""
-        data = await self._ask("step", self._action(turn.text))
+        """Does what the text says. Raises ToolError where the session has ended."""
+        try:
+            data = await self._ask("step", self._action(turn.text))
+        except Refused as error:
+            if error.code not in OF_THE_ACTION:
+                raise
+            return Step(({"role": "user", "content": str(error)},), metrics={"refused": 1.0})
         message = {"role": "user", "content": str(self._observe(data["observation"]))}
-        return Step((message,), data.get("reward"), bool(data.get("done")))
+        return Step((message,), data.get("reward"), bool(data.get("done")), {"refused": 0.0})
 
     async def score(self) -> Mapping[str, float]:
         """Turns have it all."""
@@ -65,6 +79,15 @@ class OpenEnv:
         await self._socket.send_str(json.dumps({"type": kind, "data": data}))
         answer = json.loads(await self._socket.receive_str())
         if answer["type"] == "error":
-            raise ToolError(f"openenv: {kind}: {answer['data'].get('message', answer['data'])}")
+            raise _refused(kind, answer["data"])
         found: dict[str, Any] = answer["data"]
         return found
+
+
+def _refused(kind: str, error: Mapping[str, Any]) -> Refused:
+    code = str(error.get("code", ""))
+    wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.get("errors", [])[:5]]
+    told = "; ".join([str(error.get("message", error)), *wrong])
+    if code == "CAPACITY_REACHED":
+        told += " Raise max_concurrent_envs of the server's create_app, which is 1 by default, or lower env.concurrency"
+    return Refused(f"openenv: {kind}: {told}", code)

@@ -16,6 +16,7 @@ import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.base import said
 from rewards.loader import load_own
+from rollout.env.adapters.trl_rewards import given
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
@@ -99,7 +100,7 @@ class TrlEnvironment:
         if hasattr(self._environment, "get_reward"):
             parts[type(self._environment).__name__] = await self._run(self._environment.get_reward)
         for reward in self._rewards:
-            (parts[reward.__name__],) = await self._run(reward, **self._given(reward))
+            (parts[reward.__name__],) = await self._run(reward, **given(reward, self._have()))
         return {name: value for name, value in parts.items() if value is not None}
 
     async def close(self) -> None:
@@ -127,17 +128,13 @@ class TrlEnvironment:
             raise
         return await answer if isinstance(answer, Awaitable) else answer
 
-    def _given(self, reward: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments that a reward function takes, as lists of one."""
-        have = {name: [value] for name, value in self._columns.items() if name != "prompt"} | {
+    def _have(self) -> dict[str, Any]:
+        """The arguments that there are for a reward function, as lists of one."""
+        return {name: [value] for name, value in self._columns.items() if name != "prompt"} | {
             "prompts": [self._columns["prompt"]],
             "completions": [self._completion],
             "environments": [self._environment],
         }
-        parameters = inspect.signature(reward).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return have
-        return {name: value for name, value in have.items() if name in parameters}
 
 
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

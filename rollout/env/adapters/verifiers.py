@@ -62,6 +62,7 @@ class Verifiers:
             process = await asyncio.create_subprocess_exec(
                 self._python, "-P", str(CHILD), "episode", env=_environment(self._python),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # killed with us it could end none of its own; it ends them when we have ended
             )  # fmt: skip
             out, err = await process.communicate(json.dumps(request).encode())
         if process.returncode != 0:

@@ -8,10 +8,17 @@ ENVIRONMENT.json holds what verifiers calls the environment's configuration (ver
 """
 
 import asyncio
+import contextlib
+import ctypes
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def tasks(environment: dict[str, Any]) -> None:
@@ -50,8 +57,46 @@ async def episode(request: dict[str, Any]) -> dict[str, Any]:
     return {"rewards": rewards, "error": "; ".join(f"{error.type}: {error.message}"[:300] for error in errors)}
 
 
+def leave_nothing_behind() -> None:
+    """From here on this process ends with the one that started it, and when it is told to (SIGTERM), and everything
+    that was started for the episode ends with it. verifiers gives harnesses and tool servers sessions of their own:
+    no signal to our group reaches them, and it ends them only where it comes to its own end."""
+    kernel = ctypes.CDLL(None)
+    kernel.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)  # who loses its parent becomes our child
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _end(*_: object) -> None:
+    end_children()
+    os._exit(128 + signal.SIGTERM)
+
+
+def end_children() -> None:
+    """Kills every process that descends from this one."""
+    while True:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> Iterator[int]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                yield int(stat.parent.name)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "tasks":
         tasks(json.loads(Path(sys.argv[2]).read_text()))
     else:
-        print("\n" + json.dumps(asyncio.run(episode(json.load(sys.stdin)))))
+        leave_nothing_behind()
+        try:
+            print("\n" + json.dumps(asyncio.run(episode(json.load(sys.stdin)))))
+        finally:
+            end_children()

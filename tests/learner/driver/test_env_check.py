@@ -16,6 +16,7 @@ from tests.learner.loops import configure
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "tiny-arithmetic")
 FAULTY = f"{Path(__file__).parents[2] / 'rollout' / 'env' / 'faulty.py'}:Plain"
+PROGRAM = f"{Path(__file__).parents[2] / 'rollout' / 'env' / 'programs.py'}:Asking"  # begins with three tokens
 PROBLEM = Problem("train-3", ({"role": "user", "content": "1 + 2"},), {"answer": "3"}, (1, 5), 3, 0)
 CHAT = Chat.load(MODEL)
 TOOL = '''
@@ -37,6 +38,7 @@ def config(env: dict[str, Any], **rollout: Any) -> RunConfig:
 def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() -> None:
     assert check_environment(config({"use": FAULTY}), CHAT, PROBLEM) == ()
     assert check_environment(config({}), CHAT, PROBLEM) == ()
+    assert check_environment(config({"use": PROGRAM}, max_prompt_length=3), CHAT, PROBLEM) == ()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,8 @@ def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() ->
             {"max_prompt_length": 4},
             "rollout.max_prompt_length: must hold the environment's first .* got 4",
         ),
+        ({"use": PROGRAM}, {"max_prompt_length": 2}, "which take 3 tokens of problem train-3, got 2"),
+        ({"use": PROGRAM, "args": {"how": "silent"}}, {}, "Asking: run: must ask the policy for a turn before it ends"),
     ],
 )
 def test_one_line_says_what_is_wrong(env: dict[str, Any], rollout: dict[str, Any], sentence: str) -> None:

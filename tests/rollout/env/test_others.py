@@ -33,6 +33,16 @@ def test_an_id_of_skyrl_gym_needs_the_package() -> None:
         SkyRLGym("gsm8k")
 
 
+ERRORS = {  # as openenv 0.10 answers
+    "odd": {
+        "message": "Invalid message",
+        "code": "VALIDATION_ERROR",
+        "errors": [{"loc": ["number"], "msg": "Field required"}],
+    },
+    "bad": {"message": "Server at capacity.", "code": "CAPACITY_REACHED"},
+}
+
+
 @pytest.fixture
 async def server() -> AsyncIterator[str]:
     """Echoes under OpenEnv's protocol; done after two steps."""
@@ -44,11 +54,11 @@ async def server() -> AsyncIterator[str]:
         async for message in socket:
             asked: dict[str, Any] = json.loads(message.data)
             steps += asked["type"] == "step"
-            if asked["data"].get("message") == "bad":
-                answer: dict[str, Any] = {"type": "error", "data": {"message": "no such move", "code": "X"}}
+            if (said := asked["data"].get("message")) in ERRORS:
+                answer: dict[str, Any] = {"type": "error", "data": ERRORS[said]}
             else:
                 echoed = asked["data"].get("message", f"seed {asked['data'].get('seed')}")
-                data = {"observation": {"echoed": echoed}, "reward": 0.5 * steps, "done": steps == 2}
+                data = {"observation": {"echoed": echoed}, "reward": 0.5 * steps, "done": steps == 3}
                 answer = {"type": "observation", "data": data}
             await socket.send_json(answer)
         return socket
@@ -66,8 +76,10 @@ async def test_a_server_of_openenv_is_played(server: str) -> None:
     env = OpenEnv(server, f"{OTHERS}:action", f"{OTHERS}:observe")
     start = await env.reset(problem("Echo."), 7)
     assert start.messages == ({"role": "user", "content": "Echo.\nIt says seed 7."},)
-    assert await env.step(said("a")) == Step(({"role": "user", "content": "It says a."},), 0.5, False)
+    assert await env.step(said("a")) == Step(({"role": "user", "content": "It says a."},), 0.5, False, {"refused": 0})
+    told = {"role": "user", "content": "openenv: step: Invalid message; number: Field required"}
+    assert await env.step(said("odd")) == Step((told,), metrics={"refused": 1})
     assert (await env.step(said("b"))).done
-    with pytest.raises(ToolError, match="openenv: step: no such move"):
+    with pytest.raises(ToolError, match="openenv: step: Server at capacity. Raise max_concurrent_envs"):
         await env.step(said("bad"))
     await env.close()
