@@ -59,7 +59,7 @@ class Hand:
         self.said: list[str] = []
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
-        self.asked.append(str(self._tokenizer.decode(token_ids)))
+        self.asked.append(str(self._tokenizer.decode(list(token_ids))))
         if len(self.asked) == 1:
             name = re.findall(r'look up "([^"]+)"', self.asked[0])[-1]
             call = json.dumps({"name": "facts_lookup", "arguments": {"name": name}})

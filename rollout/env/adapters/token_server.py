@@ -11,7 +11,7 @@ from aiohttp import web
 from rollout.env.program import Model, OutOfBudget, Sampled
 
 MOST_BYTES = 64 * 2**20  # of a request
-TAKEN = ("max_tokens", "stop_token_ids", "logprobs", "skip_special_tokens")
+TAKEN = ("max_tokens", "stop_token_ids", "logprobs", "skip_special_tokens", "routed_experts_prompt_start")
 """What a request may say: how many tokens; and what clients always send, which the run decides or never needs."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # these change nothing, and some clients send them
     "n": (None, 1),

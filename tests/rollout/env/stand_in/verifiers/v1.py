@@ -52,7 +52,14 @@ class Env:
 
     def _ask(self, context: Any, token_ids: list[int]) -> list[int]:
         url = context.client.base_url.removesuffix("/v1") + "/inference/v1/generate"
-        body = {"token_ids": token_ids, "sampling_params": {"max_tokens": context.sampling.max_tokens}}
+        sampling = {
+            "max_tokens": context.sampling.max_tokens,
+            "stop_token_ids": [2],
+            "logprobs": 1,
+            "skip_special_tokens": False,
+            "routed_experts_prompt_start": len(token_ids),
+        }
+        body = {"token_ids": token_ids, "sampling_params": sampling}
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as answer:
             return list(json.load(answer)["choices"][0]["token_ids"])
