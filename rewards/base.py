@@ -14,8 +14,8 @@ written for TRL or open-r1 work unchanged:
 * `args` of the configuration are passed on every call and win over a column of the same name.
 * It returns one number per completion, or None for one that it does not score. As in TRL, the other functions' sum
   then counts, so each task of a mixed data set can have a function of its own. A completion without any score is
-  left out of training (status `none`); TRL gives it 0. NaN, infinity or anything else that is not a number is a
-  failure: the sample gets status `nan` and no reward.
+  left out of training (status `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 or anything else that is
+  not a number is a failure: the sample gets status `nan` and no reward.
 
 Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a reward function runs
 in its own process, far from the trainer. One that demands them is refused before training starts.
@@ -27,6 +27,7 @@ from typing import Any
 Values = Sequence[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
 
+LARGEST = 1e30  # of a reward: weighted sums of them, too, are held in float32, which ends at 3.4e38
 TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
@@ -48,6 +49,11 @@ def said(error: BaseException) -> str:
         return " ".join(str(error).split())
     except BaseException as second:
         return f"its text cannot be read, since its __str__ raises {type(second).__name__}"
+
+
+def counts(number: float) -> bool:
+    """Whether it can be a reward or a part of one: finite, and of at most LARGEST."""
+    return abs(number) <= LARGEST
 
 
 def case_of(

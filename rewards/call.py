@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rewards.base import TRL_EXTRAS, Reward, RewardError, said
+from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said
 from rewards.described import LONGEST, described
 
 Status = Literal["ok", "nan", "timeout", "error"]
@@ -102,15 +102,15 @@ def _read(returned: Any, size: int) -> Verdict:
     if not bad:
         return Verdict("ok", numbers)
     first = f"sample {bad[0]}: {values[bad[0]]!r}"[:LONGEST]
-    return Verdict("nan", numbers, f"{len(bad)} of {size} values are not finite numbers, first {first}")
+    return Verdict("nan", numbers, f"{len(bad)} of {size} values are no finite numbers up to 1e30, first {first}")
 
 
 def _number(value: Any) -> float:
-    """`value` as a finite float, or nan. Text is never a number (it has no __float__), even if it reads like one."""
+    """`value` as a float that counts, or nan. Text is never a number (it has no __float__), however it reads."""
     if not hasattr(value, "__float__"):
         return math.nan
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):  # a tensor of two elements; an int beyond float
         return math.nan
-    return number if math.isfinite(number) else math.nan
+    return number if counts(number) else math.nan

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rewards.base import counts
 from rollout.schema import SCHEMA
 
 KEYS = ("reward", "reward_status", "reward_parts")
@@ -15,7 +16,7 @@ def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float])
     """The rows with `scores` as the part `name` of their rewards, which grow by weight * score.
 
     As among reward functions (rewards.pool): a row that failed stays without a reward; one that no function scored has
-    this one's alone; and a score that is not finite fails its row, with status nan.
+    this one's alone; and a score that does not count (rewards.base) fails its row, with status nan.
     """
     rewards, status, parts = (rows.column(key).to_pylist() for key in KEYS)
     summed = [
@@ -32,9 +33,9 @@ def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float])
 def _summed(
     reward: float | None, status: str, parts: list[dict[str, Any]], name: str, weight: float, score: float
 ) -> tuple[float | None, str, list[dict[str, Any]]]:
-    parts = [*parts, {"name": name, "value": score if math.isfinite(score) else math.nan}]
+    parts = [*parts, {"name": name, "value": score if counts(score) else math.nan}]
     if status not in ("ok", "none"):
         return None, status, parts
-    if not math.isfinite(score):
+    if not counts(score):
         return None, "nan", parts
     return (reward or 0.0) + weight * score, "ok", parts

@@ -75,7 +75,8 @@ async def evaluate(
     """One greedy completion per problem. Where the reward function of accuracy fails, it counts as wrong; where it has
     no score, it is left out of eval/accuracy and counted in eval/unscored."""
     # As many at once as run at once: the deadline of a group is for the group, not for the queue before it.
-    places = [asyncio.Semaphore(config.rollout.sequences) for _ in producers]
+    at_once = config.rollout.sequences if config.env.use is None else min(config.rollout.sequences, config.trajectories)
+    places = [asyncio.Semaphore(at_once) for _ in producers]
     greedy = Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
 
     async def answer(index: int, problem: Problem) -> pa.Table:

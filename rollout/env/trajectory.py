@@ -14,6 +14,8 @@ OUTCOMES = ("done", "turns", "length", "unclosed", *FAULTS)
 """How a trajectory ends: by its environment's word, at env.max_turns, at rollout.max_completion_length, with a turn
 that the chat template cannot go on from, or by a fault."""
 
+TURNS = "env"  # the part of the reward that is the sum of the turns' rewards
+
 
 class EnvironmentFault(Exception):
     """An environment that raised, hung, died, flooded or returned no answer.
@@ -156,4 +158,4 @@ class Trajectory:
     def scored(self, parts: Mapping[str, float]) -> None:
         """The final parts of the reward; turn rewards are one, if there is any."""
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
-        self.parts = ({"env": float(sum(rewards))} if rewards else {}) | dict(parts)
+        self.parts = ({TURNS: float(sum(rewards))} if rewards else {}) | dict(parts)

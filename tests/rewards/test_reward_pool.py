@@ -92,7 +92,7 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file: OneOf
     expected = {
         "good": ("ok", ""),
         "none": ("ok", ""),
-        "nan": ("nan", "1 of 2 values are not finite numbers, first sample 0: nan"),
+        "nan": ("nan", "1 of 2 values are no finite numbers up to 1e30, first sample 0: nan"),
         "short": ("error", "returned 1 values for 2 completions"),
         "boom": ("error", "ValueError: boom (my_rewards.py, line 15)"),
         "odd": ("error", "Odd: cannot be unpickled"),

@@ -12,13 +12,13 @@ from rollout.scored import with_part
 
 
 def test_a_score_counts_as_a_function_s_would() -> None:
-    status = ["ok", "none", "error", "ok"]
-    group = make_group(rewards=[1.0, None, None, 0.5], reward_status=status)
-    scored = check(with_part(group, "helpful", 2.0, [0.25, -1.5, 3.0, math.inf]))
-    assert scored.column("reward").to_pylist() == [1.5, -3.0, None, None]
-    assert scored.column("reward_status").to_pylist() == ["ok", "ok", "error", "nan"]
+    status = ["ok", "none", "error", "ok", "ok"]
+    group = make_group(rewards=[1.0, None, None, 0.5, 0.5], reward_status=status)
+    scored = check(with_part(group, "helpful", 2.0, [0.25, -1.5, 3.0, math.inf, 1e31]))
+    assert scored.column("reward").to_pylist() == [1.5, -3.0, None, None, None]
+    assert scored.column("reward_status").to_pylist() == ["ok", "ok", "error", "nan", "nan"]
     said = [parts["helpful"] for parts in parts_of(scored)]
-    assert said == pytest.approx([0.25, -1.5, 3.0, math.nan], nan_ok=True)
-    assert [parts["vowels"] for parts in parts_of(scored)] == [1.0, None, None, 0.5]
+    assert said == pytest.approx([0.25, -1.5, 3.0, math.nan, math.nan], nan_ok=True)
+    assert [parts["vowels"] for parts in parts_of(scored)] == [1.0, None, None, 0.5, 0.5]
     kept = [name for name in group.column_names if not name.startswith("reward")]
     assert scored.select(kept).equals(group.select(kept))

@@ -19,7 +19,7 @@ from rewards.described import OF_ENVIRONMENTS, described
 from rewards.environment import lent
 from rewards.worker import confine
 from rollout.env.loader import make
-from rollout.env.processes.wire import BadAnswer, encoded, numbers, start_to_json, step_to_json
+from rollout.env.processes.wire import BadAnswer, encoded, parts, start_to_json, step_to_json
 from rollout.env.program import Hosted
 from rollout.env.tools.function_tool import ToolError
 
@@ -87,7 +87,7 @@ async def _step(env: Hosted, turn: Any) -> dict[str, Any]:
 
 
 async def _score(env: Hosted) -> dict[str, float]:
-    return numbers("score", await env.score())
+    return parts(await env.score())
 
 
 async def _close(env: Hosted) -> None:

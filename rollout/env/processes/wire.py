@@ -1,17 +1,22 @@
 """An environment's answers on their way from its process: checked there, plain JSON between."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewards.base import said
+from rewards.base import counts, said
 from rewards.config import TAKEN
 from rollout.env.plain import DEEPEST, is_text, too_deep
 from rollout.env.program import Asked
 from rollout.env.protocol import Message, Start, Step
+from rollout.env.trajectory import TURNS
 
 OBSERVED = ("tool", "user")  # roles that may answer a turn
+COUNTED = frozenset({
+    "turns", "turns_max", "calls", "malformed", "seconds", "observation_tokens", "errors", "accuracy", "failed",
+    "unscored",
+})  # fmt: skip
+"""What the driver counts itself as env/<name> or eval/<name>; besides these outcome_<...>."""
 
 
 class BadAnswer(ValueError):
@@ -44,7 +49,7 @@ def step_to_json(step: Any) -> dict[str, Any]:
     if not step.done and not messages:
         raise BadAnswer("step: must return at least one message unless it is done, got none")
     reward = None if step.reward is None else _number("step: reward", step.reward)
-    return {"messages": messages, "reward": reward, "done": bool(step.done), "metrics": numbers("step", step.metrics)}
+    return {"messages": messages, "reward": reward, "done": bool(step.done), "metrics": _metrics(step.metrics)}
 
 
 def encoded(method: str, value: Any) -> bytes:
@@ -71,12 +76,24 @@ def step_from_json(answer: dict[str, Any]) -> Step | Asked:
     return Step(tuple(answer["messages"]), answer["reward"], answer["done"], answer["metrics"])
 
 
-def numbers(method: str, values: Any) -> dict[str, float]:
-    """Numbers by name. Raises BadAnswer for anything else."""
+def parts(values: Any) -> dict[str, float]:
+    """Parts of a reward by name. Raises BadAnswer for anything else."""
+    if taken := (TAKEN | {TURNS}) & set(found := _numbers("score", values)):
+        raise BadAnswer(f"score: a reward is named {', '.join(sorted(taken))} already; give another name")
+    return found
+
+
+def _metrics(values: Any) -> dict[str, float]:
+    """Raises BadAnswer unless they are numbers under names that the driver has not taken."""
+    found = _numbers("step", values)
+    if taken := sorted(name for name in found if name in COUNTED or name.startswith("outcome_")):
+        raise BadAnswer(f"step: a metric is named {', '.join(taken)} already; give another name")
+    return found
+
+
+def _numbers(method: str, values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping) or not all(is_text(name) for name in values):
         raise BadAnswer(f"{method}: numbers must come as a mapping from names, got {values!r:.80}")
-    if taken := TAKEN & set(values):
-        raise BadAnswer(f"{method}: a metric is named {', '.join(sorted(taken))} already; give another name")
     return {name: _number(f"{method}: {name}", value) for name, value in values.items()}
 
 
@@ -93,8 +110,8 @@ def _asked_from_json(answer: dict[str, Any]) -> Asked:
 
 
 def _number(what: str, value: Any) -> float:
-    if not hasattr(value, "__float__") or not math.isfinite(number := float(value)):
-        raise BadAnswer(f"{what} must be a finite number, got {value!r:.80}")
+    if not hasattr(value, "__float__") or not counts(number := float(value)):
+        raise BadAnswer(f"{what} must be a finite number of at most 1e30, got {value!r:.80}")
     return number
 
 

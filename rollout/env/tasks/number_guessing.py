@@ -47,16 +47,16 @@ class NumberGuessing:
         text = tagged(turn.text, "answer")
         guess = _NUMBER.fullmatch((turn.text if text is None else text).strip())
         found = guess is not None and int(guess[0]) == self._secret
-        malformed = {"malformed": float(guess is None)}
+        no_guess = {"no_guess": float(guess is None)}
         if found:
             self._reward = 1 - self._turns / self._max_turns
         if found or self._turns == self._max_turns:
-            return Step(done=True, metrics=malformed | {"found": float(found)})
+            return Step(done=True, metrics=no_guess | {"found": float(found)})
         if guess is None:
             told = f"Answer with one whole number from {self._low} to {self._high}."
         else:
             told = HIGHER if int(guess[0]) < self._secret else LOWER
-        return Step(({"role": "user", "content": told},), metrics=malformed)
+        return Step(({"role": "user", "content": told},), metrics=no_guess)
 
     async def score(self) -> Mapping[str, float]:
         """The reward, 0..1."""

@@ -43,10 +43,9 @@ class Answering:
         self._tools, self._limits, self._no_tool, self._error = tools, limits, no_tool, error
 
     async def __call__(self, turn: Turn) -> tuple[tuple[Message, ...], dict[str, float]]:
-        """Messages for the calls, then for attempts that could not be read; and numbers: calls, bad_calls (no such
-        tool, or wrong arguments), malformed, tool_errors (exceptions, time-outs, no time left), cut_answers."""
-        counts = {"calls": float(len(turn.calls)), "malformed": float(len(turn.malformed))}
-        counts |= {"bad_calls": 0.0, "tool_errors": 0.0, "cut_answers": 0.0}
+        """Messages for the calls, then for attempts that could not be read; and numbers: bad_calls (no such tool, or
+        wrong arguments), tool_errors (exceptions, time-outs, no time left), cut_answers."""
+        counts = {"bad_calls": 0.0, "tool_errors": 0.0, "cut_answers": 0.0}
         until = time.monotonic() + self._limits.turn_timeout_s
         messages = [await self._answer(call, until, counts) for call in turn.calls]
         messages += [{"role": "tool", "content": self._error(sentence)} for sentence in turn.malformed]

@@ -7,6 +7,8 @@ import pytest
 
 from learner.driver.batch_metrics import batch_metrics
 from learner.driver.env_metrics import env_metrics
+from rollout.env.processes.wire import BadAnswer, step_to_json
+from rollout.env.protocol import Step
 from rollout.fake_groups import make_group
 from rollout.types import Completion
 
@@ -32,7 +34,8 @@ def test_means_over_trajectories() -> None:
         messages=["[]"] * 4,
         env_metrics=[[("solved", 1.0)], [], [("solved", 0.0)], [("solved", 1.0)]],
     )
-    assert env_metrics(group) == {
+    found = env_metrics(group)
+    assert found == {
         "env/turns": 1.5,
         "env/turns_max": 2.0,
         "env/calls": 2.0,
@@ -49,6 +52,10 @@ def test_means_over_trajectories() -> None:
     assert whole["env/turns"] == 1.5
     assert (whole["reward/failed"], whole["reward/status_environment"]) == (0.25, 1.0)
     assert whole["reward/mean"] == pytest.approx(0.5)
+    for name in found.keys() - {"env/solved"}:
+        with pytest.raises(BadAnswer, match="step: a metric is named .* already"):
+            step_to_json(Step(done=True, metrics={name.removeprefix("env/"): 1.0}))
+    assert step_to_json(Step(done=True, metrics={"mean": 1.0}))["metrics"] == {"mean": 1.0}  # a reward's name alone
 
 
 def test_a_trajectory_of_two_rows_counts_once() -> None:

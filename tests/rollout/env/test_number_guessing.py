@@ -17,7 +17,7 @@ async def test_a_game_that_is_won() -> None:
     second = await game.step(said("between 8 and 15: <answer> 12 </answer>"))
     assert second.messages == ({"role": "user", "content": LOWER},)
     last = await game.step(said(" 11\n"))
-    assert (last.done, last.metrics) == (True, {"malformed": 0.0, "found": 1.0})
+    assert (last.done, last.metrics) == (True, {"no_guess": 0.0, "found": 1.0})
     assert await game.score() == {"number_guessing": 1 - 3 / 8}
 
 
@@ -26,7 +26,7 @@ async def test_a_turn_that_is_no_guess_is_told_so_and_counts() -> None:
     await game.reset(problem(secret=2), seed=0)
     step = await game.step(said("2 or 3"))
     assert step.messages == ({"role": "user", "content": "Answer with one whole number from 1 to 15."},)
-    assert step.metrics == {"malformed": 1.0}
+    assert step.metrics == {"no_guess": 1.0}
     assert (await game.step(said("3"))).messages[0]["content"] == LOWER
     assert (await game.step(said("1"))).done
     assert await game.score() == {"number_guessing": 0.0}

@@ -19,7 +19,7 @@ import pytest
 from rollout.env.config import EnvConfig
 from rollout.env.processes.forks import Forks, spec_of
 from rollout.env.processes.process import EnvironmentProcess
-from rollout.env.processes.wire import BadAnswer, encoded, start_to_json, step_to_json
+from rollout.env.processes.wire import BadAnswer, encoded, parts, start_to_json, step_to_json
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
@@ -42,7 +42,7 @@ BROKEN = {
     "returns text": ("bad_observation", "step must return a Step, got str"),
     "says nothing": ("bad_observation", "step: must return at least one message unless it is done, got none"),
     "other role": ("bad_observation", "a message's role must be one of tool, user, got 'assistant'"),
-    "bad reward": ("bad_observation", "step: reward must be a finite number, got 'much'"),
+    "bad reward": ("bad_observation", "step: reward must be a finite number of at most 1e30, got 'much'"),
 }
 
 
@@ -139,6 +139,8 @@ for _ in range(500):
         (step_to_json, user(name=["b"]), "step: a message's name must be text that UTF-8 can hold, got .'b'"),
         (step_to_json, user(tool_call_id=3), "step: a message's tool_call_id must be text"),
         (step_to_json, Step(done=True, metrics={"\ud83d": 1.0}), "step: numbers must come as a mapping from names"),
+        (step_to_json, Step(done=True, reward=1e39), "step: reward must be a finite number of at most 1e30, got 1e"),
+        (parts, {"env": 5.0}, "score: a reward is named env already"),
         (start_to_json, Start((), ({"name": "search"},)), 'reset: tools must be a sequence of {"type": "function"'),
         (lambda answer: encoded("step", step_to_json(answer)), user(seen=NESTED), "step: .* nested at most 100 deep"),
     ],
@@ -162,7 +164,10 @@ async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [("taken name", "score: a metric is named mean already"), ("nan", "score: whole must be a finite number, got nan")],
+    [
+        ("taken name", "score: a reward is named mean already"),
+        ("nan", "score: whole must be a finite number of at most 1e30, got nan"),
+    ],
 )
 async def test_a_score_that_is_none_is_a_fault(wrong: str, sentence: str) -> None:
     made = forks(wrong)

@@ -18,7 +18,7 @@ from rollout.env.tools.python_tools import PythonTools
 from rollout.schema import Problem
 
 PROBLEM = Problem("p", ({"role": "user", "content": "2+3=?"},), {}, (), 0, 0)
-NONE = {"calls": 0, "bad_calls": 0, "malformed": 0, "tool_errors": 0, "cut_answers": 0}
+NONE = {"bad_calls": 0, "tool_errors": 0, "cut_answers": 0}
 
 
 def add(a: int, b: int = 1) -> int:
@@ -111,7 +111,7 @@ async def test_calls_are_answered_in_their_order() -> None:
     assert said(seen) == ['{"left": "ü"}', "5", "2", "Tool call 4 could not be read."]
     assert [message.get("name") for message in seen.messages] == ["look_up", "add", "add", None]
     assert not seen.done
-    assert seen.metrics == NONE | {"calls": 3, "malformed": 1}
+    assert seen.metrics == NONE
 
 
 async def test_a_turn_without_calls_is_the_last() -> None:
@@ -131,7 +131,7 @@ async def test_a_turn_without_calls_is_the_last() -> None:
 async def test_a_call_that_does_not_fit_is_said(call: ToolCall, sentence: str) -> None:
     seen = await step(call)
     assert re.search(sentence, said(seen)[0])
-    assert seen.metrics == NONE | {"calls": 1, "bad_calls": 1}
+    assert seen.metrics == NONE | {"bad_calls": 1}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ async def test_a_call_that_does_not_fit_is_said(call: ToolCall, sentence: str) -
 async def test_a_tool_that_fails_is_an_observation(call: ToolCall, sentence: str) -> None:
     seen = await step(call)
     assert said(seen) == [sentence]
-    assert seen.metrics == NONE | {"calls": 1, "tool_errors": 1}
+    assert seen.metrics == NONE | {"tool_errors": 1}
 
 
 async def test_calls_beyond_the_turns_time_are_answered_without_being_called() -> None:
@@ -173,7 +173,7 @@ async def test_calls_beyond_the_turns_time_are_answered_without_being_called() -
 async def test_answers_are_text_that_a_tokenizer_takes() -> None:
     seen = await step(*(ToolCall("misbehave", {"how": how}) for how in ("half", "object", "long")))
     assert said(seen) == ["?", "\"<class 'set'>\"", "x" * 200 + "\n[cut: the first 200 of 201 characters]"]
-    assert seen.metrics == NONE | {"calls": 3, "cut_answers": 1}
+    assert seen.metrics == NONE | {"cut_answers": 1}
 
 
 async def test_who_cancels_a_step_is_obeyed() -> None:
