@@ -21,6 +21,7 @@ class ChatDialogue:
 
     def __init__(self, chat: Chat, parser: str, ends: Sequence[int]) -> None:
         self._chat, self._ends = chat, frozenset(ends)
+        self._longest = max(map(len, chat.tokenizer.get_vocab()))  # characters that one token stands for, at most
         self._parse = cache(lambda: choose(chat, parser).parse)
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
@@ -28,6 +29,9 @@ class ChatDialogue:
             return self._chat.render(messages, tools)[1]
         except ChatError as error:
             raise EnvironmentFault("bad_observation", f"reset: {error}") from error
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        return sum(len(message["content"]) for message in messages) <= tokens * self._longest
 
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
         calls, malformed = self._parse()(self._chat.decode(token_ids, special=True), tools) if tools else ((), ())

@@ -67,6 +67,12 @@ class Player:
             start, prompt = Start((self._dialogue.shown(begun.token_ids),)), begun.token_ids
         else:
             start = replace(begun, messages=opened(begun, problem))
+            if not self._dialogue.may_fit(start.messages, self._limits.prompt):
+                raise EnvironmentFault(
+                    "bad_observation",
+                    f"reset: its messages have {sum(len(message['content']) for message in start.messages)} "
+                    f"characters, more than rollout.max_prompt_length, {self._limits.prompt}, can hold",
+                )
             if begun.messages or begun.tools:
                 prompt = self._dialogue.open(start.messages, start.tools)
         trajectory.begin(start, prompt)

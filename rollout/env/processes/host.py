@@ -24,7 +24,8 @@ from rollout.env.program import Hosted
 from rollout.env.tools.function_tool import ToolError
 
 LENGTH = 8  # bytes before each message
-MOST_BYTES = 16 * 2**20  # of an answer; a longer one is a flood
+MOST_BYTES = 2**20  # of an answer in words; a longer one is a flood
+MOST_IDS_BYTES = 16 * 2**20  # of a program's question, which holds all token ids so far
 
 
 class Spec(NamedTuple):
@@ -61,17 +62,23 @@ async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
         method, *arguments = pickle.loads(await read(reader))
         try:
             env = env or make(spec.use, spec.args)
-            answer = encoded(method, await _METHODS[method](env, *arguments))
+            value = await _METHODS[method](env, *arguments)
+            answer = _bounded(method, encoded(method, value), isinstance(value, dict) and "token_ids" in value)
         except BadAnswer as error:
             answer = _fault("bad_observation", str(error))
         except (RewardError, ToolError) as error:  # our own sentence, complete as it is
             answer = _fault("env_error", str(error))
         except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
             answer = _fault("env_error", f"{method}: {described(error, OF_ENVIRONMENTS, caller=__file__)}")
-        if len(answer) > MOST_BYTES:
-            answer = _fault("flood", f"{method}: answered with {len(answer)} bytes, at most {MOST_BYTES} are taken")
         write(writer, answer)
         await writer.drain()
+
+
+def _bounded(method: str, answer: bytes, of_ids: bool) -> bytes:
+    most = MOST_IDS_BYTES if of_ids else MOST_BYTES
+    if len(answer) <= most:
+        return answer
+    return _fault("flood", f"{method}: answered with {len(answer)} bytes, at most {most} are taken")
 
 
 def _fault(outcome: str, sentence: str) -> bytes:

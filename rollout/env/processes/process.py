@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.env.config import EnvConfig
 from rollout.env.processes.forks import Forks, end_process
-from rollout.env.processes.host import LENGTH, MOST_BYTES, write
+from rollout.env.processes.host import LENGTH, MOST_IDS_BYTES, write
 from rollout.env.processes.wire import start_from_json, step_from_json
 from rollout.env.program import Asked, NoMore, Sampled
 from rollout.env.protocol import Start, Step, Turn
@@ -82,9 +82,9 @@ class EnvironmentProcess:
             write(self._writer, pickle.dumps((method, *arguments)))
             await self._writer.drain()
             length = int.from_bytes(await self._reader.readexactly(LENGTH))
-            if length > MOST_BYTES:
+            if length > MOST_IDS_BYTES:
                 raise EnvironmentFault(
-                    "flood", f"{method}: answered with {length} bytes, at most {MOST_BYTES} are taken"
+                    "flood", f"{method}: answered with {length} bytes, at most {MOST_IDS_BYTES} are taken"
                 )
             answer = json.loads(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -29,6 +29,9 @@ class Digits:
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
         return Turn("".join(map(str, token_ids)), tuple(token_ids))
 
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        return sum(len(message["content"]) for message in messages) <= tokens
+
     def past(self, turn: Turn) -> Message:
         return {"role": "assistant", "content": turn.text}
 
@@ -37,6 +40,13 @@ class Digits:
 
     def shown(self, token_ids: Sequence[int]) -> Message:
         return {"role": "user", "content": "".join(map(str, token_ids))}
+
+
+class Lenient(Digits):
+    """Cannot tell before."""
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        return True
 
 
 class Policy:
@@ -125,6 +135,25 @@ async def test_how_a_trajectory_ends(turns: list[list[int]], limits: Limits, out
     assert found.row.mask[-1]  # nothing is observed that no turn follows
 
 
+@pytest.mark.parametrize("history", ["append", "template"])
+async def test_an_answer_that_cannot_fit_is_never_made_tokens_of(history: str) -> None:
+    """It would take seconds, in which all other trajectories wait."""
+
+    class Refusing(Digits):
+        def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+            assert sum(len(message["content"]) for message in messages) < 50
+            return super().open(messages, tools)
+
+    class Long(Answers):
+        async def step(self, turn: Turn) -> Step:
+            return Step(({"role": "tool", "content": "5" * 50},), 0.25)
+
+    found = await play(Policy([3, END]), Long(), LIMITS, Refusing(), history)
+    assert (found.outcome, found.row.ids, found.parts) == ("length", [3, END], {"env": 0.25, "whole": 2.0})
+    found = await play(Policy(), Answers(start="7" * 50), LIMITS, Refusing(), history)
+    assert (found.outcome, found.fault[:35]) == ("bad_observation", "reset: its messages have 50 charact")
+
+
 async def test_a_template_that_keeps_the_past_gives_one_row_and_one_that_rewrites_it_another() -> None:
     """What was thought before the 0 is learned in the first row, and is not there in the second."""
     turns = [[3, 0, 4, END], [6, END], [7, END]]
@@ -154,9 +183,9 @@ async def test_a_row_begins_with_as_much_of_the_first_prompt_as_is_still_there_a
 
 async def test_the_environments_own_messages_are_the_prompt_if_they_fit() -> None:
     assert (await play(Policy([END], [END]), Answers(start="777"))).row.prompt_ids == (7, 7, 7)
-    found = await play(Policy([END]), Answers(start="7777777"))
+    found = await play(Policy([END]), Answers(start="777777"), Limits(5, 12, 3, 5), Lenient())
     assert (found.outcome, found.row.ids) == ("bad_observation", [])
-    assert found.fault == "reset: its messages have 7 tokens, and rollout.max_prompt_length is 6"
+    assert found.fault == "reset: its messages have 6 tokens, and rollout.max_prompt_length is 5"
 
 
 async def test_a_trajectory_that_takes_too_long_ends_without_a_reward() -> None:

@@ -36,7 +36,7 @@ BROKEN = {
     "hangs": ("env_timeout", r"step: no answer within 1 s \(env.step_timeout_s\)"),
     "waits": ("env_timeout", "step: no answer within 1 s"),
     "leaves a child": ("env_timeout", "step: no answer within 1 s"),
-    "floods": ("flood", r"step: answered with 335545\d\d bytes, at most 16777216 are taken"),
+    "floods": ("flood", r"step: answered with 335545\d\d bytes, at most 1048576 are taken"),
     "eats": ("env_error", r"step: MemoryError.*its process may hold 0.5 GiB: raise env.memory, for example to 1GiB"),
     "returns a set": ("bad_observation", "step: must answer with what JSON can hold: Object of type set is not"),
     "returns text": ("bad_observation", "step must return a Step, got str"),

@@ -18,6 +18,7 @@ from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.engine import EngineSettings
 from rollout.env.config import EnvConfig
+from rollout.env.dialogue import ChatDialogue
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings, TrajectoryFailed, UnequalStart
 from rollout.fake_engine import FakeEngine
@@ -233,6 +234,15 @@ async def test_environments_that_begin_differently_are_an_error(started: Any) ->
         UnequalStart, match="those of train-3 have 5 different initial states; draw everything in reset"
     ):
         await worker.rollout(PROBLEM, SAMPLING, 0)
+
+
+def test_only_what_cannot_fit_is_refused_before_it_is_made_tokens_of() -> None:
+    dialogue = ChatDialogue(CHAT, "hermes", CHAT.stop_ids)
+    assert max(map(len, CHAT.tokenizer.get_vocab())) == len("<|assistant|>") == 13
+    for text in ["</reasoning>" * 9, "<reasoning>", " " * 99, "ü" * 9, "the 123 answer"]:
+        tokens = len(CHAT.tokenizer.encode(text, add_special_tokens=False))
+        assert dialogue.may_fit([{"role": "user", "content": text}], tokens)
+    assert not dialogue.may_fit([{"role": "user", "content": "x" * 33}, {"role": "user", "content": "x" * 33}], 5)
 
 
 async def test_what_nobody_expects_names_the_trajectory_and_the_place(started: Any) -> None:
