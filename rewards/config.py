@@ -55,6 +55,10 @@ class RewardConfig(BaseModel):
                 f"use: {ADAPTER}<folder> does not go with {', '.join(sorted(given))}: no function is called, the "
                 "learner scores it; leave that out"
             )
+        if self.adapter is not None and not PurePath(self.adapter).name:
+            raise ValueError(
+                f"use: {ADAPTER}<folder> must end in the name of a folder, got {self.use!r}; give its path"
+            )
         return self
 
 

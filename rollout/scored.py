@@ -17,8 +17,15 @@ def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float])
 
     As among reward functions (rewards.pool): a row that failed stays without a reward; one that no function scored has
     this one's alone; and a score that does not count (rewards.base) fails its row, with status nan.
+
+    Raises ValueError: an environment has given a part of that name.
     """
     rewards, status, parts = (rows.column(key).to_pylist() for key in KEYS)
+    if any(part["name"] == name for row in parts for part in row):
+        raise ValueError(
+            f"rewards: each part must have a name of its own, and the environment gives {name} as well; set "
+            "rewards.<i>.name"
+        )
     summed = [
         _summed(reward, said, own, name, weight, score)
         for reward, said, own, score in zip(rewards, status, parts, scores, strict=True)

@@ -1,8 +1,8 @@
 """GRPO's loss, one token at a time. Pure: everything here is a function of tensors.
 
 Notation: lp = logprob of a completion token under the policy being trained, mu = the same number as the sampler
-recorded it, rho = exp(lp - mu), A = advantage of the completion, c = coefficient of the token
-(learner.algo.coefficients). The loss is, over the tokens of an optimizer batch,
+recorded it, rho = exp(lp - mu), A = advantage of the token (with GRPO that of its completion), c = coefficient of the
+token (learner.algo.coefficients). The loss is, over the tokens of an optimizer batch,
     sum of  c * ( -objective + beta * kl ).
 
 The objective is one of learner.algo.surrogates, which autograd differentiates by the N logprobs alone: what is computed

@@ -29,16 +29,12 @@ class Discounts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """Of each token of a batch; 0 where it is not trained on.
-
-    version: of the value, all of whose numbers are those before the batch's first update.
-    """
+    """Of each token of a batch; 0 where it is not trained on."""
 
     values: Float  # [M] of the state before the token
     returns: Float  # [M] what the values are to be: value and advantage
     advantages: Float  # [M] whitened
     trained: npt.NDArray[np.bool_]  # [M]
-    version: int
 
     def metrics(self) -> dict[str, float]:
         """value/mean and value/explained_variance over the trained tokens, as far as there are any."""
@@ -52,7 +48,7 @@ class Assessment:
 
 
 def assess(
-    rows: Rows, values: npt.NDArray[np.floating], trained: npt.NDArray[np.bool_], config: Discounts, *, version: int
+    rows: Rows, values: npt.NDArray[np.floating], trained: npt.NDArray[np.bool_], config: Discounts
 ) -> Assessment:
     """Args:
     values: [M] of the state before each token; read where a trained completion was sampled.
@@ -63,7 +59,7 @@ def assess(
     known = np.where(own, values, 0.0)
     rewards = np.where(own, token_rewards(rows), 0.0)
     advantages = gae(known, rewards, sampled, rows.lengths, gamma=config.gamma, lam=config.lam) * own
-    return Assessment(known, known + advantages, whitened(advantages, own), own, version)
+    return Assessment(known, known + advantages, whitened(advantages, own), own)
 
 
 def token_rewards(rows: Rows) -> Float:

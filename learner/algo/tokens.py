@@ -22,7 +22,7 @@ class Tokens:
     sg_ratio: Float[Tensor, " N"]  # sg(pi / mu), between e^-20 and e^20
     log_ratio: Float[Tensor, " N"]  # the logarithm of `sg_ratio`
     unit: Float[Tensor, " N"]  # pi / sg(pi): ones, whose gradient is that of log pi; every other gradient comes from it
-    advantages: Float[Tensor, " N"]  # A, that of the completion
+    advantages: Float[Tensor, " N"]  # A; with GRPO all tokens of a completion have one
     lengths: Int[Tensor, " C"]  # tokens of each completion; completions are whole and follow each other
     stale: Float[Tensor, " N"] | None = None  # sg(mu / sampler); None where they are one
 

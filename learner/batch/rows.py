@@ -31,9 +31,8 @@ class Rows:
     lengths: npt.NDArray[np.int64]  # [R] T of each completion
     truncated: npt.NDArray[np.bool_]  # [R] whether it was cut at rollout.max_completion_length
     sampled: npt.NDArray[np.bool_] | None = None  # [M] whether the policy sampled the token; None: all of them
-    turn_rewards: npt.NDArray[np.float64] | None = (
-        None  # [M] of the turn that ends with the token; None: no turn has one
-    )
+    # [M] of the turn that ends with the token; None: no turn has one
+    turn_rewards: npt.NDArray[np.float64] | None = None
     owners: npt.NDArray[np.int64] | None = None  # [R] which of the K trajectories a row is of; None: each of its own
 
     def of_rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

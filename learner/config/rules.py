@@ -187,6 +187,11 @@ PPO = (
         ("learner.algorithm",), lambda c: c.learner.algorithm == "grpo" and c.learner.value != ValueConfig(),
     ),
     Rule(
+        "learner.value.warmup:", "must be below the run's steps, else the policy never learns",
+        "lower it, or raise steps", ("steps",),
+        lambda c: c.num_steps is not None and c.learner.value.warmup >= c.num_steps,
+    ),
+    Rule(
         "rollout.num_generations:",
         "must be at least 2 with learner.algorithm=grpo, which compares the completions of a group",
         "raise it, or set learner.algorithm=ppo", ("rollout.num_generations", "learner.algorithm"),

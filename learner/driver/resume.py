@@ -28,9 +28,8 @@ BY_CONTENT = (
 # The saved weights and optimizer states are made for these.
 FIXED = ("model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind")
 CONTENTS = ("data", "rewards", "loss", "base", "env")
-FUNCTIONS = re.compile(
-    r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio"
-)  # settings that may name a file of the user's
+# Settings that may name a file of the user's.
+FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio")
 SHOWN = 40  # letters of a value in a sentence
 
 

@@ -69,10 +69,11 @@ class ScoredAdapter:
         with _unchanged(wrapped), torch.random.fork_rng():
             torch.manual_seed(seed)
             wrapped.add_adapter(role.name, settings)
+        own = (f".lora_A.{role.name}.weight", f".lora_B.{role.name}.weight")  # a layer may be called as the role is
         lora = {
-            name.replace(f".{role.name}.", "."): weight
+            f"{name.removesuffix(f'.{role.name}.weight')}.weight": weight
             for name, weight in wrapped.named_parameters()
-            if f".{role.name}." in name
+            if name.endswith(own)
         }
         self.head = ScalarHead.zeros(place.shape[1], place.device)
         self.weights: dict[str, nn.Parameter] = lora | {HEAD: self.head.weight}
@@ -83,10 +84,10 @@ class ScoredAdapter:
         self.pad = _padding(lm, role)
         self.masters: Masters | None = None
         if role.trained:
-            self.masters = Masters(self.weights, lm.dtype, wide=(HEAD,))
+            self.masters = Masters(self.weights, place.dtype, wide=(HEAD,))
         else:
             for weight in lora.values():
-                weight.data = weight.data.to(lm.dtype)
+                weight.data = weight.data.to(place.dtype)
         self.peft_config = as_json(settings) | {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
 
     def save(self, folder: Path, path: str) -> None:

@@ -146,16 +146,11 @@ class Trainer(TrainerService):
         self._version += 1
         self._thread.check(self._version)
         self._memory.check()
-        self._guard.after(
-            skipped=learned.failed,
-            may_overflow=self._updates.may_overflow,
-            step=self._version,
-            loss=metrics["loss/total"],
-            norm=metrics["loss/grad_norm"],
-        )
+        self._guard.after(learned.failed, metrics, may_overflow=self._updates.may_overflow, step=self._version)
+        if self._updates.value is None:  # to a value, groups that all scored alike say as much as others
+            metrics["reward/zero_variance_groups"] = float(sum(not has_signal(rewards) for rewards in rows.rewards))
         return metrics | {
             "loss/learning_rate": rate,
-            "reward/zero_variance_groups": float(sum(not has_signal(rewards) for rewards in rows.rewards)),
             "time/train": time.perf_counter() - started,
             **_memory_metrics(self._memory, self._budget, retries),
         }

@@ -9,6 +9,20 @@ from learner.algo.loss import metrics_of
 from learner.algo.value_loss import value_metrics_of
 
 
+class Named(NamedTuple):
+    """A role's metrics, and the setting of its rate."""
+
+    loss: str
+    norm: str
+    rate: str
+
+
+ROLES = {
+    "policy": Named("loss/total", "loss/grad_norm", "learner.learning_rate"),
+    "value": Named("value/loss", "value/grad_norm", "learner.value.learning_rate"),
+}
+
+
 class Update(NamedTuple):
     """One optimizer step of a role."""
 
@@ -25,9 +39,12 @@ class Learned(NamedTuple):
     assessment: dict[str, float]  # the metrics of the values before them
 
     @property
-    def failed(self) -> bool:
-        """Whether there is a role of which no update could be taken."""
-        return any(updates and not any(update.done for update in updates) for updates in (self.policy, self.value))
+    def failed(self) -> str | None:
+        """The first role of which no update could be taken, by its name in ROLES."""
+        for name, updates in zip(ROLES, (self.policy, self.value), strict=True):
+            if updates and not any(update.done for update in updates):
+                return name
+        return None
 
     def metrics(self) -> dict[str, float]:
         """By name; those that end in /grad_norm are means over the updates."""

@@ -74,7 +74,7 @@ class Updates:
         With a value each of the policy's updates is followed by one of the value, on the same completions. In the first
         learner.value.warmup versions the value alone learns.
         """
-        known = None if self.value is None else self.value.assess(rows, version)
+        known = None if self.value is None else self.value.assess(rows)
         targets = targets_of(
             rows, self._config, self._max_completion_length, None if known is None else known.advantages
         )

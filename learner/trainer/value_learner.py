@@ -54,15 +54,17 @@ class ValueLearner:
         self.updater = Updater(weights, config, dtype=dtype, device=policy.head.device)
         self.passed = 0
 
-    def assess(self, rows: Rows, version: int) -> Assessment:
-        """What the present value makes of the batch, by a pass without gradient. version: the policy's before it."""
+    def assess(self, rows: Rows) -> Assessment:
+        """What the present value makes of the batch, by a pass without gradient."""
         trained = learnable(rows, self._config.loss)
         values = self._budget.run(self._plan(rows, trained), partial(self._score, tokens=len(rows.completions)))
-        return assess(rows, values, trained, self._config.value, version=version)
+        return assess(rows, values, trained, self._config.value)
 
     def learn(self, plan: Plan, assessment: Assessment, tokens: int, version: int) -> list[Update]:
-        """One optimizer step on the micro-batches of `plan`, which have that many tokens; none without any."""
-        assert assessment.version == version, "old values are those before the batch's first update"
+        """One optimizer step on the micro-batches of `plan`, which have that many tokens; none without any.
+
+        assessment: before the batch's first update. version: the policy's, then.
+        """
         if tokens == 0:
             return []
         parts = self._budget.run(plan, partial(self._learn, assessment=assessment, weight=1 / tokens))
@@ -75,7 +77,7 @@ class ValueLearner:
     def rehearse(self, plan: Plan, tokens: int) -> None:
         """Forward and backward over the micro-batches of `plan`, from a batch of so many tokens; nothing stays."""
         nothing = np.zeros(tokens)
-        of_batch = Assessment(nothing, nothing, nothing, nothing == 0, 0)
+        of_batch = Assessment(nothing, nothing, nothing, nothing == 0)
         self._budget.run(plan, partial(self._learn, assessment=of_batch, weight=1.0))
         self._masters.clear_gradients()
 

@@ -20,6 +20,7 @@ SMALLER = (
     "data.overlong=drop", "rollout.max_prompt_length=256", "rollout.max_completion_length=24",
     "rollout.kv_cache=64MiB", "learner.groups_per_step=4", "learner.updates_per_batch=2", "learner.value.warmup=1",
     "learner.learning_rate=1e-3", "cluster.gpus.generator=0", "cluster.gpus.learner=0", "checkpoint.every=1",
+    "learner.loss.mask_truncated=false",  # of 24 tokens at most, which cut many
 )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from rewards.config import RewardConfig, resolved_names
 
 
 @pytest.mark.parametrize(
-    "bad", [{"weight": float("nan")}, {"timeout_s": 0}, {"on_error": "zero"}, {"wieght": 1}, {"use": ""}]
+    "bad",
+    [{"weight": float("nan")}, {"timeout_s": 0}, {"on_error": "zero"}, {"wieght": 1}, {"use": ""}, {"use": "adapter:"}],
 )
 def test_bad_values_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(bad))):

@@ -17,6 +17,8 @@ def test_a_score_counts_as_a_function_s_would() -> None:
     scored = check(with_part(group, "helpful", 2.0, [0.25, -1.5, 3.0, math.inf, 1e31]))
     assert scored.column("reward").to_pylist() == [1.5, -3.0, None, None, None]
     assert scored.column("reward_status").to_pylist() == ["ok", "ok", "error", "nan", "nan"]
+    with pytest.raises(ValueError, match="the environment gives helpful as well; set rewards.<i>.name"):
+        with_part(scored, "helpful", 1.0, [0.0] * 5)
     said = [parts["helpful"] for parts in parts_of(scored)]
     assert said == pytest.approx([0.25, -1.5, 3.0, math.nan, math.nan], nan_ok=True)
     assert [parts["vowels"] for parts in parts_of(scored)] == [1.0, None, None, 0.5, 0.5]

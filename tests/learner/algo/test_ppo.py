@@ -54,7 +54,7 @@ def test_a_turn_that_ends_with_what_was_not_sampled_is_refused() -> None:
 
 
 def assessed(rows: Rows, values: list[float], loss: LossConfig | None = None, config: ValueConfig = PLAIN) -> Any:
-    return assess(rows, np.array(values), learnable(rows, loss or LossConfig()), config, version=4)
+    return assess(rows, np.array(values), learnable(rows, loss or LossConfig()), config)
 
 
 def test_returns_are_values_and_advantages_and_observations_have_neither() -> None:
@@ -63,7 +63,7 @@ def test_returns_are_values_and_advantages_and_observations_have_neither() -> No
     raw = np.array([4, 4, 3, 1, 3, 2])  # returns less values
     wanted = ((raw - raw.mean()) / raw.std()).tolist()
     assert found.advantages[found.trained].tolist() == pytest.approx(wanted)
-    assert (found.advantages[2], found.version) == (0, 4)
+    assert found.advantages[2] == 0
     metrics = found.metrics()
     assert metrics["value/mean"] == pytest.approx(5 / 6)
     assert metrics["value/explained_variance"] == pytest.approx(1 - raw.var() / np.var([5, 5, 3, 3, 3, 3]))

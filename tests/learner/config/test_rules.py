@@ -69,6 +69,7 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([PPO, "learner.loss.advantage=group"], "learner.loss.advantage: does not go with .*ppo.*got.*advantage=group"),
     ([PPO, "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling: true does not go with .*ppo"),
     (["learner.value.lam=0.9"], "learner.value: is of learner.algorithm=ppo.*got learner.algorithm=grpo"),
+    ([PPO, "learner.value.warmup=5", "steps=5"], "learner.value.warmup: must be below the run's steps.*got steps=5"),
     (["rollout.num_generations=1"], "rollout.num_generations: must be at least 2 .*got rollout.num_generations=1"),
     (["memory.device=16GiB", GENERATOR_CARD], "memory.device: .*share no memory.*generator=1.0, .*learner=0.0"),
     (["memory.layout=separate", *SHARED], "memory.layout: separate needs a card for each.*generator=0.5"),

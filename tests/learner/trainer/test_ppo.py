@@ -155,6 +155,7 @@ async def test_a_step_is_that_of_four_full_models(
     assert metrics["loss/total"] == pytest.approx(wanted.policy_loss, rel=1e-6)
     assert metrics["value/loss"] == pytest.approx(wanted.value_loss, rel=1e-6)
     assert 0 < metrics["policy/clip_fraction"] < 1
+    assert "reward/zero_variance_groups" not in metrics  # a group of one has no other to differ from, and teaches
     policy, value = gradient(trainer._policy.masters), gradient(value_masters(trainer))
     assert distance(value, wanted.value_gradient) < 1e-6
     # The textbook itself in float32 is 1.2e-6 to 1.5e-6 from float64, by the rounding of its forward and backward

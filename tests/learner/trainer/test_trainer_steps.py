@@ -16,8 +16,9 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
 from learner.config.learner import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
-from learner.trainer.nonfinite_guard import MAX_IN_A_ROW
+from learner.trainer.nonfinite_guard import MAX_IN_A_ROW, NonFiniteGuard
 from learner.trainer.trainer import Trainer
+from learner.trainer.update import Learned, Update
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters, probe_of
@@ -94,8 +95,21 @@ async def test_nonfinite_updates_are_skipped_and_three_in_a_row_raise(tiny_path:
     head[5, 5] = math.nan
     await trainer.step(groups)
     await trainer.step(groups)
-    with pytest.raises(RuntimeError, match=r"loss/skipped_nonfinite: .* 3 steps .*last: step 6, loss 0.0, norm nan"):
+    with pytest.raises(
+        RuntimeError, match=r"the policy's .* 3 steps .*last: step 6, loss/total 0.0, loss/grad_norm nan"
+    ):
         await trainer.step(groups)
+
+
+def test_the_role_that_is_not_finite_is_named() -> None:
+    good, bad = Update([], 1.0, done=True), Update([], math.nan, done=False)
+    assert Learned([good], [good, bad], {}).failed is None
+    metrics = {"loss/total": 1.0, "loss/grad_norm": 1.0, "value/loss": math.nan, "value/grad_norm": 2.0}
+    guard, failed = NonFiniteGuard(), Learned([good], [bad], {}).failed
+    for step in (1, 2):
+        guard.after(failed, metrics, may_overflow=False, step=step)
+    with pytest.raises(RuntimeError, match=r"the value's .*value/loss nan, .*norm 2.0.*learner.value.learning_rate"):
+        guard.after(failed, metrics, may_overflow=False, step=3)
 
 
 async def test_steps_that_the_loss_scale_may_have_spoilt_are_no_fault_of_the_run(tiny_path: str) -> None:
