@@ -5,6 +5,8 @@ from typing import Any
 
 from learner.config import RunConfig
 from rewards.config import ADAPTER, RewardConfig, classifier_of
+from rollout.env.config import EnvConfig
+from rollout.env.loader import NAMES, PATHS
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -20,8 +22,23 @@ def absolute(config: RunConfig) -> RunConfig:
     loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
     value = config.learner.value.model_copy(update={"start": _whole(config.learner.value.start)})
     learner = config.learner.model_copy(update={"loss": loss, "value": value})
-    env = config.env if config.env.use is None else config.env.model_copy(update={"use": _function(config.env.use)})
+    env = config.env if config.env.use is None else config.env.model_copy(update=_environment(config.env))
     return config.model_copy(update={"model": model, "rewards": rewards, "learner": learner, "env": env})
+
+
+def _environment(env: EnvConfig) -> dict[str, Any]:
+    """What names it, and those of its arguments that name code or paths."""
+    use, args = str(env.use), dict(env.args)
+    for name in args.keys() & {*NAMES.get(use, ())}:
+        given = args[name]
+        args[name] = [_code(one) for one in given] if isinstance(given, list | tuple) else _code(given)
+    for name in args.keys() & {*PATHS.get(use, ())}:
+        args[name] = _whole(args[name]) if isinstance(args[name], str) else args[name]
+    return {"use": _function(use), "args": args}
+
+
+def _code(name: Any) -> Any:
+    return _function(name) if isinstance(name, str) else name
 
 
 def _function(use: str) -> str:

@@ -17,6 +17,7 @@ from cluster.memory.search import plan
 from cluster.memory.shape import Shape
 from learner.config import RunConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.config.rules import broken_rules
 from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, under_way, wish_of, workload
 from rollout.config import DEFAULT_KV
 
@@ -191,11 +192,18 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
 
 def settled(config: RunConfig, budgets: Budgets) -> RunConfig:
     """The configuration with the plan's rollout.max_num_seqs, by which generators and evaluation go, and with the
-    seconds that the bytes of a policy take on their way."""
+    seconds that the bytes of a policy take on their way. Raises MemoryPlanError where that breaks a rule."""
     deadlines = config.cluster.deadlines
     patient = deadlines.model_copy(update={"push": deadlines.push + budgets.policy_bytes / PUSH_RATE})
     updates = {
         "rollout": config.rollout.model_copy(update={"max_num_seqs": budgets.sequences}),
         "cluster": config.cluster.model_copy(update={"deadlines": patient}),
     }
-    return config.model_copy(update=updates)
+    chosen = config.model_copy(update=updates)
+    if broken := broken_rules(chosen):
+        raise MemoryPlanError(
+            "\n".join(
+                f"{sentence}: the memory plan chose rollout.max_num_seqs={budgets.sequences}" for sentence in broken
+            )
+        )
+    return chosen

@@ -120,7 +120,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     cards = cards or present()
     card, budgets = found.of(size_for, config, cards), None
     if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
-        config = settled(config, budgets)
+        config = found.of(settled, config, budgets) or config
     if budgets is not None and not (cards and cards.assumed):
         notes += (*machine_notes(config), *(found.of(check_main_memory, config, budgets) or ()))
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start

@@ -81,5 +81,6 @@ class Drive:
         completion = await self._model.generate(list(asked.token_ids), most, len(trajectory.turns))
         trajectory.row.sampled(completion, (time.perf_counter() - begun) * 1e3)
         trajectory.spoke(self._dialogue.read(completion.token_ids.tolist(), ()))
-        self._cut = "length" if completion.finish_reason == "length" else ""
+        # A turn that the program itself wanted no longer is whole.
+        self._cut = "length" if completion.finish_reason == "length" and most == room else ""
         return Sampled(completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason)

@@ -27,6 +27,7 @@ NAMES = {  # arguments that name code of the user's
     "trl_environment": ("factory", "rewards"),
     "trl_rollout_func": ("function", "rewards"),
 }
+PATHS = {"verifiers": ("python", "model")}  # arguments that are paths
 METHODS = ("reset", "step", "score", "close")
 
 

@@ -41,7 +41,7 @@ class Model(Protocol):
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
         """Continues a prompt. The first one begins the trajectory, and every later one must extend all that was asked
-        and sampled before it. Raises OutOfBudget."""
+        and sampled before it, by calls that the program gave up too. Raises OutOfBudget."""
         ...
 
 

@@ -148,12 +148,13 @@ class Trajectory:
 
     def rewritten(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
         """The answer in a conversation that was rendered anew and does not begin with what was sampled: another row,
-        whose prompt is as much of the first row's as it still begins with."""
+        whose prompt is as much of the first row's as it still begins with, and one token where that is nothing."""
         self.messages += messages
         first, version = self.rows[0].prompt_ids, self.row.versions[-1]
         same = next((i for i, (a, b) in enumerate(zip(first, prompt, strict=False)) if a != b), len(first))
-        self.rows.append(Row(tuple(prompt[:same])))
-        self.row.read(prompt[same:], version)
+        size = max(same, 1)
+        self.rows.append(Row(tuple(prompt[:size])))
+        self.row.read(prompt[size:], version)
 
     def scored(self, parts: Mapping[str, float]) -> None:
         """The final parts of the reward; turn rewards are one, if there is any."""

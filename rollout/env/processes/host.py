@@ -10,7 +10,9 @@ import json
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Mapping
+from io import TextIOWrapper
 from multiprocessing import forkserver
 from typing import Any, NamedTuple, NoReturn
 
@@ -40,6 +42,7 @@ class Spec(NamedTuple):
 def host(end: socket.socket, spec: Spec) -> None:
     """Makes the environment and serves it until the socket ends, and the process with it."""
     _leave_the_server_to_its_owner()
+    _part_from_the_others()
     confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
     with lent(spec.variables), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
         asyncio.run(_serve(end, spec))
@@ -52,6 +55,15 @@ def _leave_the_server_to_its_owner() -> None:
     server ends with its owner, and the kernel ends us with the server (rewards.worker.confine)."""
     server: Any = forkserver._forkserver
     os.close(server._forkserver_alive_fd)
+
+
+def _part_from_the_others() -> None:
+    """Python gives a forked process random numbers of its own, numpy does not. What is printed is seen at once: at the
+    end the process is killed."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 async def _serve(end: socket.socket, spec: Spec) -> NoReturn:

@@ -54,15 +54,18 @@ class EnvironmentProcess:
             return parts
 
     async def close(self) -> None:
-        """Lets the environment free what it holds, then ends its process and what that has started."""
+        """Lets the environment free what it holds, then ends its process and what that has started, also if it is
+        cancelled meanwhile."""
         if self._process is None:
             return
-        if self._writer is not None and self._answers:
-            await self._free()
-        if not self._process.cancel():
-            await asyncio.to_thread(end_process, self._process.result)
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None and self._answers:
+                await self._free()
+        finally:
+            if not self._process.cancel():
+                await asyncio.shield(asyncio.to_thread(end_process, self._process.result))
+            if self._writer is not None:
+                self._writer.close()
 
     async def _free(self) -> None:
         """It stays until it is ended: what it has started is found by it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from learner.config import RunConfig
 from learner.driver import cards
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.findings import PreflightError
-from learner.driver.memory_budget import settle, settled
+from learner.driver.memory_budget import MemoryPlanError, settle, settled
 
 GIB = 2**30
 HALVES = {"gpus": {"generator": 0.5, "learner": 0.5}}
@@ -63,6 +64,10 @@ def test_sequences_follow_the_step_and_the_room() -> None:
     small = settle(many, SHAPES["Llama-3.2-1B"].to_config(), int(7.2 * GIB))
     assert small.plan is not None
     assert (small.plan.sequences, small.sequences) == (33, 64)  # with the logits of 256 there is room for 18
+    env = {"use": "number_guessing", "timeout_s": 400}  # 2 * 64 at once, and with 33 those of 32 groups wait thrice
+    assert settled(config_of(env=env), replace(small, sequences=64)).env.timeout_s == 400
+    with pytest.raises(MemoryPlanError, match=r"env.timeout_s: .* the memory plan chose rollout.max_num_seqs=8"):
+        settled(config_of(env=env), replace(small, sequences=8))
     fixed = config_of(rollout={"max_num_seqs": 11})
     assert settle(fixed, model, 79 * GIB).sequences == 11
 

@@ -41,6 +41,13 @@ def test_the_file_is_named_by_its_whole_path(here: Path) -> None:
     assert absolute(config_of()).learner.loss.ratio == f"{here}/my_loss.py:mine"
     assert absolute(config_of("gone.py:mine")).learner.loss.ratio == "gone.py:mine"
     assert absolute(config_of("package.module:mine")).learner.loss.ratio == "package.module:mine"
+    Path("venv").mkdir()
+    env = {"use": "tools", "args": {"functions": ["my_loss.py:mine", "package.module:mine"], "timeout_s": 3}}
+    assert absolute(config_of(env=env)).env.args == {
+        "functions": [f"{here}/my_loss.py:mine", "package.module:mine"], "timeout_s": 3
+    }  # fmt: skip
+    own = {"use": "verifiers", "args": {"python": "venv", "environment": {"id": "venv"}}}
+    assert absolute(config_of(env=own)).env.args == {"python": f"{here}/venv", "environment": {"id": "venv"}}
     assert absolute(config_of("clip")).learner.loss.ratio == "clip"
 
 

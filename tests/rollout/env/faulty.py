@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rollout.env.protocol import Start, Step
 
 CALLED = ({"role": "user", "content": "go on"},)
@@ -25,6 +27,8 @@ class Plain:
             (Path(self._mark) / str(os.getpid())).write_text("here")
         if self._wrong == "reset raises":
             raise OSError("no such level")
+        if self._wrong == "draws":
+            return Start(({"role": "user", "content": "begin"},), state=str(np.random.random()))
         if self._wrong == "other start":
             return Start(({"role": "user", "content": "begin"},), state=str(os.getpid()))
         return Start(({"role": "user", "content": "begin"},), state=f"seed {seed}")
@@ -39,6 +43,8 @@ class Plain:
     async def close(self) -> None:
         if self._mark:
             (Path(self._mark) / str(os.getpid())).write_text("closed")
+        if self._wrong == "never closes":
+            await asyncio.sleep(600)
 
     async def _broken(self) -> Any:
         match self._wrong:
@@ -59,6 +65,7 @@ class Plain:
             case "eats":
                 return Step(({"role": "user", "content": "x" * len(bytearray(2**30))},))
             case "leaves a child":
+                print("leaves")
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 time.sleep(600)
             case "returns a set":

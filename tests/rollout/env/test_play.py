@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.env.play import Limits, Player
+from rollout.env.program import Asked
 from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
 from rollout.env.trajectory import EnvironmentFault, Trajectory
 from rollout.schema import Problem
@@ -174,6 +175,13 @@ async def test_a_row_begins_with_as_much_of_the_first_prompt_as_is_still_there_a
         def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
             return (1, min(len(messages), 9), *super().open(messages, tools))
 
+    class Counted(Forgetful):
+        def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+            return (min(len(messages), 9), *super().open(messages, tools))
+
+    found = await play(Policy([4, END], [6, END]), Answers(2, "12"), Limits(6, 20, 3, 5), Counted(), "template")
+    assert [row.prompt_ids for row in found.rows] == [(1, 1, 2), (3,)]  # no row is without a prompt
+    assert found.rows[1].ids == [1, 2, 4, END, 5, OPEN, 6, END]
     found = await play(Policy([4, END], [6, END]), Answers(2, "12"), Limits(6, 20, 3, 5), Dated(), "template")
     assert [row.prompt_ids for row in found.rows] == [(1, 1, 1, 2), (1,)]
     assert found.rows[1].ids == [3, 1, 2, 4, END, 5, OPEN, 6, END]
@@ -215,3 +223,12 @@ async def test_what_the_engine_raises_is_no_fault_of_the_environment(error: Exce
     policy.generate = raising(error)  # type: ignore[method-assign]
     with pytest.raises(type(error), match=str(error)):
         await play(policy)
+
+
+@pytest.mark.parametrize(("wanted", "outcome"), [(2, "done"), (None, "length"), (13, "length")])
+async def test_a_program_s_turn_is_cut_by_the_trajectory_s_limit_alone(wanted: int | None, outcome: str) -> None:
+    class Short(Answers):
+        async def reset(self, problem: Problem, seed: int) -> Any:
+            return Asked((1, 2), wanted)
+
+    assert (await play(Policy([3] * 20), Short(turns=1))).outcome == outcome

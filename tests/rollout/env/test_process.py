@@ -99,9 +99,11 @@ asyncio.run(main())
 
 
 def test_a_killed_generator_leaves_no_environment_that_hangs_nor_what_it_has_started() -> None:
-    ran = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ran = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60, env=variables)
     assert ran.returncode == -9
-    pids, deadline = [int(pid) for pid in ran.stdout.split()], time.monotonic() + 10
+    assert ran.stdout.split().count("leaves") == 3  # what they printed is not lost with them
+    pids, deadline = [int(pid) for pid in ran.stdout.split() if pid.isdigit()], time.monotonic() + 10
     assert len(pids) == 3
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline
@@ -205,4 +207,29 @@ async def test_a_reset_that_is_cancelled_as_it_starts_leaves_no_process(tmp_path
             await env.reset(PROBLEM, 3)
     await env.close()
     assert not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir())
+    made.close()
+
+
+async def test_each_process_has_random_numbers_of_its_own_and_ends_if_who_closes_it_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    made = forks("draws")
+    starts = []
+    for _ in range(2):
+        env = EnvironmentProcess(made, config("draws"))
+        starts.append(await env.reset(PROBLEM, 3))
+        await env.close()
+    assert starts[0] != starts[1]
+    made.close()
+    made = forks("never closes", tmp_path)
+    env = EnvironmentProcess(made, config("never closes", tmp_path))
+    await env.reset(PROBLEM, 3)
+    (mark,) = tmp_path.iterdir()
+    closing = asyncio.create_task(env.close())
+    while mark.read_text() != "closed":
+        await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not psutil.pid_exists(int(mark.name))
     made.close()
