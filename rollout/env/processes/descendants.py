@@ -3,15 +3,12 @@ themselves. Linux only: elsewhere none are found."""
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE_S = 2.0  # that the kernel may take to end them
-
 
 def descendants(pid: int) -> list[int]:
-    """Those of a living process. One that has died has left its own to the next subreaper above (prctl)."""
+    """Those of a living process; what has detached itself from its parent is not among them."""
     found, asked = list[int](), [pid]
     while asked:
         children = _children(asked.pop())
@@ -32,14 +29,3 @@ def kill(pids: list[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def kill_own() -> None:
-    """Ends all descendants of this process, and those that they start meanwhile."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (found := descendants(os.getpid())) and time.monotonic() < deadline:
-        kill(found)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.005)

@@ -7,17 +7,17 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess as Process
-from typing import Any
 
-from rewards.environment import values_of
+from rewards.environment import lent, values_of
 from rewards.secret_values import resolved
 from rollout.env.config import EnvConfig
 from rollout.env.loader import code_of
-from rollout.env.processes import preload
+from rollout.env.processes import preload, sweeper
 from rollout.env.processes.descendants import descendants, kill
 from rollout.env.processes.host import Spec, host
 from rollout.env.trajectory import EnvironmentFault
@@ -68,21 +68,20 @@ class Forks:
         )
 
     def _fork(self, end: socket.socket) -> Process:
-        os.environ[preload.VARIABLE] = preload.request(code_of(self.spec.use, self.spec.args))
-        try:  # the server is started in here, or in start(), if it is lost in between
+        told = {
+            preload.VARIABLE: preload.request(code_of(self.spec.use, self.spec.args)),
+            sweeper.MARK: uuid.uuid4().hex,
+        }
+        resource_tracker.ensure_running()  # which is not the server's: it is not to be ended with it
+        with lent(told):  # the server is started in here, or in start(), if it is lost in between
             forkserver.ensure_running()
             process = self._context.Process(target=host, args=(end, self.spec), daemon=True)
             process.start()
-        finally:
-            del os.environ[preload.VARIABLE]
         return process
 
     def close(self) -> None:
-        """Ends what is left of all that was started here. No process can be started after this."""
+        """No process can be started after this."""
         self._thread.shutdown()
-        server: Any = forkserver._forkserver
-        if server._forkserver_pid is not None:
-            kill(descendants(server._forkserver_pid))
 
 
 def end_process(started: Callable[[], Process]) -> None:

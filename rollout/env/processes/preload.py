@@ -3,13 +3,10 @@
 What goes wrong here is said by the first process that needs it: it loads the same again.
 """
 
-import atexit
 import contextlib
-import ctypes
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
@@ -17,10 +14,9 @@ from multiprocessing import spawn
 import rollout.env.processes.host  # noqa: F401  (what every process needs)
 from rewards.environment import withhold
 from rollout.env.loader import found
-from rollout.env.processes.descendants import kill_own
+from rollout.env.processes import sweeper
 
 VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def request(code: Sequence[str]) -> str:
@@ -44,17 +40,6 @@ def prepare(code: Sequence[str], name: str | None, path: str | None) -> None:
             found(use)
 
 
-def leave_nothing() -> None:
-    """What environments have started ends with the server, which ends with the generator, even if that is killed: the
-    kernel ends the environments then (rewards.worker.confine), and not what they have started. What is orphaned before
-    becomes the server's child."""
-    os.setpgrp()  # Ray ends the process group of a generator that was killed: the server ends by itself then
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # such a child
-        atexit.register(kill_own)  # environments' processes end by os._exit, without it
-
-
 if VARIABLE in os.environ:
-    leave_nothing()
+    sweeper.start()
     prepare(*json.loads(os.environ.pop(VARIABLE)))

@@ -1,0 +1,61 @@
+"""Ends what environments have started when the process that they are forked from is gone, however that came.
+
+The kernel ends the environments then (rewards.worker.confine), and not what they have started; and no code of the
+server's own runs where it is killed, as Ray kills what a generator leaves. So it is a process of its own, which waits
+for that. What it ends is known by a variable that each process hands on to those that it starts. Linux only.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from rollout.env.processes.descendants import kill
+
+MARK = "GLEANER_MARK"  # its value is of one server; rewards.environment lets it through
+PATIENCE_S = 5.0  # for the kernel to end them, and those that they start meanwhile
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def start() -> None:
+    """In the server, before anything is forked of it."""
+    server = os.getpid()
+    if sys.platform != "linux" or os.fork() > 0:
+        return
+    try:
+        _wait_for_the_end_of(server)
+        sweep(os.environ[MARK])
+    finally:
+        os._exit(0)
+
+
+def _wait_for_the_end_of(parent: int) -> None:
+    os.setpgrp()  # signals to the generator's group are not for us
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # nobody waits for our end of a pipe
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+    if os.getppid() == parent:
+        signal.sigwait({signal.SIGUSR1})
+
+
+def sweep(mark: str) -> None:
+    """Ends all processes that have the mark, but for this one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        kill(found)
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> list[int]:
+    wanted, found = f"{MARK}={mark}".encode(), list[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+            if wanted in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return [pid for pid in found if pid != os.getpid()]
