@@ -1,8 +1,6 @@
 """What stands in for a role in its real process, which can import it from here."""
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 
@@ -17,13 +15,6 @@ class Sleeper:
 
     async def close(self) -> None:
         pass
-
-
-class Doomed:
-    """Ends in its constructor as the kernel's out-of-memory killer ends a process."""
-
-    def __init__(self, *args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The shipped recipe of PPO's four roles on one base, in the real system, on a model that fits a CPU; and resumed."""
+"""The shipped recipe of PPO's four roles on one base, in the real system, on a model that fits a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reward_model(folder: Path) -> Path:
 
 
 @pytest.mark.timeout(400)
-def test_four_roles_on_one_base_and_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_roles_on_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     scored = reward_model(tmp_path / "reward")
     run = Run(tmp_path, MODEL)
@@ -46,8 +46,7 @@ def test_four_roles_on_one_base_and_a_run_that_goes_on(tmp_path: Path, monkeypat
         *SMALLER, f"output_dir={tmp_path / 'runs'}", f"learner.value.start={scored}",
         f"rewards=[{{use: 'adapter:{scored}', weight: 1.0, name: helpful}}]",
     )  # fmt: skip
-    run.finish(*given, "steps=2")
-    assert "resumed at step 2" in run.finish(*given, "steps=4")
+    run.finish(*given, "steps=4")
     first, *others = [line for line in run.metrics() if line["step"] > 0]
     assert [line["step"] for line in others] == [2, 3, 4]
     assert first["loss/trained_tokens"] == 0  # the value's warm-up

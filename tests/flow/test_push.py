@@ -28,7 +28,7 @@ from rollout.data.problems import load
 from rollout.engine import Engine, EngineSettings
 from rollout.producer import Pipes, Producer
 from rollout.service import RolloutService
-from rollout.types import Adapter, Weights
+from rollout.types import Adapter
 from rollout.vllm.environment import required_env
 from rollout.weight_sync import DeliveryError, Push
 from rollout.worker import RolloutWorker, vllm_engine
@@ -46,9 +46,6 @@ class Forgetful:
     async def load_adapter(self, adapter: Adapter) -> str:
         return adapter.digest if adapter.version == 2 else await self._engine.load_adapter(adapter)
 
-    async def load_weights(self, weights: Weights) -> str:
-        return weights.digest if weights.version == 2 else await self._engine.load_weights(weights)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
@@ -57,9 +54,10 @@ def forgetful(settings: EngineSettings) -> Engine:
     return Forgetful(settings)
 
 
-@pytest.fixture(params=["adapter", "merged"])
-def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("push")
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    folder = tmp_path / "push"
+    folder.mkdir()
     (folder / "rewards.py").write_text(REWARD)
     (folder / "data.jsonl").write_text("".join(f'{{"question": "say {i}"}}\n' for i in range(8)))
     return RunConfig.model_validate(
@@ -68,7 +66,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "data": {"path": str(folder / "data.jsonl"), "eval": {"every": 0}},
             "rewards": [{"use": f"{folder}/rewards.py:spread"}],
             "rollout": {"num_generations": 4, "max_completion_length": 16, "kv_cache": "32MiB"},
-            "learner": {"learning_rate": 4e-6, "groups_per_step": 2, "push": request.param},
+            "learner": {"learning_rate": 4e-6, "groups_per_step": 2},
         }
     )
 
@@ -125,7 +123,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
             payload = bytes(pushes[1].adapter.payload)
             corrupt = dataclasses.replace(pushes[1].adapter, payload=payload[:-4] + b"\1\1\1\1")
             with pytest.raises(
-                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: (adapter|weights) v1: sha256"
+                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: sha256"
             ):
                 await producer.feed.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
             await deliver(producer, pushes[1])
