@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,17 +61,21 @@ async def test_what_fails_there_is_said_in_its_words(python: str, tmp_path: Path
         await Verifiers(**arguments(python, tmp_path)).run(problem(task=task), 1, Policy())
 
 
-async def test_an_episode_that_hangs_is_ended_with_all_that_it_started(python: str, tmp_path: Path) -> None:
-    config = EnvConfig(use="verifiers", args=arguments(python, tmp_path / "pid"), step_timeout_s=2)
+async def test_an_episode_whose_process_is_killed_ends_all_that_it_started(python: str, tmp_path: Path) -> None:
+    config = EnvConfig(use="verifiers", args=arguments(python, tmp_path / "pid"))
     forks = Forks(spec_of(config))
     env = EnvironmentProcess(forks, config)
     assert await env.reset(problem(task=3), 1) == Asked((5, 6, 7), 7)
-    with pytest.raises(EnvironmentFault, match="no answer within 2 s"):
-        await env.step(Sampled(TURN, [-0.5] * 3, "stop"))
-    server = int((tmp_path / "pid").read_text())
-    os.kill(server, 0)
+    step = asyncio.create_task(env.step(Sampled(TURN, [-0.5] * 3, "stop")))
+    async with asyncio.timeout(30):
+        while not (written := tmp_path / "pid").exists() or not written.read_text():
+            await asyncio.sleep(0.05)
+    assert env._process is not None
+    os.kill(env._process.result().pid or 0, signal.SIGKILL)
+    with pytest.raises(EnvironmentFault, match="its process died"):
+        await step
+    async with asyncio.timeout(30):
+        while Path(f"/proc/{written.read_text()}").exists():
+            await asyncio.sleep(0.05)
     await env.close()
     forks.close()
-    async with asyncio.timeout(30):
-        while Path(f"/proc/{server}").exists():
-            await asyncio.sleep(0.05)
