@@ -6,7 +6,8 @@
 
 The policy is a tiny model that is made first. To see how an episode is written, each task is played once by hand,
 straight through the adapter; the model is then shown these episodes, half of them with another fact than the tool said,
-and some without a call. An episode takes seconds, since verifiers starts two processes for it: so the run is small.
+and some without a call. It writes calls and answers as it should and seldom asks for the right name, so few rewards are
+1. An episode takes seconds, since verifiers starts two processes for it: so the run is small.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TEMPLATE = (  # Only whether there is one counts: verifiers' renderer writes the
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 RENDERER = {"name": "qwen3"}
-LONGER = replace(RECIPE, steps=600)  # so that it reads the name
+LONGER = replace(RECIPE, steps=600)
 WRONG_FACT, NO_CALL = 0.3, 0.2  # shares of the episodes that the model is shown
 
 
@@ -145,7 +146,7 @@ def tree(python: str, folder: Path, steps: int, seed: int) -> Tree:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", help="interpreter of the virtual environment with verifiers, uv and glossary")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for the run")
     options = parser.parse_args()
