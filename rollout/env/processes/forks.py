@@ -32,7 +32,8 @@ START_AGAIN_S = 0.1
 def spec_of(config: EnvConfig) -> Spec:
     """What a process needs to make the environment. Raises RewardError for a variable that is named and not set,
     SecretError for an argument `env:NAME` likewise."""
-    return Spec(config.use or "", resolved(config.args, "env.args"), values_of(config.variables, "env"), config.memory)
+    args, variables = resolved(config.args, "env.args"), values_of(config.variables, "env")
+    return Spec(config.use or "", args, variables, config.memory, config.start_timeout_s)
 
 
 class Forks:
@@ -54,28 +55,33 @@ class Forks:
 
     def _start(self, end: socket.socket) -> Process:
         """Raises EnvironmentFault if the server dies of it each time, or there is none."""
+        until = time.monotonic() + self.spec.seconds
         with end:
             for _ in range(STARTS):
                 try:
                     return self._fork(end)
                 except (EOFError, ConnectionError):  # the server was killed; a fresh one is started once it is gone
+                    if time.monotonic() > until:  # its code does not come to an end of loading (preload)
+                        break
                     log.warning("the process that environments are forked from was lost; starting a fresh one")
                     time.sleep(START_AGAIN_S)
         raise EnvironmentFault(
             "env_killed",
-            f"reset: what its process is forked from died {STARTS} times; see whether the machine has memory and "
+            "reset: what its process is forked from died each time; see whether the environment's code ends the "
+            "process that loads it, or loads longer than env.start_timeout_s, and whether the machine has memory and "
             "processes left",
         )
 
     def _fork(self, end: socket.socket) -> Process:
+        spec = self.spec
         told = {
-            preload.VARIABLE: preload.request(code_of(self.spec.use, self.spec.args)),
+            preload.VARIABLE: preload.request(code_of(spec.use, spec.args), [*spec.variables], spec.seconds),
             sweeper.MARK: uuid.uuid4().hex,
         }
         resource_tracker.ensure_running()  # which is not the server's: it is not to be ended with it
         with lent(told):  # the server is started in here, or in start(), if it is lost in between
             forkserver.ensure_running()
-            process = self._context.Process(target=host, args=(end, self.spec), daemon=True)
+            process = self._context.Process(target=host, args=(end, spec), daemon=True)
             process.start()
         return process
 

@@ -31,12 +31,14 @@ MOST_IDS_BYTES = 16 * 2**20  # of a program's question, which holds all token id
 
 
 class Spec(NamedTuple):
-    """What a process needs to make its environment. variables: names and values that only it may see."""
+    """What a process needs to make its environment. variables: names and values that only it may see. seconds: to load
+    its code."""
 
     use: str
     args: Mapping[str, Any]
     variables: Mapping[str, str]
     memory: int
+    seconds: float
 
 
 def host(end: socket.socket, spec: Spec) -> None:

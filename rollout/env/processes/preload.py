@@ -4,6 +4,7 @@ What goes wrong here is said by the first process that needs it: it loads the sa
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -12,32 +13,40 @@ from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 
 import rollout.env.processes.host  # noqa: F401  (what every process needs)
-from rewards.environment import withhold
+from rewards.environment import lent, withhold
 from rollout.env.loader import found
 from rollout.env.processes import sweeper
 
 VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
 
 
-def request(code: Sequence[str]) -> str:
+def request(code: Sequence[str], variables: Sequence[str], seconds: float) -> str:
     """What the server is to be told through VARIABLE: what names the environment's code (rollout.env.loader.code_of),
-    and what the main module of this process is."""
+    which variables that may see and how long it may take to load, and what the main module of this process is."""
     main = spawn.get_preparation_data("environments")
-    return json.dumps([code, main.get("init_main_from_name"), main.get("init_main_from_path")])
+    names = main.get("init_main_from_name"), main.get("init_main_from_path")
+    return json.dumps([code, list(variables), seconds, *names])
 
 
-def prepare(code: Sequence[str], name: str | None, path: str | None) -> None:
-    """Loads the environment's code. The main module is not: environments never use it, and where it is a worker of
-    Ray's each process would take half a second to import Ray. It counts as imported if it has that name or file."""
+def prepare(code: Sequence[str], variables: Sequence[str], seconds: float, name: str | None, path: str | None) -> None:
+    """Loads the environment's code, with its variables as in the processes. If that takes longer than `seconds`, the
+    server ends, and its log shows where it was.
+
+    The main module is not loaded: environments never use it, and where it is a worker of Ray's each process would take
+    half a second to import Ray. It counts as imported if it has that name or file."""
     main = sys.modules["__main__"]
     if name is not None:
         main.__spec__ = ModuleSpec(name, None)
     if path is not None:
         main.__file__ = path
+    own = {name: os.environ[name] for name in variables}
     withhold()
-    for use in code:
-        with contextlib.suppress(Exception, SystemExit):
-            found(use)
+    faulthandler.dump_traceback_later(seconds, exit=True)  # whatever holds Python's lock
+    with lent(own):
+        for use in code:
+            with contextlib.suppress(Exception, SystemExit):
+                found(use)
+    faulthandler.cancel_dump_traceback_later()
 
 
 if VARIABLE in os.environ:
