@@ -41,6 +41,8 @@ class Plain:
         return {"mean": 1.0} if self._wrong == "taken name" else {"whole": float("nan")} if self._wrong == "nan" else {}
 
     async def close(self) -> None:
+        if self._wrong == "cannot close":
+            raise OSError("still in use")
         if self._mark:
             (Path(self._mark) / str(os.getpid())).write_text("closed")
         if self._wrong == "never closes":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,6 +223,18 @@ async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) ->
     await env.close()
     assert [file.read_text() for file in tmp_path.iterdir()] == ["closed"]
     made.close()
+
+
+async def test_what_cannot_close_is_ended_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = forks("cannot close", tmp_path)
+    for _ in range(2):
+        env: Any = EnvironmentProcess(made, config())
+        await env.reset(PROBLEM, 3)
+        await env.close()
+    made.close()
+    (told,) = caplog.messages
+    assert re.fullmatch(r"environment: close: OSError: still in use \(faulty.py, line \d+\)", told)
+    assert not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
