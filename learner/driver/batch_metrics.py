@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from learner.driver.env_metrics import env_metrics
+from rollout.env.trajectory import FAULT
 from rollout.schema import failed, parts_of, rewards_of, whole
 
 
@@ -27,9 +28,12 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     status = Counter(ends.column("reward_status").to_pylist())
     lost = failed(ends)
     if lost.mean() > 0.5:
+        advice = "Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
+        if 2 * status[FAULT] > lost.sum():
+            advice = "Mend the environment, or what a sentence names: docs/environments.md has the outcomes"
         raise RewardsFailing(
             f"{int(lost.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
-            "sentences are in the log above. Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
+            f"sentences are in the log above. {advice}"
         )
     if np.isnan(rewards).all():
         raise RewardsFailing(

@@ -7,7 +7,7 @@ from learner.config import RunConfig
 from learner.driver.findings import PreflightError
 from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
-from rollout.data.observation_check import check, hidden_tools
+from rollout.data.observation_check import check, hidden_tools, loses
 from rollout.env.play import opened
 from rollout.env.processes.forks import Forks, spec_of
 from rollout.env.processes.process import EnvironmentProcess
@@ -64,6 +64,9 @@ def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> No
 
 def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
     """What the template does with the answers that the environment is likely to give: of tools where it has some."""
+    if config.env.history == "template":
+        _check_rendered(chat, tools)
+        return ()
     notes = []
     for roles in [("tool",), ("tool", "tool")] if tools else [("user",)]:
         verdict, named = check(chat.observations, roles, tools), " and ".join(roles)
@@ -80,6 +83,17 @@ def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) ->
         if verdict.state != "exact":
             notes.append(f"env: answers of role {named}: the model's chat template {verdict.state}: {verdict.reason}")
     return tuple(notes)
+
+
+def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
+    """Whether the template writes an answer behind a turn as it was sampled, the calls in its text
+    (rollout.env.dialogue.ChatDialogue.past)."""
+    role, written = "tool" if tools else "user", written_by(chat) if tools else []
+    if wrong := loses(chat.observations, written[0].one if written else "A turn.", role, tools):
+        raise PreflightError(
+            f"env.history: template, and the model's chat template must write an answer of role {role} behind a turn "
+            f"whose calls are text, and {wrong}; set append, or give another model"
+        )
 
 
 async def _begun(config: RunConfig, problem: Problem) -> Start | Asked:

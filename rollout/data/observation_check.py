@@ -18,7 +18,7 @@ from rollout.data.observation import (
     probes_of,
 )
 
-THOUGHT = "thoughtQ7x"
+THOUGHT, ANSWER = "thoughtQ7x", "answerQ7x"
 SYSTEM = {"role": "system", "content": "Be brief."}
 PLAIN, FIELD, INLINE = "no thinking", "thinking in a field of its own", "thinking in the text"
 
@@ -85,6 +85,17 @@ def keeps_past(observations: Observations, roles: Sequence[str], tools: Tools = 
         if not after.startswith(observations.until_stop(before)):
             return False
     return True
+
+
+def loses(observations: Observations, turn: str, role: str, tools: Tools = ()) -> str:
+    """What is wrong with a render of a conversation in which an answer of this role follows a turn that is text alone,
+    calls included: one clause; "" where the answer is in it."""
+    answer = {"role": role, "content": ANSWER} | ({"name": tools[0]["function"]["name"]} if tools else {})
+    try:
+        text = observations.render([USER, {"role": "assistant", "content": turn}, answer], tools)
+    except ChatError as error:
+        return _clause(error)
+    return "" if ANSWER in text else "leaves it out"
 
 
 def hidden_tools(observations: Observations, tools: Tools) -> list[str]:

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from rewards.pool import NOT_SCORED, RewardPool, Scores
-from rollout.env.trajectory import Trajectory
+from rollout.env.trajectory import FAULT, Trajectory
 from rollout.facts import Sampled, facts_of
 from rollout.schema import Problem
 from rollout.types import Completion
-
-FAULT = "environment"  # reward_status of a trajectory that its environment's fault ended
 
 
 async def scored(pool: RewardPool | None, problem: Problem, trajectories: Sequence[Trajectory]) -> Scores | None:

@@ -10,6 +10,7 @@ from rollout.types import Completion
 FAULTS = ("env_error", "env_timeout", "env_killed", "flood", "bad_observation", "branched")
 """Outcomes that are the environment's fault: the trajectory has no reward and is trained on nowhere. `branched`: a
 program's prompt does not extend what was asked and sampled before, so that no one row holds all of it."""
+FAULT = "environment"  # reward_status of a trajectory that ended so
 OUTCOMES = ("done", "turns", "length", "unclosed", *FAULTS)
 """How a trajectory ends: by its environment's word, at env.max_turns, at rollout.max_completion_length, with a turn
 that the chat template cannot go on from, or by a fault."""

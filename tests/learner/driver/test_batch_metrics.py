@@ -58,8 +58,10 @@ def test_batch_metrics() -> None:
 
 def test_a_reward_function_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
     assert batch_metrics([make_group(rewards=[None, 1.0])], 0)["reward/failed"] == 0.5
-    with pytest.raises(RewardsFailing, match=r"3 of 4 completions .*'error': 3"):
+    with pytest.raises(RewardsFailing, match=r"3 of 4 completions .*'error': 3.*gleaner rewards try"):
         batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0)
+    with pytest.raises(RewardsFailing, match=r"2 of 2 completions .*'environment': 2.*Mend the environment"):
+        batch_metrics([make_group(rewards=[None, None], reward_status=["environment"] * 2)], 0)
 
 
 def test_having_unscored_is_no_failure() -> None:

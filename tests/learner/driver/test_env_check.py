@@ -88,3 +88,26 @@ def test_a_template_that_writes_answers_differently_is_told_or_refused() -> None
         PreflightError, match="env.history: refuse, and the model's chat template writes answers of role"
     ):
         check_environment(config({"use": FAULTY, "history": "refuse"}), chat, PROBLEM)
+
+
+# Writes an answer of a tool only behind a turn that has the calls in a field of their own.
+SILENT = (
+    "{{ tools | tojson }}{% set seen = namespace(calls=false) %}{% for m in messages %}"
+    "{% if m.tool_calls %}{% set seen.calls = true %}{% endif %}"
+    "{% if m.role != 'tool' or seen.calls %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_a_template_that_is_to_render_the_past_must_write_answers_behind_calls_that_are_text() -> None:
+    chat = Chat.load(MODEL)
+    end = chat.tokenizer.convert_ids_to_tokens(chat.stop_ids[0])
+    chat.tokenizer.chat_template = SILENT.replace("<|end|>", end)
+    env = {"use": FAULTY, "args": {"wrong": "has tools"}, "tool_parser": "hermes"}
+    assert check_environment(config(env), chat, PROBLEM) == ()
+    with pytest.raises(PreflightError, match="env.history: template, .* role tool .* text, and leaves it out; set"):
+        check_environment(config(env | {"history": "template"}), chat, PROBLEM)
+    plain = Chat.load(MODEL)
+    plain.tokenizer.chat_template = FICKLE.replace("<|end|>", end)
+    assert check_environment(config({"use": FAULTY, "history": "template"}), plain, PROBLEM) == ()

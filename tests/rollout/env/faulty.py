@@ -27,6 +27,9 @@ class Plain:
             (Path(self._mark) / str(os.getpid())).write_text("here")
         if self._wrong == "reset raises":
             raise OSError("no such level")
+        if self._wrong == "has tools":
+            tool = {"name": "look_up", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+            return Start(({"role": "user", "content": "begin"},), ({"type": "function", "function": tool},))
         if self._wrong == "draws":
             return Start(({"role": "user", "content": "begin"},), state=str(np.random.random()))
         if self._wrong == "other start":
