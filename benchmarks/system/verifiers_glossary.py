@@ -5,7 +5,7 @@
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.verifiers_glossary build/verifiers/bin/python
 
 The policy is a tiny model that is made first. To see how an episode is written, each task is played once by hand,
-straight through the adapter; the model is then shown these episodes, half of them with another fact than the tool said,
+straight through the adapter; the model is then shown these episodes, some of them with another fact than the tool said
 and some without a call. It writes calls and answers as it should and seldom asks for the right name, so few rewards are
 1. An episode takes seconds, since verifiers starts two processes for it: so the run is small.
 """
