@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import numpy.random as npr  # which is loaded before processes are forked
 
 from rollout.env.protocol import Start, Step
 
@@ -31,7 +31,7 @@ class Plain:
             tool = {"name": "look_up", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
             return Start(({"role": "user", "content": "begin"},), ({"type": "function", "function": tool},))
         if self._wrong == "draws":
-            return Start(({"role": "user", "content": "begin"},), state=str(np.random.random()))
+            return Start(({"role": "user", "content": "begin"},), state=str(npr.random()))
         if self._wrong == "other start":
             return Start(({"role": "user", "content": "begin"},), state=str(os.getpid()))
         return Start(({"role": "user", "content": "begin"},), state=f"seed {seed}")
