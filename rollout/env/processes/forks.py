@@ -49,17 +49,18 @@ class Forks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment-starter")
         self.sentences = Sentences(log)  # of what is no fault of a trajectory
 
-    def start(self, end: socket.socket) -> "Future[Process]":
-        """A new process that serves an environment on that end of a socket pair, which is closed here."""
-        return self._thread.submit(self._start, end)
+    def start(self, end: socket.socket, folder: str) -> "Future[Process]":
+        """A new process that serves an environment on that end of a socket pair, which is closed here. folder: for its
+        temporary files."""
+        return self._thread.submit(self._start, end, folder)
 
-    def _start(self, end: socket.socket) -> Process:
+    def _start(self, end: socket.socket, folder: str) -> Process:
         """Raises EnvironmentFault if the server dies of it each time, or there is none."""
         until = time.monotonic() + self.spec.seconds
         with end:
             for _ in range(STARTS):
                 try:
-                    return self._fork(end)
+                    return self._fork(end, folder)
                 except (EOFError, ConnectionError):  # the server was killed; a fresh one is started once it is gone
                     if time.monotonic() > until:  # its code does not come to an end of loading (preload)
                         break
@@ -72,7 +73,7 @@ class Forks:
             "processes left",
         )
 
-    def _fork(self, end: socket.socket) -> Process:
+    def _fork(self, end: socket.socket, folder: str) -> Process:
         spec = self.spec
         told = {
             preload.VARIABLE: preload.request(code_of(spec.use, spec.args), [*spec.variables], spec.seconds),
@@ -81,7 +82,7 @@ class Forks:
         resource_tracker.ensure_running()  # which is not the server's: it is not to be ended with it
         with lent(told):  # the server is started in here, or in start(), if it is lost in between
             forkserver.ensure_running()
-            process = self._context.Process(target=host, args=(end, spec), daemon=True)
+            process = self._context.Process(target=host, args=(end, spec, folder), daemon=True)
             process.start()
         return process
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from io import TextIOWrapper
 from multiprocessing import forkserver
@@ -41,8 +42,10 @@ class Spec(NamedTuple):
     seconds: float
 
 
-def host(end: socket.socket, spec: Spec) -> None:
-    """Makes the environment and serves it until the socket ends, and the process with it."""
+def host(end: socket.socket, spec: Spec, folder: str) -> None:
+    """Makes the environment and serves it until the socket ends, and the process with it. folder: for temporary files,
+    which whoever ends the process removes."""
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
     _leave_the_server_to_its_owner()
     _part_from_the_others()
     confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed

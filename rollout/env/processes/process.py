@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.context import ForkServerProcess as Process
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollout.env.config import EnvConfig
@@ -34,12 +35,14 @@ class EnvironmentProcess:
         self._process: Future[Process] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._folder: TemporaryDirectory[str] | None = None  # for its temporary files
         self._answers = False  # the last question was answered
 
     async def reset(self, problem: Problem, seed: int) -> Start | Asked:
         async with _within(self._config.start_timeout_s, "reset", "env.start_timeout_s"):
             ours, theirs = socket.socketpair()
-            self._process = self._forks.start(theirs)
+            self._folder = TemporaryDirectory(prefix="environment-", ignore_cleanup_errors=True)
+            self._process = self._forks.start(theirs, self._folder.name)
             await asyncio.wrap_future(self._process)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             return start_from_json(await self._ask("reset", problem, seed))
@@ -62,10 +65,16 @@ class EnvironmentProcess:
             if self._writer is not None and self._answers:
                 await self._free()
         finally:
-            if not self._process.cancel():
-                await asyncio.shield(asyncio.to_thread(end_process, self._process.result))
+            await asyncio.shield(asyncio.to_thread(self._end))
             if self._writer is not None:
                 self._writer.close()
+
+    def _end(self) -> None:
+        assert self._process is not None
+        assert self._folder is not None
+        if not self._process.cancel():
+            end_process(self._process.result)
+        self._folder.cleanup()
 
     async def _free(self) -> None:
         """It stays until it is ended: what it has started is found by it."""

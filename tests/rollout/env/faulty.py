@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class Plain:
     async def reset(self, problem: Any, seed: int) -> Start:
         if self._mark:
             Path(self._mark).mkdir(exist_ok=True)
-            (Path(self._mark) / str(os.getpid())).write_text("here")
+            (Path(self._mark) / str(os.getpid())).write_text(tempfile.mkdtemp())
         if self._wrong == "reset raises":
             raise OSError("no such level")
         if self._wrong == "has tools":
