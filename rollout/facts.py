@@ -11,7 +11,7 @@ from rollout.schema import Problem
 from rollout.types import Completion
 
 
-class Sampled(NamedTuple):
+class Origin(NamedTuple):
     """How a group came about. seed: None counts as -1. generate_ms: milliseconds that its sampling took. version: of
     the newest policy, which counts for a completion without a token."""
 
@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
     version: int = 0
 
 
-def facts_of(problem: Problem, completions: Sequence[Completion], by: Sampled) -> dict[str, Sequence[Any]]:
+def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) -> dict[str, Sequence[Any]]:
     """Schema column -> G values, one for each completion of the group."""
     size = len(completions)
     same: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollout.facts import Sampled, facts_of
+from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
 from rollout.types import Completion
 
@@ -31,7 +31,7 @@ def make_columns(
             Completion(np.arange(t, dtype=np.int32), np.full(t, -0.5, np.float32), "stop", np.zeros(t, np.int32))
             for t in range(1, len(rewards) + 1)
         ]
-    facts = facts_of(make_problem(position), completions, Sampled("run", 0, attempt, seed=17, generate_ms=2.5))
+    facts = facts_of(make_problem(position), completions, Origin("run", 0, attempt, seed=17, generate_ms=2.5))
     return facts | {
         "created_at": [0.0] * len(rewards),
         "completion": ["text"] * len(rewards),

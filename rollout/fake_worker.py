@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from rollout.engine import Engine
-from rollout.facts import Sampled, facts_of
+from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
@@ -22,7 +22,7 @@ class FakeWorker(RolloutService):
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         completions = await self.engine.generate(problem.prompt_ids, sampling)
         rewards = [float(len(c.token_ids) % 2) for c in completions]
-        rows = facts_of(problem, completions, Sampled("run", self._rank, attempt, sampling.seed, 1.0)) | {
+        rows = facts_of(problem, completions, Origin("run", self._rank, attempt, sampling.seed, 1.0)) | {
             "completion": [" ".join(map(str, c.token_ids)) for c in completions],
             "reward": rewards,
             "reward_parts": [[("odd", reward)] for reward in rewards],

@@ -21,7 +21,7 @@ from rollout.env.play import Player
 from rollout.env.rollouts import EnvSettings, Trajectories
 from rollout.env.rows import rows_of, scored
 from rollout.env.trajectory import Trajectory
-from rollout.facts import Sampled, facts_of
+from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
 from rollout.sentences import Sentences
 from rollout.service import RolloutService
@@ -76,9 +76,9 @@ class RolloutWorker(RolloutService):
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         begun = time.perf_counter()
 
-        def by() -> Sampled:
+        def by() -> Origin:
             elapsed = (time.perf_counter() - begun) * 1e3
-            return Sampled(self.spec.run_id, self.spec.rank, attempt, sampling.seed, elapsed, self._version)
+            return Origin(self.spec.run_id, self.spec.rank, attempt, sampling.seed, elapsed, self._version)
 
         try:
             with self._engine_alive():
@@ -90,7 +90,7 @@ class RolloutWorker(RolloutService):
         except NoAdapter:
             return None
 
-    async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Sampled) -> Columns:
+    async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Origin) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.pool is not None
@@ -104,7 +104,7 @@ class RolloutWorker(RolloutService):
             "reward_ms": [scores.ms] * len(texts),
         }
 
-    async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Sampled) -> Columns:
+    async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Origin) -> Columns:
         self._sentences.warn(f"environment: {t.outcome}: {t.fault}" for t in played if t.faulted)
         scores = await scored(self.pool, problem, played)
         self._sentences.warn(scores.failures if scores is not None else ())

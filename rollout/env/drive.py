@@ -22,7 +22,7 @@ class Reading(Protocol):
         ...
 
 
-class Model(Protocol):
+class Policy(Protocol):
     """The policy, for one trajectory."""
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
@@ -33,7 +33,7 @@ class Model(Protocol):
 class Drive:
     """One trajectory of a program. tokens: most that follow the first prompt. turns: of the policy, at most."""
 
-    def __init__(self, trajectory: Trajectory, model: Model, dialogue: Reading, tokens: int, turns: int) -> None:
+    def __init__(self, trajectory: Trajectory, model: Policy, dialogue: Reading, tokens: int, turns: int) -> None:
         self._trajectory, self._model, self._dialogue = trajectory, model, dialogue
         self._tokens, self._turns = tokens, turns
         self._cut = ""  # the outcome, if the program was refused a turn

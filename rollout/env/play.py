@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rollout.env.drive import Drive, Model, Reading
+from rollout.env.drive import Drive, Policy, Reading
 from rollout.env.history import HISTORIES, Writing
 from rollout.env.program import Asked, Hosted
-from rollout.env.protocol import Message, Start, Step, asked
+from rollout.env.protocol import Message, Start, Step, own_messages
 from rollout.env.trajectory import EnvironmentFault, Row, Trajectory
 from rollout.schema import Problem
 
@@ -35,7 +35,7 @@ class Player:
         self._dialogue, self._limits = dialogue, limits
         self._answer = HISTORIES[history](dialogue, limits.tokens)
 
-    async def play(self, env: Hosted, model: Model, problem: Problem, seed: int) -> Trajectory:
+    async def play(self, env: Hosted, model: Policy, problem: Problem, seed: int) -> Trajectory:
         """A whole trajectory. A fault of the environment is its outcome; what the engine raises is passed on.
 
         The environment is closed by who made it.
@@ -84,7 +84,7 @@ class Player:
             )
         return start
 
-    async def _turn(self, trajectory: Trajectory, env: Hosted, model: Model, start: Start) -> None:
+    async def _turn(self, trajectory: Trajectory, env: Hosted, model: Policy, start: Start) -> None:
         """The policy's next turn and the answer to it; sets the outcome if it is the last."""
         limits, begun = self._limits, time.perf_counter()
         row, played = trajectory.row, len(trajectory.turns)
@@ -107,7 +107,7 @@ class Player:
 
 def opened(start: Start, problem: Problem) -> tuple[Message, ...]:
     """The messages that a trajectory begins with: the environment's, else the problem's own."""
-    return start.messages or asked(problem)
+    return start.messages or own_messages(problem)
 
 
 def _ms(since: float) -> float:

@@ -75,7 +75,7 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def asked(problem: Problem) -> tuple[Message, ...]:
+def own_messages(problem: Problem) -> tuple[Message, ...]:
     """The problem's own messages."""
     said = problem.messages
     return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(dict(message) for message in said)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rewards.pool import NOT_SCORED, RewardPool, Scores
 from rollout.env.trajectory import FAULT, Trajectory
-from rollout.facts import Sampled, facts_of
+from rollout.facts import Origin, facts_of
 from rollout.schema import Problem
 from rollout.types import Completion
 
@@ -19,7 +19,7 @@ async def scored(pool: RewardPool | None, problem: Problem, trajectories: Sequen
     if pool is None or not whole:
         return None
     return await pool.score(
-        prompts=[list(t.opening) or problem.messages for t in whole],
+        prompts=[list(t.opening) for t in whole],
         completions=[t.messages for t in whole],
         completion_ids=[t.row.ids for t in whole],
         columns={name: [value] * len(whole) for name, value in problem.columns.items()},
@@ -31,7 +31,7 @@ def rows_of(
     trajectories: Sequence[Trajectory],
     decode: Callable[[Sequence[int]], str],
     scores: Scores | None,
-    by: Sampled,
+    by: Origin,
 ) -> dict[str, Sequence[Any]]:
     """All columns of the group: a row for each trajectory, or as many as it has, the last of which holds what is said
     of all of it (messages, metrics). decode: ids as text, for people."""

@@ -93,7 +93,7 @@ class Trajectory:
     Attributes:
         rows: one; with env.history "template" another one where the chat template has rewritten what came before.
         state: see rollout.env.protocol.Start. began: whether the environment was reset; before that the prompt is the
-            problem's own. opening: the messages that it began with; (): the problem's own.
+            problem's own. opening: the messages that it began with.
         messages: the conversation after the prompt, as reward functions are given it. written: the same as the chat
             template is given it, where it is rendered anew.
         parts: rewards by name, from score(); the sum of the turns' rewards as "env".

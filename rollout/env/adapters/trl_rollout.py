@@ -50,7 +50,7 @@ class TrlRolloutFunc:
     ) -> None:
         self._function = load_own(function, "my_rollout_func")
         self._rewards = [load_own(name, "my_reward") for name in rewards]
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         self._settings, self._cut = dict(settings or {}), cut
 
     async def run(self, problem: Problem, seed: int, model: Model) -> Mapping[str, float]:

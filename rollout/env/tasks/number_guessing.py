@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from rewards.text import tagged
-from rollout.env.protocol import Start, Step, Turn, asked
+from rollout.env.protocol import Start, Step, Turn, own_messages
 from rollout.schema import Problem
 
 HIGHER, LOWER = "My number is higher.", "My number is lower."
@@ -39,7 +39,7 @@ class NumberGuessing:
                 f"column 'secret': must lie in {self._low}..{self._high} (env.args), got {self._secret}; correct the "
                 "data or the range"
             )
-        return Start(asked(problem), state=str(self._secret))
+        return Start(own_messages(problem), state=str(self._secret))
 
     async def step(self, turn: Turn) -> Step:
         """Compares a guess with the secret."""

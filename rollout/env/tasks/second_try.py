@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rewards.reasoning_gym import reasoning_gym
 from rewards.text import check_tag, tagged
-from rollout.env.protocol import Start, Step, Turn, asked
+from rollout.env.protocol import Start, Step, Turn, own_messages
 from rollout.schema import Problem
 
 
@@ -34,7 +34,7 @@ class SecondTry:
                 "missing; take a reasoning_gym task, data.path: rg:..."
             )
         self._answer, self._metadata = str(problem.columns["answer"]), problem.columns["metadata"]
-        return Start(asked(problem))
+        return Start(own_messages(problem))
 
     async def step(self, turn: Turn) -> Step:
         """Scores the answer; one that is not fully right is told so while tries are left."""
