@@ -29,11 +29,16 @@ def confine(memory_bytes: int, parent: int) -> None:
         # Rewards of several processes at once: a thread pool in each would have them wait for one another.
         os.environ.setdefault(name, "1")
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl could say so
         os._exit(1)
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Has the kernel send this process the signal once the thread that started it ends. Linux only. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, str]:

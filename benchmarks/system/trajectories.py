@@ -14,6 +14,17 @@ from rollout import ledger
 from rollout.schema import parts_of
 
 
+def small_run(folder: Path, data: str, steps: int, seed: int) -> Tree:
+    """What such runs have in common: the model at folder/model, the problems in a file there, nothing held out."""
+    return {
+        "steps": steps,
+        "seed": seed,
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"path": str(folder / data), "prompt": "prompt", "eval": {"every": 0}},
+        "trackers": [],
+    }
+
+
 def played(tree: Tree, folder: Path, limit_s: float) -> list[dict[str, Any]]:
     """Runs the configuration under folder and reads its ledger back -> a dict for each trajectory: where it stood, how
     it ended, its reward and the parts of that, its turns, and how many of its tokens were sampled. Raises RunFailed."""

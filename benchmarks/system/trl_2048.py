@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import ENGINE_PACKAGES, conditions, save, under
 from benchmarks.system.tiny_policy import RECIPE, Part, make
-from benchmarks.system.trajectories import conversation, played, table
+from benchmarks.system.trajectories import conversation, played, small_run, table
 from benchmarks.system.workloads import Tree
 from examples.tiny_model import END
 from examples.tiny_tools import CHAT_TEMPLATE, SPECIAL, TAGS
@@ -52,11 +52,7 @@ def _board(merged: int, rng: random.Random) -> str:
 
 def tree(example: str, folder: Path, steps: int, seed: int) -> Tree:
     """The run's configuration."""
-    return {
-        "steps": steps,
-        "seed": seed,
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "data": {"path": str(folder / "games.jsonl"), "prompt": "prompt", "eval": {"every": 0}},
+    return small_run(folder, "games.jsonl", steps, seed) | {
         "env": {
             "use": "trl_environment",
             "args": {"factory": f"{example}:Game2048Env", "rewards": [f"{example}:reward_score"]},
@@ -69,7 +65,6 @@ def tree(example: str, folder: Path, steps: int, seed: int) -> Tree:
             "max_num_seqs": 16,
         },
         "learner": {"learning_rate": 1e-3, "groups_per_step": 4},
-        "trackers": [],
     }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import ENGINE_PACKAGES, conditions, save, under
 from benchmarks.system.tiny_policy import RECIPE, Part, make
-from benchmarks.system.trajectories import conversation, played, table
+from benchmarks.system.trajectories import conversation, played, small_run, table
 from benchmarks.system.workloads import Tree
 from examples.tiny_model import PAD, make_tokenizer
 from rollout.env.adapters.verifiers import CHILD, Verifiers
@@ -117,11 +117,7 @@ def shown(episodes: Sequence[tuple[str, str, str, str]], rng: random.Random) -> 
 
 def tree(python: str, folder: Path, steps: int, seed: int) -> Tree:
     """The run's configuration."""
-    return {
-        "steps": steps,
-        "seed": seed,
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "data": {"path": str(folder / "tasks.jsonl"), "prompt": "prompt", "eval": {"every": 0}},
+    return small_run(folder, "tasks.jsonl", steps, seed) | {
         "env": {
             "use": "verifiers",
             "args": {
@@ -139,7 +135,6 @@ def tree(python: str, folder: Path, steps: int, seed: int) -> Tree:
             "max_num_seqs": 8,
         },
         "learner": {"learning_rate": 1e-3, "groups_per_step": 2},
-        "trackers": [],
     }  # fmt: skip
 
 

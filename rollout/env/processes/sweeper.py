@@ -5,7 +5,6 @@ server's own runs where it is killed, as Ray kills what a generator leaves. So i
 for that. What it ends is known by a variable that each process hands on to those that it starts. Linux only.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,11 +12,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rewards.worker import signal_at_end_of_parent
 from rollout.env.processes.descendants import kill
 
 MARK = "GLEANER_MARK"  # its value is of one server; rewards.environment lets it through
 PATIENCE_S = 5.0  # for the kernel to end them, and those that they start meanwhile
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def start() -> None:
@@ -39,7 +38,7 @@ def _wait_for_the_end_of(parent: int) -> None:
         os.dup2(nothing, descriptor)
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # nobody waits for our end of a pipe
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGUSR1)
     if os.getppid() == parent:
         signal.sigwait({signal.SIGUSR1})
 

@@ -70,6 +70,14 @@ def test_a_template_without_tools_and_a_model_without_a_template_are_refused(tmp
         check_environment(config({"use": FAULTY}), plain, PROBLEM)
 
 
+def chat_of(template: str) -> Chat:
+    """The model's, with another template, in which <|end|> stands for the token that ends a turn."""
+    chat = Chat.load(MODEL)
+    end = chat.tokenizer.convert_ids_to_tokens(chat.stop_ids[0])
+    chat.tokenizer.chat_template = template.replace("<|end|>", end)
+    return chat
+
+
 # Ends a turn otherwise where it called the tool before.
 FICKLE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
@@ -79,9 +87,7 @@ FICKLE = (
 
 
 def test_a_template_that_writes_answers_differently_is_told_or_refused() -> None:
-    chat = Chat.load(MODEL)
-    end = chat.tokenizer.convert_ids_to_tokens(chat.stop_ids[0])
-    chat.tokenizer.chat_template = FICKLE.replace("<|end|>", end)
+    chat = chat_of(FICKLE)
     (note,) = check_environment(config({"use": FAULTY}), chat, PROBLEM)
     assert note.startswith("env: answers of role user: the model's chat template varies: with")
     with pytest.raises(
@@ -101,13 +107,9 @@ SILENT = (
 
 
 def test_a_template_that_is_to_render_the_past_must_write_answers_behind_calls_that_are_text() -> None:
-    chat = Chat.load(MODEL)
-    end = chat.tokenizer.convert_ids_to_tokens(chat.stop_ids[0])
-    chat.tokenizer.chat_template = SILENT.replace("<|end|>", end)
+    chat = chat_of(SILENT)
     env = {"use": FAULTY, "args": {"wrong": "has tools"}, "tool_parser": "hermes"}
     assert check_environment(config(env), chat, PROBLEM) == ()
     with pytest.raises(PreflightError, match="env.history: template, .* role tool .* text, and leaves it out; set"):
         check_environment(config(env | {"history": "template"}), chat, PROBLEM)
-    plain = Chat.load(MODEL)
-    plain.tokenizer.chat_template = FICKLE.replace("<|end|>", end)
-    assert check_environment(config({"use": FAULTY, "history": "template"}), plain, PROBLEM) == ()
+    assert check_environment(config({"use": FAULTY, "history": "template"}), chat_of(FICKLE), PROBLEM) == ()
