@@ -3,17 +3,20 @@
 import asyncio
 import ctypes
 import os
+import pickle
 import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import pytest_asyncio
 
 from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
 from cluster.placement import PlacementError, Role
 from cluster.ray_cluster import Session, connect
+from rollout.fake_groups import make_group
 
 
 class Letter:
@@ -58,6 +61,11 @@ class Toy:
 
     async def size(self, letter: Letter) -> int:
         return len(letter.text)
+
+    async def sent(self, table: pa.Table) -> bytes:
+        import ray.cloudpickle
+
+        return ray.cloudpickle.dumps(table, protocol=5)
 
     async def die(self, how: str) -> None:
         if how == "worn out":
@@ -161,3 +169,15 @@ async def test_a_full_cluster_says_what_is_waited_for(session: Session) -> None:
         await late.reserve([Role("late", 1, 0)], 3.5, notes.append)
     assert notes == ["waiting up to 3.5 s for room on the cluster: 1 CPU asked for, 0 free"]
     await late.release()
+
+
+async def test_a_group_travels_without_its_schema_in_both_directions(session: Session) -> None:
+    """Ray has a way of its own with tables, which writes every type of every column."""
+    import ray.cloudpickle
+
+    toy = session.spawn(ROLES[0], Toy, (), {})
+    group = make_group()
+    sent = await toy.call(Toy.sent, 60, group)
+    assert sent == ray.cloudpickle.dumps(group, protocol=5)
+    assert b"behavior_logprobs" not in sent
+    assert pickle.loads(sent).equals(group)
