@@ -24,7 +24,7 @@ from cluster.ray_watch import RayProcesses
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 
-# Set for every role, since its output reaches the driver: no progress bars, no warnings meant for library authors.
+# Set for every role. Its output reaches the driver: no progress bars, no warnings meant for library authors.
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
 
 # Tables travel as pickle sends them (rollout.schema), which Ray else overrides with a slower way of its own: column by
@@ -91,7 +91,7 @@ class Session:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         assert self._placement is not None, "reserve() comes first"
-        threads = str(max(1, int(role.cpus)))
+        threads = {"OMP_NUM_THREADS": str(max(1, int(role.cpus)))}
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
@@ -101,7 +101,7 @@ class Session:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
             ),
-            "runtime_env": {"env_vars": {**QUIET, **PICKLED_TABLES, **self._role_env, **env, "OMP_NUM_THREADS": threads}},
+            "runtime_env": {"env_vars": {**QUIET, **PICKLED_TABLES, **self._role_env, **env, **threads}},
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         actor_class: Any = ray.remote(named).options(**options)

@@ -65,7 +65,8 @@ class Toy:
     async def sent(self, table: pa.Table) -> bytes:
         import ray.cloudpickle
 
-        return ray.cloudpickle.dumps(table, protocol=5)
+        sent: bytes = ray.cloudpickle.dumps(table, protocol=5)
+        return sent
 
     async def die(self, how: str) -> None:
         if how == "worn out":
