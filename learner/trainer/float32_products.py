@@ -1,10 +1,14 @@
-"""Which library multiplies float32 matrices on a CPU: settled when the learner's process starts, by trying both.
+"""Which library multiplies float32 matrices on AMD's processors: settled when the learner's process starts, by trying
+both.
 
-torch's wheels hold two, MKL and oneDNN. MKL is the default, and on some processors the slower one by far: on AMD's
-Zen 5 115 GFLOP/s a core, where oneDNN does 260. torch gives float32 products to oneDNN only where it is told that less
-than float32 will do. A processor without matrix units for bfloat16 computes in float32 all the same; one that has them
-(AMX) may round. So one product is compared with float64, and the setting stays only if nothing was rounded and time is
-saved.
+torch's wheels hold two, MKL and oneDNN. MKL is the default, made for Intel's processors, and on AMD's the slower one by
+far: on Zen 5 115 GFLOP/s a core, where oneDNN does 260. On Intel's there is no trial: on a busy machine its noise chose
+oneDNN in one start of five, which compiled every shape anew (900 MB and half as much time again in the demo) and
+rounded otherwise than the start before.
+
+torch gives float32 products to oneDNN only where it is told that less than float32 will do. A processor without matrix
+units for bfloat16 computes in float32 all the same; one that has them may round. So one product is compared with
+float64, and the setting stays only if nothing was rounded and time is saved.
 
 It holds for every product of the process: only learner.driver.processes.make_trainer calls this, for a process that is
 the learner's alone.
@@ -12,6 +16,7 @@ the learner's alone.
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +26,7 @@ log = logging.getLogger("learner")
 
 LESS = "bf16"  # torch.backends.mkldnn.matmul.fp32_precision: products may go to oneDNN
 EXACT = 1e-6  # relative norm of a product's error; float32 has 2e-7 to 5e-7, bfloat16 3e-3
-FASTER = 1.2  # a gain worth having; with less of one, noise would choose, and a resumed run could differ in rounding
+FASTER = 1.2  # a gain worth having; on Zen 5 it is 2.2, so that noise does not choose
 SHAPE = 1024, 512, 1024  # rows, summed, columns: a small layer's products
 TURNS = 5
 
@@ -32,7 +37,7 @@ def choose_library() -> bool:
     About 0.1 s of one core.
     """
     library: Any = torch.backends.mkldnn
-    if not library.is_available():
+    if not _made_by_amd() or not library.is_available():
         return False
     setting = library.matmul
     before: str = setting.fp32_precision
@@ -59,6 +64,10 @@ def choose_library() -> bool:
         "oneDNN" if chosen else "torch's default", gain, error,
     )  # fmt: skip
     return chosen
+
+
+def _made_by_amd() -> bool:
+    return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
 
 
 def _error(product: Tensor, a: Tensor, b: Tensor) -> float:

@@ -37,6 +37,7 @@ def test_it_is_kept_only_where_it_is_exact_and_faster(
 ) -> None:
     monkeypatch.setattr(float32_products, "EXACT", exact)
     monkeypatch.setattr(float32_products, "FASTER", faster)
+    monkeypatch.setattr(float32_products, "_made_by_amd", lambda: True)
     before = SETTING.fp32_precision
     with caplog.at_level(logging.INFO, "learner"):
         assert choose_library() is kept
@@ -56,10 +57,16 @@ def test_only_the_learners_process_chooses(
 ) -> None:
     monkeypatch.setattr(float32_products, "FASTER", 0.0)
     monkeypatch.setattr(float32_products, "EXACT", 1.0)
+    monkeypatch.setattr(float32_products, "_made_by_amd", lambda: True)
     before = SETTING.fp32_precision
     trainer_of_a_test(tiny_path)
     assert SETTING.fp32_precision == before
     settings = {"model": {"path": tiny_path}, "data": {"path": "none.jsonl"}, "rewards": [{"use": "number"}]}
-    make_trainer(RunConfig.model_validate(settings), 1, None)
+    config = RunConfig.model_validate(settings)
+    with monkeypatch.context() as intel:
+        intel.setattr(float32_products, "_made_by_amd", lambda: False)
+        make_trainer(config, 1, None)
+    assert SETTING.fp32_precision == before  # a trial there is decided by noise
+    make_trainer(config, 1, None)
     assert SETTING.fp32_precision == LESS
     assert "float32 products: oneDNN" in caplog.text
