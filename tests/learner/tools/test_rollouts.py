@@ -1,0 +1,90 @@
+"""gleaner rollouts show: what is chosen, and that nothing a model wrote reaches the terminal as a command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.tools.cli import main
+from learner.tools.rollout_view import escaped
+from rollout import ledger
+from rollout.fake_groups import make_group
+
+HOSTILE = "\x1b]0;pwned\x07[red]bold[/red]\u202egnihtemos\x9b31m\rover"
+TURNS = [{"role": "assistant", "content": "low"}, {"role": "user", "content": "higher"}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    folder = tmp_path / "run" / "rollouts"
+    ledger.write(folder, 1, [make_group(1, rewards=[0.0, 1.0], completion=["first", HOSTILE])])
+    groups = [make_group(position, rewards=[position / 8, None], completion=["x", "y"]) for position in (2, 3)]
+    groups.append(make_group(4, messages=[json.dumps(TURNS), None]))
+    ledger.write(folder, 2, groups)
+    return str(folder.parent)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+    assert main(["rollouts", "show", *words, "--json"]) == 0
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_choice_is_that_choice(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(row["problem_id"], row["sample"]) for row in shown(capsys, run, "--problem", "train-3")] == [
+        ("train-3", 0),
+        ("train-3", 1),
+    ]
+    (best,), (worst,) = (shown(capsys, run, which) for which in ("--best", "--worst"))
+    assert (best["problem_id"], best["reward"]) == ("train-4", 1.0)
+    assert (worst["problem_id"], worst["reward"]) == ("train-4", 0.0)
+    assert [row["reward"] for row in shown(capsys, run, "--sample", "0")] == [0.25, 0.375, 1.0]
+    (one,) = shown(capsys, f"{run}/rollouts", "--step", "1", "--sample", "1")
+    assert (one["completion"], one["parts"], one["tokens"], one["answer"]) == (HOSTILE, {"vowels": 1.0}, 2, "4")
+
+
+def test_the_terminal_gets_no_command_of_a_model_s(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "show", run, "--step", "1"]) == 0
+    out = capsys.readouterr().out
+    assert not set(out) & set("\x1b\x07\x9b\r\u202e")
+    flat = "".join(line.strip("│ ") for line in out.splitlines())
+    assert r"\x1b]0;pwned\x07[red]bold[/red]\u202egnihtemos\x9b31m\rover" in flat
+    assert "question 1" in out
+    assert "vowels 1" in out
+    assert escaped("a\tb\n日本 é") == "a\\tb\n日本 é"
+
+
+def test_turns_and_failures_are_told(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "show", run, "--problem", "train-4"]) == 0
+    out = capsys.readouterr().out
+    assert "assistant  low" in out
+    assert "user  higher" in out
+    assert main(["rollouts", "show", run, "--groups", "2"]) == 0
+    out = capsys.readouterr().out
+    assert ("train-2" in out, "train-3" in out, "train-4" in out) == (True, True, False)
+    assert "reward error" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--step", "7"], "--step: must be one from 1 to 2 that is there, got 7"),
+        (["--problem", "nope"], "--problem: must be one of this step, train-2, train-3, train-4, got nope"),
+        (["--sample", "9"], "--sample: must be at most 1, got 9"),
+        (["--best", "--worst"], "--best: does not go with --worst"),
+    ],
+)
+def test_what_is_not_there_is_said(run: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "show", run, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_without_rollouts_and_a_file_that_is_cut(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "show", "nowhere"]) == 2
+    assert "nowhere holds no step-*.parquet" in capsys.readouterr().err
+    Path(run, "rollouts", "step-000003.parquet").write_bytes(b"PAR1 cut short")
+    assert main(["rollouts", "show", run]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step-000003.parquet cannot be read" in line
