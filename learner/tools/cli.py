@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from learner.tools.commands import doctor, init, plan, reward_model, rewards, rollouts, train
+from learner.tools.commands import doctor, init, plan, report, reward_model, rewards, rollouts, train
 from learner.tools.commands.epilog import epilog
 from learner.tools.commands.group import Commands
 from learner.tools.commands.mistakes import sentence
@@ -74,6 +74,7 @@ def build() -> typer.Typer:
     seen = _group("See what a run has generated.")
     seen.command("show", epilog=rollouts.EPILOG)(rollouts.show)
     app.add_typer(seen, name="rollouts")
+    app.command(epilog=report.EPILOG)(report.report)
     return app
 
 

@@ -24,7 +24,9 @@ def test_help_loads_nothing_heavy() -> None:
         "assert not heavy, heavy\nsys.exit(code)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"init", "plan", "doctor", "train", "rewards", "reward-model", "rollouts"} <= set(told.stdout.split())
+    assert {"init", "plan", "doctor", "train", "rewards", "reward-model", "rollouts", "report"} <= set(
+        told.stdout.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""gleaner report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from learner.tools.arguments import natural
+from learner.tools.commands.epilog import epilog
+
+EPILOG = epilog(
+    "gleaner report runs/demo-seed0",
+    "gleaner report runs/demo-seed0 --against runs/demo-seed1 --out both.html",
+    "gleaner report runs/demo-seed0 --live",
+    failed="the page could not be written or served",
+)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; the run may still be going on.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; else report.html in RUN.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Another run, whose curves and settings stand beside it.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Serve it to browsers of this machine until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(parser=natural, metavar="N", help="Of --live; 0 for any that is free.")] = 0,
+    limit: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most that completions may take; of more, a sample of steps.")
+    ] = "64MiB",
+) -> int:
+    """Show a run as a page for the browser.
+
+    One HTML file that needs no network: curves, memory planned and measured, every completion. With --live it follows
+    a run that trains.
+    """
+    from learner.tools.report.write import report as write
+    from learner.tools.report.write import serve
+    from rollout.config import parse_size
+
+    try:
+        size = parse_size(limit)
+    except ValueError as error:
+        typer.echo(f"error: --limit: {error}", err=True)
+        return 2
+    if live and out is not None:
+        typer.echo("error: --out: does not go with --live, which writes no file; leave one out", err=True)
+        return 2
+    return serve(run, against, size, port) if live else write(run, out, against, size)

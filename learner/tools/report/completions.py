@@ -1,0 +1,135 @@
+"""The completions of a step as the page shows them: groups, and a line of the index for each."""
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from learner.algo.advantage import ADVANTAGES
+from learner.tools.report.packing import Block, packed
+from learner.tools.report.run_folder import ReportError
+from rollout import ledger
+from rollout.schema import lasts, rewards_of
+
+SHOWN = 160  # characters of a prompt in the list
+LOGPROB_PARTS = 100  # a logprob is kept in hundredths of a nat, as a whole number
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step file. Letters: N groups.
+
+    Attributes:
+        step: its number.
+        block: packed list [N] of what the page shows of a group.
+        lines: [N] of the index: problem, beginning of the prompt, rewards (None: none), statuses.
+        token_ids: those that occur.
+    """
+
+    step: int
+    block: Block
+    lines: list[dict[str, Any]]
+    token_ids: set[int]
+
+
+def read_step(file: Path, most: int | None = None, *, advantage: str | None, tokens: bool) -> Step:
+    """At most `most` groups of a step file.
+
+    advantage: the row of ADVANTAGES that the run used, None where it used none. tokens: whether ids and logprobs go in,
+    too. Raises ReportError.
+    """
+    try:
+        rows = ledger.read(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ReportError(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
+    ids = rows.column("group_id").to_pylist()
+    starts = [i for i, group in enumerate(ids) if i == 0 or group != ids[i - 1]]
+    tables = [rows.slice(a, b - a) for a, b in pairwise([*starts, len(ids)])]
+    whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
+    rewards = [rewards_of(table)[kept] for table, kept in zip(tables, whole, strict=True)]
+    scaled = ADVANTAGES[advantage](rewards) if advantage and rewards else [None] * len(rewards)
+    groups = [_group(*parts, tokens) for parts in zip(tables[:most], whole[:most], scaled[:most], strict=True)]
+    used = {i for group in groups for one in group["completions"] for i in one.get("ids", ())}
+    return Step(int(file.stem.removeprefix("step-")), packed(groups), [_line(group) for group in groups], used)
+
+
+def _group(
+    table: pa.Table, whole: npt.NDArray[np.int64], advantages: npt.NDArray[np.float64] | None, tokens: bool
+) -> dict[str, Any]:
+    rows = table.to_pylist()
+    problem = _json(rows[0]["problem"], {})
+    samples = [row["sample"] for row in rows]
+    made = [_completion(rows[i], tokens) | {"rows": samples.count(rows[i]["sample"])} for i in whole]
+    if advantages is not None:
+        for one, value in zip(made, advantages.tolist(), strict=True):
+            one["advantage"] = round(value, 3)
+    first = rows[0]
+    return {
+        "id": first["group_id"], "problem": first["problem_id"], "epoch": first["epoch"], "attempt": first["attempt"],
+        "prompt": problem.get("messages", ""), "columns": problem.get("columns", {}), "completions": made,
+    }  # fmt: skip
+
+
+def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
+    made = {
+        "text": row["completion"], "length": len(row["completion_ids"]), "end": row["finish_reason"],
+        "reward": _finite(row["reward"]), "status": row["reward_status"], "worker": row["worker"],
+        "seed": str(row["seed"]),  # beyond what JavaScript's numbers hold exactly
+        "parts": [[part["name"], _finite(part["value"])] for part in row["reward_parts"]],
+        "versions": [row["policy_version_min"], row["policy_version_max"]],
+    }  # fmt: skip
+    if row["messages"] is not None:
+        made["messages"] = _json(row["messages"], [])
+    if row["turns"]:
+        made["turns"] = [{key: _finite(value) for key, value in turn.items()} for turn in row["turns"]]
+    if row["env_metrics"]:
+        made["env"] = [[part["name"], _finite(part["value"])] for part in row["env_metrics"]]
+    if tokens:
+        made["ids"] = row["completion_ids"]
+        made["logprobs"] = [_hundredths(value) for value in row["behavior_logprobs"]]
+        if row["policy_version_min"] != row["policy_version_max"]:
+            made["token_versions"] = row["token_versions"]
+        if row["loss_mask"] is not None:
+            made["observed"] = _runs([not sampled for sampled in row["loss_mask"]])
+    return made
+
+
+def _line(group: dict[str, Any]) -> dict[str, Any]:
+    prompt = group["prompt"]
+    if isinstance(prompt, list):
+        prompt = str(prompt[-1].get("content", "")) if prompt and isinstance(prompt[-1], dict) else ""
+    return {
+        "problem": group["problem"],
+        "prompt": " ".join(str(prompt).split())[:SHOWN],
+        "rewards": [one["reward"] for one in group["completions"]],
+        "statuses": [one["status"] for one in group["completions"]],
+    }
+
+
+def _json(text: str, otherwise: Any) -> Any:
+    try:
+        found = json.loads(text, parse_constant=str)  # a column may hold NaN, which JSON has not
+    except ValueError:
+        return otherwise
+    return found if type(found) is type(otherwise) else otherwise
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _hundredths(logprob: float) -> int | None:
+    return round(logprob * LOGPROB_PARTS) if math.isfinite(logprob) else None
+
+
+def _runs(flags: list[bool]) -> list[list[int]]:
+    """[start, stop) of each run of true ones."""
+    edges = np.flatnonzero(np.diff(np.asarray([False, *flags, False], np.int8)))
+    return [[int(a), int(b)] for a, b in zip(edges[::2], edges[1::2], strict=True)]

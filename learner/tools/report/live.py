@@ -1,0 +1,120 @@
+"""The report while a run trains: served to browsers of this machine, behind a key in the address.
+
+Only 127.0.0.1 is listened on. The key keeps other users of the machine out; a request whose Host is another name is
+refused, so that a page of the web cannot reach it through a name that it points here (DNS rebinding).
+"""
+
+import hmac
+import secrets
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from learner.tools.report.build import advantage_of, head_of, model_of, title_of
+from learner.tools.report.completions import Step, read_step
+from learner.tools.report.packing import Block, packed
+from learner.tools.report.page import page
+from learner.tools.report.run_folder import ReportError, Run, read_run
+from learner.tools.report.sample import Sample, sampled
+from learner.tools.report.words import Words
+
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+
+
+class Watched:
+    """A run folder that is being written to: blocks are made when they are asked for, a step's only once.
+
+    Methods may be called from several threads.
+    """
+
+    def __init__(self, folder: Path, against: Path | None, limit: int) -> None:
+        self._folder, self._against, self._limit = folder, against, limit
+        self._words = Words(model_of(read_run(folder)))
+        self._steps: dict[tuple[str, int, int | None], Step] = {}
+        self._sample, self._lock = Sample(), threading.Lock()
+
+    def page(self) -> Iterator[str]:
+        """Without blocks, which its script asks for."""
+        return page(title_of(self._runs()), {}, live=True)
+
+    def block(self, name: str) -> Block | None:
+        """The block of that name as things are now; None if there is none. Raises ReportError."""
+        with self._lock:
+            if name == "head":
+                runs = self._runs()
+                self._read(runs[0])
+                return packed(head_of(runs, self._words))
+            if name == "index":
+                return packed(self._sample.index)
+            if name == "pieces":
+                known = self._words.known
+                return packed(self._words.pieces(sorted(self._sample.token_ids)) if known else {})
+            step = name.removeprefix("step-")
+            return self._sample.blocks.get(int(step)) if step.isdecimal() else None
+
+    def _runs(self) -> list[Run]:
+        return [read_run(one) for one in (self._folder, *([self._against] if self._against else []))]
+
+    def _read(self, run: Run) -> None:
+        advantage, known, before = advantage_of(run), self._words.known, self._steps
+        self._steps = {}
+
+        def step(file: Path, most: int | None) -> Step:
+            mark = (file.name, file.stat().st_mtime_ns, most)  # a resumed run writes it again
+            made = before.get(mark) or read_step(file, most, advantage=advantage, tokens=known)
+            self._steps[mark] = made
+            return made
+
+        self._sample = sampled(run.rollouts, step, self._limit)
+        run.remarks.extend(self._sample.remarks)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: "LiveServer"
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """The page, or one of its blocks."""
+        if self.headers.get("Host") not in self.server.hosts:
+            return self._answer(HTTPStatus.FORBIDDEN, "this report is served to 127.0.0.1 only\n")
+        _, key, *rest = self.path.split("/")
+        if not hmac.compare_digest(key.encode(), self.server.key.encode()) or len(rest) != 1:
+            return self._answer(HTTPStatus.NOT_FOUND, "no such page; use the address that gleaner report printed\n")
+        try:
+            if rest == [""]:
+                return self._answer(HTTPStatus.OK, "".join(self.server.watched.page()), "text/html; charset=utf-8")
+            block = self.server.watched.block(rest[0])
+        except (OSError, ReportError) as error:
+            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n")
+        if block is None:
+            return self._answer(HTTPStatus.NOT_FOUND, "no such part of the report\n")
+        return self._answer(HTTPStatus.OK, block)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a line for each request would bury the address."""
+
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Listens as soon as it is made; `serve_forever` answers. port 0: any that is free. Raises OSError."""
+
+    daemon_threads = True
+
+    def __init__(self, watched: Watched, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.watched, self.key = watched, secrets.token_urlsafe(16)
+        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    @property
+    def address(self) -> str:
+        """For a browser on this machine."""
+        return f"http://127.0.0.1:{self.server_port}/{self.key}/"

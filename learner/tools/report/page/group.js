@@ -1,0 +1,74 @@
+// A group: its prompt, and its completions side by side.
+
+function groupView(group, step, pieces, state, redraw) {
+  const colours = Object.keys(COLOURS).filter((colour) => colour === "text" || (Object.keys(pieces).length
+    && (colour !== "advantage" || group.completions.some((one) => "advantage" in one))));
+  const colour = colours.includes(state.colour) ? state.colour : "text";
+  const choice = el("select", {id: "colour", onchange: () => { state.colour = choice.value; redraw(); }},
+    ...colours.map((name) => el("option", {value: name, selected: name === colour}, COLOURS[name])));
+  return [
+    el("h3", {}, `Step ${step}, problem `, hostile("bdi", group.problem)),
+    el("p", {class: "quiet facts"}, el("span", {}, "group " + group.id), el("span", {}, "epoch " + group.epoch),
+      group.attempt ? el("span", {}, "attempt " + group.attempt) : null),
+    conversation(group.prompt),
+    Object.keys(group.columns).length ? el("details", {}, el("summary", {}, "columns of the data"),
+      table(["column", "value"], Object.entries(group.columns).map(([name, value]) => [name, asText(value)]))) : null,
+    el("label", {class: "shown"}, "Show as ", choice),
+    colour === "text" ? null : el("p", {class: "quiet"}, "A click or the arrow keys tell of a token."),
+    el("div", {class: "cards"}, ...group.completions.map((one, i) => card(one, i, pieces, colour))),
+  ].filter(Boolean);
+}
+
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+function card(one, i, pieces, colour) {
+  const parts = one.parts.map(([name, value]) => el("span", {}, `${name} ${number(value)}`));
+  const failed = !["ok", "none"].includes(one.status);
+  return el("section", {class: "card", "aria-label": "Completion " + (i + 1)},
+    el("h4", {}, `${i + 1}. `, el("strong", {}, one.reward === null ? "no reward" : "reward " + number(one.reward)),
+      "advantage" in one ? el("span", {class: "quiet"}, ` advantage ${number(one.advantage)}`) : null),
+    el("p", {class: "facts quiet"}, ...parts),
+    failed ? el("p", {class: "remark"}, reason(one)) : null,
+    colour === "text" ? said(one) : tokenView(one, pieces, colour),
+    turns(one),
+    el("p", {class: "facts quiet"}, el("span", {}, count(one.length, "token")), el("span", {}, "ended: " + one.end),
+      el("span", {}, versions(one)), el("span", {}, "seed " + one.seed), el("span", {}, "worker " + one.worker),
+      one.rows > 1 ? el("span", {}, `the last of ${one.rows} rows`) : null,
+      ...(one.env || []).map(([name, value]) => el("span", {}, `${name} ${number(value)}`))));
+}
+
+// The words of a failure are in the run's log; rollouts keep its kind and which functions gave no number.
+function reason(one) {
+  const kinds = {error: "a reward function raised", timeout: "a reward function took too long",
+    nan: "a reward function returned a number that is not finite", environment: "the environment failed"};
+  const silent = one.parts.filter(([, value]) => value === null).map(([name]) => name);
+  return (kinds[one.status] || one.status) + (silent.length ? `; without a number: ${silent.join(", ")}` : "") + ". The run's log has its words.";
+}
+
+function versions(one) {
+  const [oldest, newest] = one.versions;
+  return oldest === newest ? `policy version ${newest}` : `policy versions ${oldest} to ${newest}`;
+}
+
+function said(one) {
+  return one.messages && one.messages.length ? conversation(one.messages) : hostile("pre", one.text, {tabindex: 0});
+}
+
+function conversation(messages) {
+  if (typeof messages === "string") return hostile("pre", messages);
+  return el("div", {class: "conversation"}, ...messages.map((message) => {
+    const content = message.content === null || message.content === undefined ? "" : asText(message.content);
+    const calls = (message.tool_calls || []).map((call) => hostile("pre", "→ " + (call.function
+      ? `${call.function.name}(${asText(call.function.arguments)})` : asText(call)), {class: "call"}));
+    return el("div", {class: "message"}, el("span", {class: "quiet"}, String(message.role) + (message.name ? " " + message.name : "")),
+      content ? hostile("pre", content) : null, ...calls);
+  }));
+}
+
+function turns(one) {
+  if (!one.turns || !one.turns.length) return null;
+  const rows = one.turns.map((turn, i) => [i + 1, turn.stop - turn.start, number(turn.reward), turn.calls, turn.malformed,
+    Math.round(turn.generate_ms), Math.round(turn.env_ms)]);
+  return el("details", {}, el("summary", {}, count(rows.length, "turn")),
+    table(["turn", "tokens", "reward", "calls", "malformed", "generate ms", "environment ms"], rows));
+}

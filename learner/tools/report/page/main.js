@@ -1,0 +1,33 @@
+// Draws the page once; while a run trains, again whenever its server has something new.
+
+const EVERY_MS = 3000;
+let drawnHead = "";
+
+async function draw() {
+  const packed = await packedBlock("head");
+  if (packed === drawnHead) return;
+  const first = drawnHead === "";
+  drawnHead = packed;
+  const head = await unpacked(packed);
+  overview(head);
+  if (head.colours) byId("overview").append(el("p", {class: "remark"}, head.colours));
+  const [index, pieces] = await Promise.all([block("index"), block("pieces")]);
+  if (LIVE) opened.clear();
+  const open = state.open === null ? null : [state.index.step[state.open], state.index.place[state.open]];
+  browse({step: [], place: [], problem: [], rewards: [], failed: [], problems: [], ...index}, pieces);
+  state.open = open && index.step ? index.step.findIndex((step, i) => step === open[0] && index.place[i] === open[1]) : null;
+  if (first) document.body.dataset.drawn = performance.now().toFixed(0);
+}
+
+async function again() {
+  try {
+    await draw();
+    byId("trouble").hidden = true;
+  } catch (error) { trouble(error); }
+  if (LIVE) setTimeout(again, EVERY_MS);
+}
+
+for (const name of FILTERS) byId(name).addEventListener("input", search);
+byId("filters").addEventListener("submit", (event) => event.preventDefault());
+document.addEventListener("keydown", keys);
+again();

@@ -1,0 +1,74 @@
+// Headline, curves, memory and settings of one run or two.
+
+function overview(head) {
+  document.title = head.title;
+  byId("title").textContent = head.title;
+  byId("overview").replaceChildren(...head.runs.map(headline));
+  byId("lines").textContent = head.runs.length > 1 ? `Solid: ${head.runs[0].name}. Dashed: ${head.runs[1].name}.` : "";
+  byId("figures").replaceChildren(...head.figures.map((figure) => drawn(head, figure)).filter(Boolean), chooser(head));
+  byId("bars").replaceChildren(...head.runs.flatMap((run) => memory(run, head.runs.length > 1)));
+  byId("memory").hidden = head.runs.every((run) => !run.memory.length);
+  byId("differences").replaceChildren(...differences(head));
+  byId("config").replaceChildren(table(["key", "value"], Object.entries(head.runs[0].config)));
+}
+
+function headline(run) {
+  const tiles = run.changes.map((change) => el("div", {class: "tile"},
+    el("span", {class: "quiet"}, change.label),
+    el("strong", {}, number(change.after)),
+    el("span", {class: "quiet"}, change.first === change.last ? `at step ${change.last}`
+      : `${change.after >= change.before ? "+" : "−"}${number(Math.abs(change.after - change.before))} since step ${change.first} (${number(change.before)})`)));
+  const steps = el("div", {class: "tile"}, el("span", {class: "quiet"}, "steps"), el("strong", {}, String(run.done)),
+    el("span", {class: "quiet"}, run.of ? "of " + run.of : ""));
+  const facts = run.facts.map(([name, value]) => hostile("span", name + " " + value));
+  return el("div", {class: "headline"}, el("h2", {}, run.name), el("p", {class: "facts quiet"}, ...facts),
+    el("div", {class: "tiles"}, steps, ...tiles),
+    ...run.remarks.map((remark) => hostile("p", remark, {class: "remark"})));
+}
+
+function line(run, metric, colour, dashed, label) {
+  return {label, colour, dashed, points: run.steps.map((step, i) => [step, run.metrics[metric][i]])};
+}
+
+function drawn(head, {title, hint, metrics, log}) {
+  const lines = head.runs.flatMap((run, which) => metrics.filter((metric) => metric in run.metrics).map((metric) => {
+    const own = metrics.length === 1 ? metric : metric.slice(metric.indexOf("/") + 1);
+    return line(run, metric, metrics.indexOf(metric) % 8, which === 1, own);
+  }));
+  return chart(title, hint, lines, log);
+}
+
+// Any other metric, by name.
+function chooser(head) {
+  const names = [...new Set(head.runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => name !== "at").sort();
+  const place = el("div");
+  const select = el("select", {onchange: () => {
+    const figure = drawn(head, {title: select.value, hint: "", metrics: [select.value], log: false});
+    place.replaceChildren(...(figure ? [figure] : []));
+  }}, el("option", {value: ""}, "choose a metric"), ...names.map((name) => el("option", {}, name)));
+  return el("div", {class: "chooser"}, el("label", {}, "Any metric ", select), place);
+}
+
+function memory(run, named) {
+  const most = Math.max(...run.memory.flatMap((role) => [role.planned || 0, role.measured || 0]));
+  return run.memory.map((role) => {
+    const bar = (what, value) => el("tr", {}, el("th", {scope: "row"}, what), el("td", {}, bytes(value)),
+      el("td", {class: "bar"}, el("meter", {min: 0, max: most, value: value || 0, "aria-label": `${role.role} ${what}`})));
+    const parts = Object.entries(role.parts || {}).sort((a, b) => b[1] - a[1]).map(([name, value]) => [name, bytes(value)]);
+    return el("div", {class: "role"}, el("h3", {}, role.role + (named ? ` (${run.name})` : "")),
+      el("table", {}, bar("planned", role.planned), bar("measured peak", role.measured)),
+      parts.length ? el("details", {}, el("summary", {}, "parts of the plan"), table(["part", "planned"], parts)) : null);
+  });
+}
+
+function table(heads, rows) {
+  return el("div", {class: "scroll"}, el("table", {},
+    el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", {scope: "col"}, head)))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => hostile("td", String(cell))))))));
+}
+
+function differences(head) {
+  if (head.runs.length < 2) return [];
+  if (!head.differences.length) return [el("p", {}, "Both runs have the same settings.")];
+  return [el("h3", {}, "Settings that differ"), table(["key", ...head.runs.map((run) => run.name)], head.differences)];
+}

@@ -1,0 +1,60 @@
+// A completion as its tokens, coloured by what is known of each.
+
+const COLOURS = {
+  text: "plain text",
+  logprob: "logprob: the stronger, the less likely when it was sampled",
+  advantage: "advantage: blue above its group, orange below",
+  version: "policy version: the stronger, the newer",
+};
+
+function tokenView(completion, pieces, colour) {
+  const box = el("div", {class: "tokens", dir: "auto", tabindex: 0, role: "group", "aria-label": "Tokens; arrow keys read them"});
+  const said = el("p", {class: "quiet said", role: "status"});
+  const observed = new Set((completion.observed || []).flatMap(([a, b]) => Array.from({length: b - a}, (_, i) => a + i)));
+  const spans = completion.ids.map((id, i) => {
+    const piece = pieces[id] ?? `<${id}>`;
+    const shade = observed.has(i) ? "observed" : shadeOf(completion, i, colour);
+    return hasHidden(piece) ? written(el("span", {class: shade}), piece) : el("span", {class: shade}, piece);
+  });
+  box.append(...spans);
+  let place = -1;
+  const tell = (at) => {
+    spans[place]?.classList.remove("chosen");
+    place = Math.max(0, Math.min(at, spans.length - 1));
+    spans[place].classList.add("chosen");
+    said.textContent = sentence(completion, place, pieces, observed.has(place));
+  };
+  box.addEventListener("click", (event) => {
+    const at = spans.findIndex((span) => span.contains(event.target));
+    if (at >= 0) tell(at);
+  });
+  box.addEventListener("keydown", (event) => {
+    const moves = {ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: spans.length - 1};
+    if (event.key in moves && spans.length) { event.preventDefault(); event.stopPropagation(); tell(moves[event.key]); }
+  });
+  return el("div", {}, box, said);
+}
+
+function shadeOf(completion, i, colour) {
+  const level = (share) => Math.max(0, Math.min(5, Math.ceil(share * 5 - 0.2)));
+  if (colour === "logprob") {
+    const logprob = completion.logprobs[i];
+    return logprob === null ? null : "unlikely" + level(-logprob / 400);
+  }
+  if (colour === "advantage") {
+    const advantage = completion.advantage ?? 0;
+    return (advantage < 0 ? "below" : "above") + level(Math.abs(advantage) / 2);
+  }
+  const [oldest, newest] = completion.versions;
+  const version = completion.token_versions ? completion.token_versions[i] : newest;
+  return "newer" + (newest === oldest ? 1 : 1 + level((0.8 * (version - oldest)) / (newest - oldest)));
+}
+
+function sentence(completion, i, pieces, observed) {
+  const name = `Token ${i + 1} of ${completion.ids.length}, id ${completion.ids[i]}, ${JSON.stringify(pieces[completion.ids[i]] ?? "")}: `;
+  if (observed) return name + "observed, not sampled.";
+  const logprob = completion.logprobs[i];
+  const version = completion.token_versions ? completion.token_versions[i] : completion.versions[1];
+  const chance = logprob === null ? "logprob not finite" : `logprob ${(logprob / 100).toFixed(2)}, probability ${number(Math.exp(logprob / 100))}`;
+  return name + `${chance}, policy version ${version}.`;
+}

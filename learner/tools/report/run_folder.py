@@ -1,0 +1,100 @@
+"""What a run folder says of its run, also while the run still writes to it: metrics, configuration, plan, rollouts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollout import ledger
+
+Column = list[float | None]
+
+
+class ReportError(ValueError):
+    """There is nothing to report on, or it cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run folder, as far as it can be read. Letters: S steps in metrics.jsonl.
+
+    Attributes:
+        name: of the folder.
+        steps: [S] ascending, each once.
+        metrics: name -> [S] values, None where a step has none or it was not finite. `at` is seconds since 1970.
+        config: config.yaml; plan: plan.json. Both empty where the file is missing or not whole.
+        rollouts: the step files, oldest first.
+        remarks: sentences on what is missing or was left out.
+    """
+
+    name: str
+    steps: list[int]
+    metrics: dict[str, Column]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    rollouts: list[Path]
+    remarks: list[str]
+
+
+def read_run(folder: Path) -> Run:
+    """Raises ReportError if the folder is not one of a run that has begun."""
+    if not folder.is_dir():
+        raise ReportError(f"run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
+    rollouts = ledger.steps(folder / "rollouts")
+    lines = folder / "metrics.jsonl"
+    if not lines.exists() and not rollouts:
+        raise ReportError(
+            f"run: {folder} has neither metrics.jsonl nor rollouts/; give a run folder, or wait for its first step"
+        )
+    remarks: list[str] = []
+    rows = _rows(lines, remarks)
+    steps = sorted(rows)
+    names = sorted({name for row in rows.values() for name in row} - {"step"})
+    metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}
+    config, plan = _mapping(folder / "config.yaml", remarks), _mapping(folder / "plan.json", remarks)
+    return Run(folder.resolve().name, steps, metrics, config, plan, rollouts, remarks)
+
+
+def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:
+    """Step -> its line. A line that is none of a step (the last one, while it is being written) is left out."""
+    if not file.exists():
+        remarks.append(f"{file.name} is missing: no curves.")
+        return {}
+    rows: dict[int, dict[str, Any]] = {}
+    bad = []
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and type(found.get("step")) is int:
+            rows[found["step"]] = found
+        else:
+            bad.append(number)
+    if bad:
+        remarks.append(
+            f"{file.name}: {len(bad)} lines are not those of a whole step and were left out (first: line {bad[0]})."
+        )
+    return rows
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:
+    """A YAML or JSON file (which is YAML, too) that holds a mapping."""
+    if not file.exists():
+        remarks.append(f"{file.name} is missing.")
+        return {}
+    try:
+        text = file.read_text()
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        remarks.append(f"{file.name} cannot be read; it may be half written.")
+        return {}
+    return found

@@ -1,0 +1,84 @@
+"""Which steps go into a page that has a limit: first and last, then ever closer between them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learner.tools.report.completions import Step
+from learner.tools.report.packing import Block
+from learner.tools.report.run_folder import ReportError
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What was kept of a run's completions.
+
+    Attributes:
+        blocks: step -> its packed groups.
+        index: what the list and its filters need of every group that was kept, in the order of steps.
+        token_ids: those that occur in the blocks.
+        remarks: what was left out, and why.
+    """
+
+    blocks: dict[int, Block] = field(default_factory=dict)
+    index: dict[str, list[Any]] = field(default_factory=dict)
+    token_ids: set[int] = field(default_factory=set)
+    remarks: list[str] = field(default_factory=list)
+
+
+def spread(count: int) -> Iterator[int]:
+    """0 .. count - 1, each once, so that every beginning of the sequence lies evenly: spread(5) is 0, 4, 2, 1, 3."""
+    yield from range(min(count, 1))
+    if count > 1:
+        yield count - 1
+    gaps = [(0, count - 1)]
+    while gaps:
+        wide = [(a, b) for a, b in gaps if b - a > 1]
+        yield from ((a + b) // 2 for a, b in wide)
+        gaps = [half for a, b in wide for half in ((a, (a + b) // 2), ((a + b) // 2, b))]
+
+
+def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], limit: int) -> Sample:
+    """As many steps as `limit` bytes of blocks hold; of a first one that is larger than all of it, the first groups.
+
+    read: a file and how many groups of it, None for all (completions.read_step).
+    """
+    kept: list[Step] = []
+    made = Sample()
+    room = limit
+    for place in spread(len(files)):
+        try:
+            step = read(files[place], None)
+            while len(step.block) > room and not kept and len(step.lines) > 1:
+                step = read(files[place], len(step.lines) // 2)
+        except ReportError as error:
+            made.remarks.append(f"{error}.")
+            continue
+        if len(step.block) > room:
+            made.remarks.append(
+                f"Completions of {len(kept)} of {len(files)} steps are shown, evenly spread: all of them would be more "
+                f"than --limit ({limit / 2**20:.3g} MiB)."
+            )
+            break
+        room -= len(step.block)
+        kept.append(step)
+        made.blocks[step.step] = step.block
+        made.token_ids.update(step.token_ids)
+    made.index.update(_index(sorted(kept, key=lambda step: step.step)))
+    return made
+
+
+def _index(steps: Sequence[Step]) -> dict[str, list[Any]]:
+    """Columns: for each group its step, its place in the block of the step, and the values of its line."""
+    rows = [(step.step, place, line) for step in steps for place, line in enumerate(step.lines)]
+    texts = list(dict.fromkeys((line["problem"], line["prompt"]) for *_, line in rows))
+    places = {text: place for place, text in enumerate(texts)}
+    return {
+        "step": [step for step, *_ in rows],
+        "place": [place for _, place, _ in rows],
+        "problem": [places[line["problem"], line["prompt"]] for *_, line in rows],
+        "rewards": [line["rewards"] for *_, line in rows],
+        "failed": [sum(status not in ("ok", "none") for status in line["statuses"]) for *_, line in rows],
+        "problems": [list(text) for text in texts],
+    }

@@ -1,0 +1,81 @@
+"""What a page says of one or two runs besides completions: headline, curves, memory, settings that differ."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from learner.tools.report.figures import figures
+from learner.tools.report.run_folder import Run
+
+CHANGE = {"eval/accuracy": "held-out accuracy", "reward/mean": "reward", "rollout/completion_length": "length"}
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of the run itself, and behind it the one that it is compared with."""
+    return {
+        "runs": [_run(run) for run in runs],
+        "figures": figures({name for run in runs for name in run.metrics}),
+        "differences": _differences(runs[0].config, runs[1].config) if len(runs) == 2 else [],
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    model, learner = _part(run.config, "model"), _part(run.config, "learner")
+    seconds = sum(value for value in run.metrics.get("time/step", []) if value is not None)
+    facts = {
+        "model": _last_part(model.get("path")),
+        "algorithm": learner.get("algorithm"),
+        "mode": learner.get("mode"),
+        "seed": run.config.get("seed"),
+        "training": f"{seconds:.0f} s" if seconds else None,
+    }
+    return {
+        "name": run.name, "done": run.steps[-1] if run.steps else 0, "of": run.config.get("steps"),
+        "facts": [[name, str(value)] for name, value in facts.items() if value is not None],
+        "changes": [found for name, label in CHANGE.items() if (found := _change(run, name, label))],
+        "steps": run.steps, "metrics": run.metrics, "memory": _memory(run.plan), "remarks": run.remarks,
+        "config": _flat(run.config),
+    }  # fmt: skip
+
+
+def _change(run: Run, name: str, label: str) -> dict[str, Any] | None:
+    """First and last value of a metric, and the steps that they are of."""
+    known = [
+        (step, value) for step, value in zip(run.steps, run.metrics.get(name, ()), strict=False) if value is not None
+    ]
+    if not known:
+        return None
+    (first, before), (last, after) = known[0], known[-1]
+    return {"label": label, "first": first, "before": before, "last": last, "after": after}
+
+
+def _memory(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Bytes that were planned for each role, by part, and its measured peak."""
+    roles = [(name, _part(plan, name)) for name in ("learner", "generator")]
+    return [
+        {"role": name, "planned": role.get("planned"), "measured": role.get("measured"), "parts": role.get("parts")}
+        for name, role in roles
+        if role.get("planned") or role.get("measured")
+    ]
+
+
+def _part(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _last_part(path: Any) -> str | None:
+    """A folder's own name; a hub model keeps its owner's."""
+    return None if path is None else str(path).rpartition("/")[2] if str(path).startswith("/") else str(path)
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, str]:
+    """Dotted key -> value as text."""
+    if not isinstance(tree, dict) or not tree:
+        return {name: str(tree)} if name else {}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{name}.{key}" if name else str(key)).items()}
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:
+    here, there = _flat(one), _flat(other)
+    names = sorted({*here, *there})
+    return [[n, here.get(n, "—"), there.get(n, "—")] for n in names if here.get(n) != there.get(n)]

@@ -1,0 +1,200 @@
+"""`gleaner report`: whole and broken run folders, what a page holds, and who is served."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from learner.tools.cli import main
+from learner.tools.report.completions import read_step
+from learner.tools.report.live import LiveServer, Watched
+from learner.tools.report.packing import unpacked
+from learner.tools.report.sample import spread
+from learner.tools.report.words import Words
+from learner.tools.report.write import report
+from rollout import ledger
+from rollout.fake_groups import make_group
+
+MODEL = Path(__file__).parents[3] / "examples" / "tiny-arithmetic"
+HOSTILE = "</script><script>alert(1)</script>\x00\u202e<img src=x onerror=alert(2)>"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two steps of two groups, with the loss that divides by nothing."""
+    folder = tmp_path / "a<b>run"
+    folder.mkdir()
+    lines = [{"step": s, "at": s + 0.5, "reward/mean": s / 4, "reward/ms": 3.0, "time/step": 2.0} for s in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(
+        f"steps: 9\nmodel: {{path: {MODEL}}}\nlearner: {{algorithm: grpo, loss: {{advantage: none}}}}\n"
+    )
+    (folder / "plan.json").write_text('{"learner": {"planned": 200, "measured": 150, "parts": {"weights": 200}}}')
+    for step in (1, 2):
+        ledger.write(folder / "rollouts", step, [make_group(2 * step + i, completion=[HOSTILE, "4"]) for i in (0, 1)])
+    return folder
+
+
+def blocks(text: str) -> dict[str, Any]:
+    found = re.findall(r'<script type="text/plain" id="block-([^"]+)">([^<]*)</script>', text)
+    return {name: unpacked(block) for name, block in found}
+
+
+def page_of(run: Path, *arguments: str) -> str:
+    assert main(["report", str(run), *arguments]) == 0
+    return (run / "report.html").read_text()
+
+
+def test_a_page_holds_the_run(run: Path) -> None:
+    found = blocks(page_of(run))
+    assert list(found) == ["head", "index", "pieces", "step-1", "step-2"]
+    (one,) = found["head"]["runs"]
+    assert (one["done"], one["of"], one["steps"], one["metrics"]["reward/mean"]) == (2, 9, [1, 2], [0.25, 0.5])
+    assert one["changes"] == [{"label": "reward", "first": 1, "before": 0.25, "last": 2, "after": 0.5}]
+    assert one["memory"][0] == {"role": "learner", "planned": 200, "measured": 150, "parts": {"weights": 200}}
+    assert [figure["metrics"] for figure in found["head"]["figures"]] == [["reward/mean"], ["time/step"]]
+    assert found["index"]["step"] == [1, 1, 2, 2]
+    assert found["index"]["rewards"][0] == [1.0, 0.0]
+    first, second = found["step-2"][1]["completions"]
+    assert (first["text"], first["advantage"], second["advantage"]) == (HOSTILE, 0.5, -0.5)
+    assert (second["ids"], second["logprobs"]) == ([0, 1], [-50, -50])
+
+
+def test_nothing_but_the_page_s_own_script_may_run(run: Path) -> None:
+    text = page_of(run)
+    assert "alert(" not in text
+    assert "a<b>run" not in text
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', text)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}';" in policy
+    assert not re.search(
+        r"innerHTML|insertAdjacentHTML|document\.write|\beval\(|https?://(?!www\.w3\.org/2000/svg)", text
+    )
+
+
+def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/me')
+    (run / "plan.json").write_text('{"learner": ')
+    (run / "config.yaml").unlink()
+    (run / "rollouts" / "step-000003.parquet").write_bytes(b"PAR1")
+    other = make_group(0).replace_schema_metadata({"gleaner.schema": "3"})
+    pq.write_table(other, run / "rollouts" / "step-000004.parquet")
+    head = blocks(page_of(run))["head"]
+    assert head["runs"][0]["steps"] == [1, 2]
+    said = "\n".join([*head["runs"][0]["remarks"], head["colours"]])
+    for sentence in (
+        "metrics.jsonl: 1 lines are not those of a whole step and were left out (first: line 3)",
+        "plan.json cannot be read; it may be half written",
+        "config.yaml is missing",
+        "step-000003.parquet cannot be read",
+        "step-000004.parquet cannot be read: rollout table: schema version must be 2, got 3",
+        "Tokens are not coloured: tokenizer.json of the model is not on this machine",
+    ):
+        assert sentence in said
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "absent")]) == 2
+    assert "must be a run folder such as runs/demo-seed0" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has neither metrics.jsonl nor rollouts/" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--limit", "many"]) == 2
+    assert capsys.readouterr().err.startswith("error: --limit: ")
+
+
+def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.75}\n')
+    (other / "config.yaml").write_text("steps: 9\nmodel: {path: /m}\nlearner: {algorithm: ppo}\n")
+    head = blocks(page_of(run, "--against", str(other)))["head"]
+    assert head["title"] == "a<b>run against other"
+    assert [one["metrics"]["reward/mean"] for one in head["runs"]] == [[0.25, 0.5], [0.75]]
+    assert head["differences"] == [
+        ["learner.algorithm", "grpo", "ppo"],
+        ["learner.loss.advantage", "none", "—"],
+        ["model.path", str(MODEL), "/m"],
+    ]
+
+
+def test_a_page_with_a_limit_keeps_steps_that_lie_evenly(run: Path) -> None:
+    files = [ledger.write(run / "rollouts", step, [make_group(step)]) for step in range(1, 6)]
+    one = len(read_step(files[0], advantage="none", tokens=True).block)
+    report(run, None, None, 3 * one + one // 2)
+    found = blocks((run / "report.html").read_text())
+    assert [name for name in found if name.startswith("step-")] == ["step-1", "step-3", "step-5"]
+    assert "Completions of 3 of 5 steps are shown" in found["head"]["runs"][0]["remarks"][-1]
+    assert found["index"]["step"] == [1, 3, 5]
+    many = ledger.write(run / "rollouts", 1, [make_group(i, completion=[f"{i**9}", "4"]) for i in range(8)])
+    half = len(read_step(many, 4, advantage="none", tokens=True).block)
+    report(run, None, None, half)
+    found = blocks((run / "report.html").read_text())
+    assert [(name, len(groups)) for name, groups in found.items() if name.startswith("step-")] == [("step-1", 4)]
+
+
+def test_steps_are_taken_from_coarse_to_fine() -> None:
+    assert list(spread(5)) == [0, 4, 2, 1, 3]
+    for count in range(40):
+        assert sorted(spread(count)) == list(range(count))
+
+
+def test_pieces_of_tokens_make_the_text() -> None:
+    from tokenizers import Tokenizer
+
+    words = Words(str(MODEL))
+    text = "<reasoning> 5+2=7 </reasoning><answer>7</answer><|end|>"
+    ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    pieces = words.pieces({*ids, 10**6})
+    assert "".join(pieces[i] for i in ids) == text
+    assert pieces[10**6] == "<1000000>"
+    assert "of org/absent is not on this machine" in Words("org/absent").missing
+
+
+@pytest.fixture
+def served(run: Path) -> Iterator[LiveServer]:
+    with LiveServer(Watched(run, None, 2**20)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def asked(server: LiveServer, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_a_run_is_served_while_it_goes_on(run: Path, served: LiveServer) -> None:
+    status, text = asked(served, f"/{served.key}/")
+    assert (status, blocks(text)) == (200, {})
+    assert "connect-src 'self'" in text
+    assert unpacked(asked(served, f"/{served.key}/head")[1])["runs"][0]["done"] == 2
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/mean": 1.0}\n')
+    ledger.write(run / "rollouts", 3, [make_group(9)])
+    assert unpacked(asked(served, f"/{served.key}/head")[1])["runs"][0]["done"] == 3
+    assert unpacked(asked(served, f"/{served.key}/index")[1])["step"] == [1, 1, 2, 2, 3]
+    assert unpacked(asked(served, f"/{served.key}/step-3")[1])[0]["problem"] == "train-9"
+    assert asked(served, f"/{served.key}/step-4")[0] == 404
+
+
+def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -> None:
+    assert asked(served, "/")[0] == 404
+    assert asked(served, "/wrong/head")[0] == 404
+    assert asked(served, f"/{served.key}/../head")[0] == 404
+    assert asked(served, f"/{served.key}/head", host="rebound.example")[0] == 403
