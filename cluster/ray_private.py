@@ -19,7 +19,12 @@ _ENV = {
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-SYSTEM_CONFIG = {"enable_metrics_collection": False}  # the third such page, of the node's agent
+SYSTEM_CONFIG = {
+    "enable_metrics_collection": False,  # the third such page, of the node's agent
+    # A process for each core, started at once for tasks; every role has a process of its own.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
 
 
 def close_doors() -> None:

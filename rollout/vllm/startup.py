@@ -1,4 +1,4 @@
-"""What makes vLLM's start shorter, and what it must know of a model's adapters before it."""
+"""What makes vLLM's start and end shorter, and what it must know of a model's adapters before."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def shorten_start(model: str) -> None:
         know_model(model)
     # Building an engine collects garbage five times, and each time looks at a million objects of imported modules.
     gc.freeze()
+
+
+def shut_down(engine: Any) -> None:
+    """Ends the engine core. It collects garbage twice on its way, 1.2 of its 1.3 s: among a million objects of imported
+    modules there is none, so that they are kept out of it; what the engine leaves is collected later, if ever."""
+    gc.freeze()
+    try:
+        engine.engine_core.shutdown()
+    finally:
+        gc.unfreeze()
 
 
 def know_model(model: str) -> None:

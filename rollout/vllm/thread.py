@@ -19,6 +19,7 @@ from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
 from rollout.vllm.arguments import build_engine
 from rollout.vllm.commands import Command
+from rollout.vllm.startup import shut_down
 from rollout.vllm.turns import Turns, settle
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class EngineThread:
             cause = f"{type(error).__name__}: {error}"
             self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
         self.window.clear()
-        engine.engine_core.shutdown()
+        shut_down(engine)
 
     def _turn(self) -> None:
         self._take(block=self._turns.idle)
