@@ -24,12 +24,15 @@ from cluster.ray_watch import RayProcesses
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 
-# Set for every role. Its output reaches the driver: no progress bars, no warnings meant for library authors.
-QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
-
 # Tables travel as pickle sends them (rollout.schema), which Ray else overrides with a slower way of its own: column by
 # column and with every type, a fifth of the driver's work.
 PICKLED_TABLES = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
+
+# Set for every role; its output reaches the driver: no progress bars, no warnings meant for library authors.
+ROLE_ENV = PICKLED_TABLES | {
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+}
 
 
 class Session:
@@ -91,7 +94,7 @@ class Session:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         assert self._placement is not None, "reserve() comes first"
-        threads = {"OMP_NUM_THREADS": str(max(1, int(role.cpus)))}
+        threads = str(max(1, int(role.cpus)))
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
@@ -101,7 +104,7 @@ class Session:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
             ),
-            "runtime_env": {"env_vars": {**QUIET, **PICKLED_TABLES, **self._role_env, **env, **threads}},
+            "runtime_env": {"env_vars": {**ROLE_ENV, **self._role_env, **env, "OMP_NUM_THREADS": threads}},
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         actor_class: Any = ray.remote(named).options(**options)
