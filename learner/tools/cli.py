@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from typer.main import get_command
 
+from learner.main import leave
 from learner.tools.commands import doctor, init, plan, report, reward_model, rewards, rollouts, train
 from learner.tools.commands.epilog import epilog
 from learner.tools.commands.group import Commands
@@ -89,5 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code or 0)
 
 
+def console() -> NoReturn:
+    """The console script."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()
