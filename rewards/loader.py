@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from rewards import pickled
 from rewards.base import Reward, RewardLoadError
 from rewards.config import ADAPTER
 from rewards.described import described
@@ -29,7 +30,8 @@ EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 
 
 def load(use: str) -> Reward:
-    """The function that `use` names: a built-in, `package.module:function` or `path/file.py:function`.
+    """The function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
+    `path/file.pickle:function` (rewards.pickled).
 
     Raises RewardLoadError with one sentence: what is missing, and what there is instead.
     """
@@ -53,9 +55,11 @@ def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
 
 
 def load_own(use: str, example: str) -> Callable[..., Any]:
-    """The callable that `use` names: `package.module:function` or `path/file.py:function`; `example` is a name for the
+    """The callable that `use` names, which is no built-in; `example` is a name for the
     sentence to whoever forgot it. Raises RewardLoadError with one sentence, whatever the callable is for."""
     place, _, function = use.rpartition(":")
+    if place.endswith(pickled.SUFFIX):
+        return cast(Callable[..., Any], pickled.load(Path(place)))
     if not place:
         place, function = use, ""
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)

@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from rewards import pickled
 from rewards.loader import BUILT_INS
 
 GRADERS = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}  # packages that do a built-in's work
 
 
 def source_of(use: str) -> Path | None:
-    """The Python file that `use` names (see rewards.loader.load), None if there is none: a module without a source, or
-    one that is not there. What that file imports in its turn is not looked at."""
+    """The Python file, or that of a pickled function, that `use` names (see rewards.loader.load), None if there is
+    none: a module without a source, or one that is not there. What that file imports in its turn is not looked at."""
     place = BUILT_INS.get(use, use).rpartition(":")[0]
     if use in BUILT_INS:
         return Path(__file__).with_name(f"{place.rpartition('.')[2]}.py")
-    if place.endswith(".py"):
+    if place.endswith((".py", pickled.SUFFIX)):
         file = Path(place).resolve()
         return file if file.is_file() else None
     return _module_file(place)

@@ -5,6 +5,7 @@ from typing import Any
 
 from learner.config import RunConfig
 from rewards.config import ADAPTER, RewardConfig, classifier_of
+from rewards.pickled import SUFFIX
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS
 
@@ -42,11 +43,12 @@ def _code(name: Any) -> Any:
 
 
 def _function(use: str) -> str:
-    """`path/file.py:function` and `adapter:folder` with the whole path; any other name as it is."""
+    """`path/file.py:function`, or of a pickled one, and `adapter:folder` with the whole path; any other name as it
+    is."""
     if use.startswith(ADAPTER):
         return f"{ADAPTER}{_whole(use.removeprefix(ADAPTER))}"
     file, colon, function = use.rpartition(":")
-    return f"{_whole(file)}{colon}{function}" if file.endswith(".py") else use
+    return f"{_whole(file)}{colon}{function}" if file.endswith((".py", SUFFIX)) else use
 
 
 def _arguments(reward: RewardConfig) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def wrong_place() -> str:
     except RuntimeError:
         return _unguarded()
     return (
-        "main() runs an event loop of its own and cannot be called inside one, as in a notebook; start a process: "
-        "!python -m learner.main --config FILE"
+        "main() runs an event loop of its own and cannot be called inside one, as in a notebook; call "
+        "learner.train(config=FILE), which starts a process"
     )
 
 

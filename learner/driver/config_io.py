@@ -15,7 +15,9 @@ from learner.config import RunConfig
 from learner.driver.yaml_tree import ConfigError, parse_value, read_yaml
 from rewards.secret_values import masked
 
-__all__ = ["ConfigError", "Key", "describe", "keys", "load", "parse_value", "sentences", "to_yaml"]
+__all__ = [
+    "ConfigError", "Key", "assign", "describe", "keys", "load", "parse_value", "sentences", "to_yaml", "validated",
+]  # fmt: skip
 
 TRUNCATED = (
     "the learner scores the full distribution, and a truncated sampler would make every importance ratio wrong; lower "
@@ -44,14 +46,21 @@ def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
             value = parse_value(text)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
-        _assign(tree, key.split("."), value, key)
+        assign(tree, key, value)
+    return validated(tree)
+
+
+def validated(tree: Mapping[str, Any]) -> RunConfig:
+    """The configuration of plain values, as YAML gives them. Raises ConfigError."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(sentences(error))) from None
 
 
-def _assign(tree: Any, keys: Sequence[str], value: Any, whole: str) -> None:
+def assign(tree: Any, whole: str, value: Any) -> None:
+    """Sets a dotted key in a tree of mappings and lists; makes mappings that are not there. Raises ConfigError."""
+    keys = whole.split(".")
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, list):
             tree = tree[_index(tree, key, whole)]

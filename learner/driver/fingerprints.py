@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.files import digest_of
 from learner.config import RunConfig
+from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
 from rewards.source import grader_version, source_of
 from rollout.env.loader import code_of
@@ -94,8 +95,10 @@ def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
 
 
 def _function(name: str, use: str) -> tuple[str, str]:
-    """(name of a function and of its file, the content of that file)."""
+    """(name of a function and of its file, the content of that file; of a pickled function what it does)."""
     file = source_of(use)
+    if file is not None and file.suffix == pickled.SUFFIX:
+        return f"{name} of {file.name}", pickled.digest_in(file)
     content = "no source" if file is None else str(digest_of(file)["sha256"])
     return f"{name} of {file.name}" if file else name, f"{content} {grader_version(use)}".strip()
 

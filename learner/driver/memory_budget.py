@@ -78,7 +78,10 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
     device = config.memory.device or card
     if device is None:
         return _unlimited(config, shape)
-    found, sequences = _plan(config, shape, device)
+    best = planned(config, shape, device)
+    if isinstance(best, Misfit):
+        raise MemoryPlanError(str(best))
+    found, sequences = best
     _check_cache(config, found)
     chosen = config.learner.model_copy(
         update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
@@ -93,9 +96,9 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
     return Budgets(chosen, found.kv_bytes, sequences, cap, sent, found.layout, found, note)
 
 
-def _plan(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int]:
+def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | Misfit:
     """What fits, and the sequences that a generator decodes at once: of those that may be, the number of which most
-    find room in the KV cache, and fewer if their logits leave the learner what spares it work. Raises MemoryPlanError.
+    find room in the KV cache, and fewer if their logits leave the learner what spares it work.
     """
     wish = wish_of(config, layouts(config))
     best: tuple[Plan, int] | None = None
@@ -106,7 +109,8 @@ def _plan(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int]:
         if isinstance(found, Plan) and (best is None or _rank(found) > _rank(best[0])):
             best = found, count
     if best is None:
-        raise MemoryPlanError(str(found))
+        assert isinstance(found, Misfit)
+        return found
     return best
 
 

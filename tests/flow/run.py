@@ -112,14 +112,19 @@ class Run:
 
     def processes(self) -> dict[int, str]:
         """Living processes that descend from this run: pid -> command line."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.marker.encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended while we looked
-        return found
+        return processes_of(self.marker)
+
+
+def processes_of(marker: str) -> dict[int, str]:
+    """Living processes that have inherited the mark: pid -> command line."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended while we looked
+    return found
 
 
 def _listens(pid: int) -> list[str]:

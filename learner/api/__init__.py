@@ -1,0 +1,1 @@
+"""A run from a script or a notebook: the same engine in a process of its own, the same errors as exceptions."""

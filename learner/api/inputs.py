@@ -1,0 +1,107 @@
+"""What a run is given that lies in no file yet: functions and rows. They are put into `inputs/` of the run folder, each
+in a folder named by its content, so that the same call finds the same files."""
+
+import hashlib
+import json
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.files import writing
+from learner.api.errors import InputError
+from learner.api.plain import plain
+from rewards import pickled
+from rewards.base import RewardLoadError
+
+HERE = "<inputs>/"  # stands for the folder until it is known where that is
+SHORT = 12  # letters of a digest in a name
+
+
+class Inputs:
+    """Contents by their path in the folder, until `write`."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, bytes] = {}
+
+    def _add(self, digest: str, name: str, content: bytes) -> str:
+        path = f"{digest[:SHORT]}/{name}"
+        self._contents[path] = content
+        return f"{HERE}{path}"
+
+    def function(self, function: Any, where: str) -> str:
+        """The `use` of a function or class; InputError for any other thing, and for one that cannot be pickled."""
+        if not callable(function):
+            raise InputError(
+                f"{where}: must be what a configuration file can hold (a number, text, a list, a mapping) or a "
+                f"function, got {_type(function)}; convert it"
+            )
+        try:
+            packed = pickled.pack(function)
+        except RewardLoadError as error:
+            raise InputError(f"{where}: {error}") from error
+        return f"{self._add(packed.digest, f'{packed.name}{pickled.SUFFIX}', packed.content)}:{packed.name}"
+
+    def rows(self, dataset: Any, key: str, name: str) -> str:
+        """The path of a dataset: a datasets.Dataset becomes Parquet, a list of mappings JSON lines; a path or hub name
+        stays what it is. Raises InputError, with the name of the argument (`key`)."""
+        if isinstance(dataset, str | os.PathLike):
+            return os.fspath(dataset)
+        library = sys.modules.get("datasets")  # without it nobody has made one of its objects
+        if library is not None and isinstance(dataset, library.Dataset):
+            stream = BytesIO()
+            dataset.to_parquet(stream)
+            return self._file(f"{name}.parquet", stream.getvalue())
+        if library is not None and isinstance(dataset, library.DatasetDict):
+            splits = list(dataset)
+            raise InputError(
+                f"{key}: must be one split, got a DatasetDict of {', '.join(splits)}; give {key}[{splits[0]!r}]"
+            )
+        if not isinstance(dataset, list | tuple) or not all(isinstance(row, Mapping) for row in dataset):
+            raise InputError(
+                f"{key}: must be a path, a hub name, a datasets.Dataset or a list of mappings, got {_type(dataset)}; "
+                "convert it, for example with list(...), frame.to_dict('records') or datasets.Dataset.from_generator"
+            )
+        lines = [json.dumps(plain(row, f"{key}.{index}", _no_json)) for index, row in enumerate(dataset)]
+        return self._file(f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode())
+
+    def _file(self, name: str, content: bytes) -> str:
+        return self._add(hashlib.sha256(content).hexdigest(), name, content)
+
+    def write(self, folder: Path, tree: Mapping[str, Any]) -> str:
+        """Writes everything, and returns the configuration as YAML, in which HERE has become the folder.
+
+        A file is there whole or not at all. Raises OSError, with the path in it.
+        """
+        for path, content in self._contents.items():
+            file = folder / path
+            partial = file.with_name(f".{file.name}-{uuid.uuid4().hex[:8]}")
+            with writing(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_bytes(content)
+                os.replace(partial, file)
+        return yaml.safe_dump(_with_folder(tree, str(folder)), sort_keys=False, allow_unicode=True)
+
+
+def _with_folder(value: Any, folder: str) -> Any:
+    if isinstance(value, str) and value.startswith(HERE):
+        return f"{folder}/{value.removeprefix(HERE)}"
+    if isinstance(value, dict):
+        return {key: _with_folder(part, folder) for key, part in value.items()}
+    return [_with_folder(part, folder) for part in value] if isinstance(value, list) else value
+
+
+def _no_json(value: Any, where: str) -> Any:
+    raise InputError(
+        f"{where}: must be what JSON holds (text, a number, true, false, null, a list or a mapping of them), got "
+        f"{_type(value)}; convert it, or give a datasets.Dataset"
+    )
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__

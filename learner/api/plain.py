@@ -1,0 +1,31 @@
+"""Python values -> what a configuration file or a row of JSON lines holds."""
+
+import os
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from learner.api.errors import InputError
+
+Other = Callable[[Any, str], Any]  # (what no file holds, where it stands) -> what stands for it, or an exception
+
+
+def plain(value: Any, where: str, other: Other) -> Any:
+    """The value with numbers of numpy as Python's, paths as text, tuples as lists; `other` is asked about the rest."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise InputError(f"{where}: keys must be text, got {wrong[0]!r}; write {str(wrong[0])!r}")
+        return {str(key): plain(part, f"{where}.{key}", other) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part, f"{where}.{index}", other) for index, part in enumerate(value)]
+    return other(value, where)

@@ -1,0 +1,60 @@
+"""plan(): what a run with these settings takes on a card, as data."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from learner.api.errors import InputError
+
+STAND_INS = {"data": {"path": "rg:chain_sum"}, "rewards": [{"use": "number"}]}  # for what takes no memory
+SLICES = {"generator": 0.5, "learner": 0.5}
+
+
+def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **settings: Any) -> list[dict[str, Any]]:
+    """What the memory planner says of a model on a card: a row for what it chooses, and one for each way of training
+    with what that needs at least.
+
+    Args:
+        model: a name of the planner's table or a folder with a config.json, or the section `model` of a configuration.
+        gpu: a card or its size: "rtx4090", 24 (GB as sold), "24GiB".
+        settings: keys of the configuration as in `train`; those that take no memory may be left out. Without
+            `cluster` generator and learner are two slices of the card.
+
+    Returns:
+        Rows with the keys `model`, `params`, `method` ("chosen" in the first), `fits`, and the numbers of
+        `gleaner plan --json`, in bytes. A choice that does not fit has `needs` and `advice` in their place.
+
+    Raises:
+        InputError: the model, the card or a setting is wrong.
+    """
+    from cluster.memory.search import least
+    from cluster.memory.shape import shape_of
+    from learner.api.inputs import Inputs
+    from learner.api.settings import checked, tree_of
+    from learner.driver import card_size, memory_budget, plan_request
+    from learner.tools.plan import METHODS, to_dict
+
+    given = {**STAND_INS, **settings}
+    if not any(key.partition(".")[0] == "cluster" for key in settings):
+        given["cluster.gpus"] = SLICES
+    config = checked(tree_of(None, model, None, {}, given, Inputs()))
+    try:
+        shape = shape_of(config.model.path)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from None
+    try:
+        card = card_size.parse(str(gpu))
+    except ValueError as error:
+        raise InputError(f"gpu: {error}") from None
+    found = memory_budget.planned(config, shape, card.bytes)
+    chosen = found if not isinstance(found, tuple) else found[0]
+    work = plan_request.workload(config, config.rollout.sequences)
+    wish = plan_request.wish_of(config, plan_request.layouts(config))
+    rows = {"chosen": to_dict(chosen)}
+    for name, method in METHODS.items():
+        asked = replace(
+            wish, mode=method.mode, base=method.base, checkpointing=method.checkpointing, optimizer=method.optimizer
+        )
+        rows[name] = to_dict(least(shape, card.bytes, work, asked))
+    return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]

@@ -1,0 +1,107 @@
+"""A run in a child process: its output comes out of this one, Ctrl-C goes to it, and it never outlives us."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from codecs import getincrementaldecoder
+
+from learner.api.errors import InputError, RunFailed, TrainError
+from learner.driver.called_from import ROOT
+
+CLOSE_S = 60.0  # for a run that is to end at once: it takes its processes down
+TAIL = 2**16  # characters of output in which its last words are looked for
+SAID = ("error: ", "config: ")
+INSTALLED = ("site-packages", "dist-packages")
+
+
+class RunProcess:
+    """Context manager; at its end the process has ended.
+
+    Its output goes to a file and not to a pipe: a run whose parent is gone can still write, and so finish its step. It
+    has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which hands it on.
+    """
+
+    def __init__(self, config: str) -> None:
+        """`config`: YAML, which goes through a pipe: it may hold secrets, and a file would keep them."""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._read, self._tail = 0, ""
+        command = [sys.executable, "-u", "-m", "learner.api.child", str(os.getpid()), "--config", "/dev/stdin"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True,
+            env=_environment(),
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # one that died says why
+            stream.write(config.encode())
+
+    def __enter__(self) -> "RunProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The second SIGINT ends it at once and cleanly.
+        for number, patience in ((signal.SIGINT, 1.0), (signal.SIGINT, CLOSE_S), (signal.SIGKILL, CLOSE_S)):
+            if not self.wait(0):
+                self._process.send_signal(number)
+                self.wait(patience)
+        self._file.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after so many seconds at most."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def interrupt(self) -> None:
+        """The first: finish the step, write a checkpoint, leave. The second: leave at once."""
+        self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """For one that does not leave: Ray's processes end when they see that it is gone."""
+        self._process.kill()
+
+    def relay(self) -> None:
+        """Prints what it has written since the last call."""
+        while new := os.pread(self._file.fileno(), TAIL, self._read):
+            self._read += len(new)
+            text = self._decoder.decode(new)
+            self._tail = (self._tail + text)[-TAIL:]
+            sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def failure(self) -> TrainError | None:
+        """What the command line would have said; None of a run that is done, or was stopped with a checkpoint."""
+        code = self._process.returncode
+        if code == 0:
+            return None
+        if code < 0:
+            name = signal.Signals(-code).name
+            return RunFailed(f"the run's process was ended by {name}; the same call goes on from its last checkpoint")
+        lines = self._tail.splitlines()
+        said = _last_words(lines) or [f"the run ended with exit code {code}: {lines[-1] if lines else 'no output'}"]
+        return InputError("\n".join(said)) if code == 2 else RunFailed(said[-1])
+
+
+def _last_words(lines: list[str]) -> list[str]:
+    """The last block of lines that say what was wrong, without what they begin with."""
+    found: list[str] = []
+    for line in reversed(lines):
+        begins = next((word for word in SAID if line.startswith(word)), None)
+        if begins is not None:
+            found.insert(0, line.removeprefix(begins))
+        elif found:
+            break
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Ours, in which the child finds the same packages: sys.path may have been changed in this process."""
+    if ROOT.name in INSTALLED:
+        return dict(os.environ)
+    path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(entry for entry in path if entry))}

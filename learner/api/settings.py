@@ -1,0 +1,89 @@
+"""The arguments of a call -> the tree of a configuration, and its check: unknown keys, wrong values, rules."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from learner.api.errors import InputError
+from learner.api.inputs import Inputs
+from learner.api.plain import plain
+from learner.config import RunConfig
+from learner.driver import config_io
+from learner.driver.yaml_tree import ConfigError, check_plain, read_yaml
+
+
+def tree_of(
+    config: str | os.PathLike[str] | None,
+    model: Any,
+    rewards: Any,
+    datasets: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    inputs: Inputs,
+) -> dict[str, Any]:
+    """What the configuration file of the same run would hold; functions and rows are put into `inputs`.
+
+    Args:
+        config: a file whose keys are the base of all others.
+        model: a name or folder, or the whole section `model`; None: it is in the file or the settings.
+        rewards: a list of functions, names and mappings; None likewise.
+        datasets: argument and key (`dataset`: data.path) -> what was given, or None.
+        settings: keys of the configuration, whole sections or dotted; the dotted are set last.
+
+    Raises:
+        InputError: one line for each mistake.
+    """
+    try:
+        tree = {} if config is None else read_yaml(Path(config))
+        for key in sorted(settings, key=lambda one: one.count(".")):
+            config_io.assign(tree, key, plain(settings[key], key, inputs.function))
+        if model is not None:
+            _set(tree, *_model(model))
+        if rewards is not None:
+            _set(tree, "rewards", plain(_rewards(rewards), "rewards", inputs.function))
+        for key, (argument, dataset) in _by_key(datasets).items():
+            _set(tree, key, inputs.rows(dataset, argument, "train" if key == "data.path" else "eval"))
+        check_plain(tree)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+    return tree
+
+
+def checked(tree: Mapping[str, Any]) -> RunConfig:
+    """The settings of the run. Raises InputError with the sentences of the command line."""
+    try:
+        return config_io.validated(tree)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    config_io.assign(tree, key, value)
+
+
+def _by_key(datasets: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    keys = {"dataset": "data.path", "eval_dataset": "data.eval.path"}
+    return {keys[name]: (name, given) for name, given in datasets.items() if given is not None}
+
+
+def _model(model: Any) -> tuple[str, Any]:
+    """The key that it is, and its value."""
+    if isinstance(model, Mapping):
+        return "model", plain(model, "model", _no_model)
+    if not isinstance(model, str | os.PathLike):
+        _no_model(model, "model")
+    return "model.path", os.fspath(model)
+
+
+def _no_model(model: Any, where: str) -> Any:
+    raise InputError(
+        f"{where}: must be a hub name or a folder, got {type(model).__name__}; the run loads the model in processes of "
+        "its own: give the name that you loaded it from, or write it with save_pretrained and give the folder"
+    )
+
+
+def _rewards(rewards: Any) -> list[Any]:
+    """Each function or name as the mapping that a file has."""
+    if not isinstance(rewards, list | tuple):
+        raise InputError(f"rewards: must be a list, got {type(rewards).__name__}; write rewards=[...]")
+    return [one if isinstance(one, Mapping) else {"use": one} for one in rewards]

@@ -1,0 +1,127 @@
+"""What a call is given -> the files of its run; what is wrong with it, before any process starts."""
+
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import yaml
+
+from learner import InputError, TrainError, plan, train
+from learner.api.inputs import Inputs
+from learner.api.metrics_lines import MetricsLines
+from learner.api.settings import checked, tree_of
+from rewards.loader import load
+from rollout.data import files
+
+ROWS = [{"question": f"{a}?", "answer": a, "meta": {"tags": ["x", "y"], "deep": {"n": [a]}}} for a in range(3)]
+
+
+def accuracy(completions: Any, **columns: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def written(folder: Path, **given: Any) -> dict[str, Any]:
+    """The configuration that the run is started with."""
+    inputs = Inputs()
+    datasets_of = {"dataset": given.pop("dataset", ROWS), "eval_dataset": given.pop("eval_dataset", None)}
+    rewards = given.pop("rewards", [accuracy])
+    tree = tree_of(given.pop("config", None), given.pop("model", "some/model"), rewards, datasets_of, given, inputs)
+    checked(tree)
+    found: dict[str, Any] = yaml.safe_load(inputs.write(folder, tree))
+    return found
+
+
+def test_a_call_is_a_configuration_with_its_inputs_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("steps: 7\nlearner: {learning_rate: 1.0e-4, lora: {rank: 8}}")
+    found = written(
+        tmp_path / "inputs",
+        config=tmp_path / "base.yaml",
+        rewards=["format", {"use": accuracy, "weight": np.float32(0.5)}, lambda completions: [0.0]],
+        rollout={"num_generations": np.int64(4)},
+        env={"use": "tools", "args": {"functions": [accuracy]}},
+        **{"learner.lora.rank": 16, "rollout.stop": ("</a>",)},
+    )
+    assert (found["steps"], found["learner"]) == (7, {"learning_rate": 1e-4, "lora": {"rank": 16}})
+    assert found["rollout"] == {"num_generations": 4, "stop": ["</a>"]}
+    assert [one.get("weight") for one in found["rewards"]] == [None, 0.5, None]
+    assert found["rewards"][1]["use"] == found["env"]["args"]["functions"][0]
+    assert load(found["rewards"][1]["use"])(completions=[1, 2]) == [1.0, 1.0]
+    assert found["rewards"][2]["use"].endswith("/lambda.pickle:lambda")
+
+
+@pytest.mark.parametrize("made", [list, datasets.Dataset.from_list])
+def test_rows_are_read_as_they_were_given(tmp_path: Path, made: Any) -> None:
+    for number in range(2):  # the same call: the same files
+        found = written(tmp_path, dataset=made(ROWS), eval_dataset=made(ROWS[:1]))
+        assert len(list(tmp_path.glob("*/*"))) == 3, number
+    file = Path(found["data"]["path"])
+    assert files.read_file(file, "train", {}, None, files.DATA) == ROWS
+    assert Path(found["data"]["eval"]["path"]).stem == "eval"
+
+
+IN_A_CELL: dict[str, Any] = {"__name__": "__main__"}
+exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return LOCK", IN_A_CELL)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"stepz": 3}, "^stepz: unknown key; did you mean steps?"),
+        ({"learner.lora.ranc": 3, "steps": 0}, "(?s)steps: .*equal to 1.*\nlearner.lora.ranc: unknown key"),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p: there is no such key: the learner scores the full distribution"),
+        ({"learner": {"learning_rate": np.zeros(2)}}, "^learner.learning_rate: must be what .* got ndarray"),
+        ({"model": object()}, "^model: must be a hub name or a folder, got object; .* save_pretrained"),
+        ({"rewards": accuracy}, r"^rewards: must be a list, got function; write rewards=\[...\]"),
+        ({"rewards": [IN_A_CELL["logs"]]}, "^rewards.0.use: logs cannot be sent .*: its variable LOCK is a lock"),
+        ({"dataset": {"train": ROWS}}, "^dataset: must be a path, a hub name, .* got dict"),
+        ({"dataset": datasets.DatasetDict(train=datasets.Dataset.from_list([]))}, r"^dataset: .* dataset\['train'\]"),
+        ({"eval_dataset": [{"at": datetime.date.min}]}, "^eval_dataset.0.at: must be what JSON holds .*, got date"),
+        ({"dataset": [{"meta": {1: 2}}]}, "^dataset.0.meta: keys must be text, got 1; write '1'"),
+        ({"config": "gone.yaml"}, "^--config gone.yaml: No such file"),
+        ({"output_dir": "/dev/null/x"}, "^output_dir: /dev/null/x/run cannot be written"),
+        ({"on_step": 3}, "^on_step: must be a plain function"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=sentence) as caught:
+        train(**{"model": "some/model", "rewards": ["number"], "dataset": ROWS, **given})
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, TrainError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_of_metrics_come_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    row = {step: json.dumps({"step": step, "at": time.monotonic()}) + "\n" for step in (1, 2, 3)}
+    file.write_text(row[1])
+    lines = MetricsLines(file)
+    assert lines.new() == []  # of the run before
+    with file.open("a") as stream:
+        stream.write(row[2] + row[3][:5])
+    assert [line["step"] for line in lines.new()] == [2]
+    (tmp_path / "new").write_text(row[1] + row[3])  # a learner was lost: the steps after the checkpoint are repeated
+    os.replace(tmp_path / "new", file)
+    assert [line["step"] for line in lines.new()] == [3]
+    assert lines.new() == []
+
+
+def test_a_plan_is_rows() -> None:
+    rows = plan("Llama-3.2-1B", gpu=24, **{"learner.lora.rank": 64})
+    by_method = {row["method"]: row for row in rows}
+    assert rows[0]["method"] == "chosen"
+    assert rows[0]["fits"] is True
+    assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
+    small = plan("Llama-3.1-8B", gpu="4GiB", rollout={"max_num_seqs": 8})[0]
+    assert (small["fits"], bool(small["advice"])) == (False, True)
+    for given, sentence in (("rtx4099", "^gpu: .* did you mean rtx4090"), ("24", "^model: nobody/8b is no folder")):
+        with pytest.raises(InputError, match=sentence):
+            plan("Llama-3.2-1B" if given != "24" else "nobody/8b", gpu=given)
