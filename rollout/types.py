@@ -106,8 +106,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of a model on their way from the learner to the generators: all of them (learner.mode: full), or those
-    that the adapter changes, merged with it (learner.push: merged). version, digest: as of an Adapter.
+    """Weights of a model on their way from the learner to the generators: all of them (learner.mode: full), those that
+    the adapter changes, merged with it (learner.push: merged), or none: the model as its folder has it. version,
+    digest: as of an Adapter.
 
     payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Layers that
     engines fuse (q, k and v; gate and up) come together or not at all.
@@ -125,6 +126,11 @@ class Weights:
     def build(cls, version: int, payload: bytes | memoryview) -> Weights:
         """Computes the digest."""
         return cls(version=version, digest=digest_of(payload), payload=payload)
+
+    @classmethod
+    def unchanged(cls, version: int) -> Weights:
+        """The model as its folder has it."""
+        return cls.build(version, (2).to_bytes(8, "little") + b"{}")  # safetensors without a tensor
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""

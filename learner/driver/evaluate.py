@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -69,27 +69,50 @@ class HeldOut:
         return self.evaluations[-1].metrics
 
 
+class Asks(Protocol):
+    """What generates groups, one at a time for each call: a Producer."""
+
+    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+        """One group; None if the process was lost meanwhile (it is alive again when this returns)."""
+
+
+def greedy(config: RunConfig) -> Sampling:
+    """One completion, of the likeliest tokens."""
+    return Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
+
+
+async def generate(
+    asked: Sequence[Asks],
+    problems: Sequence[Problem],
+    config: RunConfig,
+    sampling: Callable[[int], Sampling],
+    attempt: int = 0,
+) -> list[pa.Table]:
+    """A group of each problem, in their order. sampling: how that of the i-th is sampled, all of one size."""
+    # As many at once as run at once: the deadline of a group is for the group, not for the queue before it.
+    at_once = config.rollout.sequences if config.env.use is None else min(config.rollout.sequences, config.trajectories)
+    places = [asyncio.Semaphore(max(at_once // sampling(0).n, 1)) for _ in asked]
+
+    async def answer(index: int, problem: Problem) -> pa.Table:
+        mine = index % len(asked)
+        async with places[mine]:
+            while (group := await asked[mine].request(problem, sampling(index), attempt)) is None:
+                pass  # the process was lost and is alive again
+            return group
+
+    return await asyncio.gather(*(answer(i, problem) for i, problem in enumerate(problems)))
+
+
 async def evaluate(
     producers: Sequence[Producer], problems: Sequence[Problem], config: RunConfig, step: int
 ) -> Evaluation:
     """One greedy completion per problem. Where the reward function of accuracy fails, it counts as wrong; where it has
     no score, it is left out of eval/accuracy and counted in eval/unscored."""
-    # As many at once as run at once: the deadline of a group is for the group, not for the queue before it.
-    at_once = config.rollout.sequences if config.env.use is None else min(config.rollout.sequences, config.trajectories)
-    places = [asyncio.Semaphore(at_once) for _ in producers]
-    greedy = Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
-
-    async def answer(index: int, problem: Problem) -> pa.Table:
-        mine = index % len(producers)
-        async with places[mine]:
-            while (group := await producers[mine].request(problem, greedy, attempt=0)) is None:
-                pass  # the process was lost and is alive again
-            return group
-
-    rows = pa.concat_tables(await asyncio.gather(*(answer(i, p) for i, p in enumerate(problems))))
+    rows = pa.concat_tables(await generate(producers, problems, config, lambda _: greedy(config)))
     metrics = env_metrics(rows)
     rows = whole(rows)
-    said = _said(rows, accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None))
+    name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+    said = scores_of(rows, name)
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}
     means |= {key.replace("env/", "eval/"): value for key, value in metrics.items()}
@@ -109,7 +132,7 @@ async def evaluate(
     return Evaluation(step, means, samples)
 
 
-def _said(rows: pa.Table, accuracy: str | None) -> list[float | None]:
+def scores_of(rows: pa.Table, accuracy: str | None) -> list[float | None]:
     """The reward that counts as accuracy, of each row; nan where the row failed, None where it has none."""
     parts, lost = parts_of(rows), failed(rows).tolist()
     if accuracy is None:

@@ -114,7 +114,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
     followed = found.of(_follow_adapter, absolute(config))
     config, notes = followed or (absolute(config), ())
-    chat = found.of(_chat, config)
+    chat = found.of(load_chat, config)
     found.of(_check_weights, config, adapters=followed is not None)
     found.of(check_scored_adapters, config)
     cards = cards or present()
@@ -125,10 +125,10 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         notes += (*machine_notes(config), *(found.of(check_main_memory, config, budgets) or ()))
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
-    found.of(_check_accuracy, config)
+    found.of(check_accuracy, config)
     found.of(_check_loss, config)
     if chat is not None and data is not None:
-        notes += found.of(_check_rewards, config, data[0].at(0)) or ()
+        notes += found.of(check_rewards, config, data[0].at(0)) or ()
         notes += found.of(check_environment, config, chat, data[0].at(0)) or ()
     found.finish()
     assert data is not None
@@ -194,7 +194,8 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
     return resume_from, skipped
 
 
-def _chat(config: RunConfig) -> Chat:
+def load_chat(config: RunConfig) -> Chat:
+    """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
     chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
     chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
     chat.stops(config.rollout.stop)
@@ -216,7 +217,8 @@ def _check_weights(config: RunConfig, *, adapters: bool) -> None:
     found.finish()
 
 
-def _check_accuracy(config: RunConfig) -> None:
+def check_accuracy(config: RunConfig) -> None:
+    """Whether data.eval.reward is one of the rewards."""
     try:
         accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
     except ValueError as error:
@@ -250,7 +252,7 @@ def _check_loss(config: RunConfig) -> None:
             trial.close()
 
 
-def _check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
+def check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
     """Each function once, on two dummy completions of the first problem, in a worker process like those of the run.
     Lines about those that work."""
     functions = functions_of(config.rewards)

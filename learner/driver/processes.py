@@ -54,20 +54,20 @@ async def start_processes(
         return session.spawn(learner, make_trainer, [*wanted, base], ALLOCATOR if learner.gpus > 0 else {})
 
     if config.cluster.gpus.learner == 0 and not shares:  # the two start-ups overlap
-        started = spawn_trainer()
+        trainer_process = spawn_trainer()
         async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
             for worker in workers:
-                starting.create_task(_started(worker, start))
-            starting.create_task(started.ready(start))
+                starting.create_task(started(worker, start))
+            starting.create_task(trainer_process.ready(start))
     else:
         for worker in workers:
-            await _started(worker, start)
+            await started(worker, start)
             if prepared.budgets.alternating:
                 await worker.call(RolloutService.sleep, start)
         base = await workers[0].call(RolloutService.share_base, start) if shares else None
-        started = spawn_trainer(base)
-        await started.ready(start)
-    trainer = WatchedLearner(started, config.cluster.deadlines.heartbeat)
+        trainer_process = spawn_trainer(base)
+        await trainer_process.ready(start)
+    trainer = WatchedLearner(trainer_process, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
         fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
@@ -75,7 +75,7 @@ async def start_processes(
     return list(workers), trainer
 
 
-async def _started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
+async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
     """A generator that is lost as it starts is tried again, as one that is lost later."""
     await until_started(generator.name, partial(generator.ready, deadline_s), partial(generator.revive, deadline_s))
 

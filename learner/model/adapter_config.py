@@ -44,7 +44,7 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
     Raises:
         AdapterError: there is none, or it is no plain LoRA adapter.
     """
-    content = _content(folder, key)
+    content = read_content(folder, key)
     _check_plain(content, Path(folder) / CONFIG_FILE, key)
     return content
 
@@ -56,7 +56,7 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
         AdapterError: there is none, or it is something else, such as a head of two outputs.
         WeightsError: its weights are not whole.
     """
-    content, file = _content(folder, key), Path(folder) / CONFIG_FILE
+    content, file = read_content(folder, key), Path(folder) / CONFIG_FILE
     if content.get("task_type") != "SEQ_CLS":
         raise AdapterError(
             f"{key}: task_type of {file} must be 'SEQ_CLS', got {content.get('task_type')!r}; give an adapter with a "
@@ -80,7 +80,8 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
     return content | {"r": rank}
 
 
-def _content(folder: str, key: str) -> dict[str, Any]:
+def read_content(folder: str, key: str) -> dict[str, Any]:
+    """What adapter_config.json holds, whatever kind of adapter it is. Raises AdapterError, which names `key`."""
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder}; give one in PEFT's form")

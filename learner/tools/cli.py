@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from learner.main import leave
-from learner.tools.commands import doctor, init, plan, report, reward_model, rewards, rollouts, train
+from learner.tools.commands import doctor, eval, init, plan, report, reward_model, rewards, rollouts, train
 from learner.tools.commands.epilog import epilog
 from learner.tools.commands.group import Commands
 from learner.tools.commands.mistakes import sentence
@@ -65,6 +65,7 @@ def build() -> typer.Typer:
     app.command(epilog=plan.EPILOG)(plan.plan)
     app.command(epilog=doctor.EPILOG)(doctor.doctor)
     app.command(epilog=train.EPILOG, context_settings=train.ANYTHING)(train.train)
+    app.command("eval", epilog=eval.EPILOG)(eval.evaluate)
     tried = _group("List reward functions, and try them.")
     tried.command("list", epilog=rewards.LIST_EPILOG)(rewards.list_rewards)
     tried.command("try", epilog=rewards.TRY_EPILOG)(rewards.try_reward)

@@ -114,6 +114,15 @@ def load(
     return Problems(items, seed), [item.at(index, epoch=-1) for index, item in enumerate(held_out)]
 
 
+def load_whole(
+    config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
+) -> list[Problem]:
+    """All problems of `path` in their order, held out or not, to be evaluated; arguments and errors as of load."""
+    rows = sources.read(config.path, config.split, config.args, config.size, seed, deadline_s=deadline_s)
+    items = _items(rows, config, chat, max_prompt_length, sources.label(config.path, config.split), deadline_s)
+    return [item.at(index, epoch=-1) for index, item in enumerate(items)]
+
+
 def _hold_out(items: list[Item], size: int, seed: int) -> tuple[list[Item], list[Item]]:
     """Training and held-out items; a prompt that is held out is nowhere in training, however often it occurs."""
     distinct = _unseen(items, ())

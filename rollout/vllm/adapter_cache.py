@@ -107,7 +107,7 @@ class AdapterWindow:
 
     def add(self, staged: Resident) -> None:
         self._residents[staged.version] = staged
-        self._keys = staged.keys
+        self._keys = staged.keys or None  # Weights.unchanged say nothing of those behind them
 
     def replace(self, staged: Resident) -> None:
         """Makes the staged version the only one, even if requests still use another."""

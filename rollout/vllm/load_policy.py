@@ -83,6 +83,8 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:
     """Runs in vLLM's worker."""
+    if not names:  # Weights.unchanged
+        return
     worker.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
     model = worker.model_runner.get_model()
     head: Any = getattr(model, "lm_head", None)

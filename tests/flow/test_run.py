@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    _evaluated_alone_it_scores_as_in_the_run(run, first[4]["eval/accuracy"])
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run.folder / "adapter")
     assert any(p.abs().sum() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
@@ -59,6 +62,20 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert shared_memory  # semaphores of reward processes, else nothing was seen
     assert [name for name in shared_memory if Path(name).exists()] == []
+
+
+def _evaluated_alone_it_scores_as_in_the_run(run: Run, accuracy: float) -> None:
+    words = ["-m", "learner.tools.cli", "eval", "--run", str(run.folder), "--samples", "2", "--json"]
+    rows = run.folder / "eval.parquet"
+    told = subprocess.run(
+        [sys.executable, *words, "--save", str(rows)], capture_output=True, text=True, check=True,
+        env=run.environment(), timeout=200,
+    )  # fmt: skip
+    found = json.loads(told.stdout)
+    assert found["metrics"]["greedy"]["value"] == pytest.approx(accuracy, abs=1e-6)
+    assert {"mean@2", "pass@1", "pass@2", "majority@2"} < set(found["metrics"])
+    assert (found["problems"], ledger.read(rows).num_rows) == (2, 2 + 4)
+    rows.unlink()
 
 
 ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator

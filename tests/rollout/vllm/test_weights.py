@@ -51,7 +51,7 @@ def test_new_weights_replace_the_model_between_requests(tmp_path: Path, tied: bo
         with pytest.raises(NoAdapter):
             await engine.probe(IDS)
         for version in (0, 1):
-            weights = weights_of(models[version], version)
+            weights = weights_of(models[version], version) if version else Weights.unchanged(version)
             assert await engine.load_weights(weights) == weights.digest
             assert await engine.load_weights(weights) == weights.digest  # again: nothing happens
             assert np.abs(await engine.probe(IDS) - logprobs(models[version], IDS)).max() < TOLERANCE

@@ -1,0 +1,133 @@
+"""What the command line of gleaner eval means, and what is printed."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from cluster.files import writing
+from learner.config import RunConfig
+from learner.driver import config_io, failure
+from learner.driver.preflight import PROBLEMS
+from learner.model.adapter_config import MODEL
+from learner.tools.evaluation import Evaluated, evaluate
+from rollout.data import hub
+
+RESULT = "adapter"  # of a run's folder: what it has learned, or a whole model in MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What learner.tools.commands.eval takes, under its names."""
+
+    overrides: list[str] | None
+    config: str | None
+    run_folder: Path | None
+    model: str | None
+    adapter: str | None
+    data: str | None
+    split: str | None
+    prompt: str | None
+    reward: list[str] | None
+    samples: int
+    temperature: float | None
+    limit: int | None
+    threshold: float
+    as_json: bool
+    save: Path | None
+
+
+def run(asked: Asked) -> int:
+    """Exit code: 0; 1 if it failed on the way; 2 if something given is wrong."""
+    try:
+        config, adapter = _meant(asked)
+        hub.settle([config.model.path, config.data.path, config.data.eval.path])
+        result = evaluate(
+            config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,
+            threshold=asked.threshold, note=lambda line: print(line, file=sys.stderr),
+        )  # fmt: skip
+        if asked.save is not None:
+            with writing(asked.save):
+                pq.write_table(result.rows, asked.save)
+    except (Exception, BaseExceptionGroup) as several:
+        cause = failure.first_of(several)
+        if isinstance(cause, (*PROBLEMS, config_io.ConfigError)):
+            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
+            return 2
+        text, code = failure.tell(cause)
+        print(text, file=sys.stderr, flush=True)
+        return code
+    if asked.as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        show(result)
+    return 0
+
+
+def show(result: Evaluated) -> None:
+    """The table of a person."""
+    table = Table("metric", "value", "95 % interval")
+    for name, one in result.metrics.items():
+        table.add_row(name, f"{one.value:.3f}", f"{one.low:.3f} .. {one.high:.3f}")
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+    on = f" with {result.adapter}" if result.adapter else ""
+    console.print(f"{result.model}{on} on {result.problems} problems of {result.data}", markup=False)
+    console.print(f"score: {result.reward or 'the rewards of the environment'}, {result.seconds:.0f} s", markup=False)
+    console.print(table)
+    if result.unscored:
+        console.print(f"{result.unscored} problems have a completion without a score and count nowhere")
+    if result.failed:
+        console.print(f"a reward function failed on {result.failed} completions, which count as 0")
+
+
+def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
+    """The configuration, and the adapter on its model. Raises ConfigError."""
+    if asked.run_folder is not None and asked.config is not None:
+        raise config_io.ConfigError("--run: does not go with --config, which it has in its folder; give one of them")
+    folder, file, changed, adapter = asked.run_folder, asked.config, _overrides(asked), asked.adapter
+    if folder is not None:
+        file = str(folder / "config.yaml")
+        if asked.model is None and (folder / MODEL).is_dir():
+            changed.insert(0, f"model.path={folder / MODEL}")
+        elif asked.model is None and adapter is None:
+            adapter = _learned(folder)
+    if file is None:
+        _check_named(asked)
+    return config_io.load(file, changed), adapter
+
+
+def _check_named(asked: Asked) -> None:
+    """Whether all is named that no file names."""
+    wanted = {"--model": ("model", asked.model), "--data": ("data", asked.data), "--reward": ("rewards", asked.reward)}
+    keys = {override.removeprefix("--").replace("=", ".").partition(".")[0] for override in asked.overrides or []}
+    if missing := [name for name, (key, value) in wanted.items() if not value and key not in keys]:
+        raise config_io.ConfigError(
+            f"{', '.join(missing)}: required where no configuration names it; give one with --config FILE or --run DIR"
+        )
+
+
+def _learned(folder: Path) -> str:
+    if not (folder / RESULT).is_dir():
+        raise config_io.ConfigError(
+            f"--run: {folder} has neither {RESULT}/ nor {MODEL}/, so it has no checkpoint yet; for its base give "
+            f"--config {folder / 'config.yaml'}"
+        )
+    return str(folder / RESULT)
+
+
+def _overrides(asked: Asked) -> list[str]:
+    """The options as settings, behind them those that were given as such."""
+    given = {
+        "model.path": asked.model, "data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt,
+        "rollout.temperature": asked.temperature,
+    }  # fmt: skip
+    changed = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if asked.reward:
+        changed.append(f"rewards={json.dumps([{'use': use} for use in asked.reward])}")
+    if asked.data is not None:
+        changed.append(f"data.size={asked.limit or 'null'}")
+    return [*changed, *(asked.overrides or [])]

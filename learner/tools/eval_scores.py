@@ -1,0 +1,75 @@
+"""What an evaluation says, from one score per completion. Numbers only.
+
+Letters: P problems, K sampled completions of each.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+DRAWS = 2000  # of the bootstrap
+LEVEL = 95  # per cent of its means that lie inside an interval
+
+
+class Estimate(NamedTuple):
+    """A mean over problems, and its bootstrap interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Sampled(NamedTuple):
+    """The K completions of one problem: what each answers, and its score."""
+
+    answers: Sequence[str]
+    scores: Sequence[float]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n completions, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k), unbiased for the
+    chance of k fresh ones (Chen et al. 2021, 2107.03374, equation 1). Needs 1 <= k <= n and 0 <= c <= n."""
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k: must have 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def majority(sampled: Sampled) -> float:
+    """Score of the answer that most completions give: the mean over those that give it; of several such answers, the
+    mean over these (self-consistency, Wang et al. 2022, 2203.11171, with ties drawn at random)."""
+    votes = Counter(sampled.answers)
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    pairs = list(zip(sampled.answers, sampled.scores, strict=True))
+    return float(np.mean([np.mean([score for said, score in pairs if said == answer]) for answer in winners]))
+
+
+def interval(values: Sequence[float], seed: int) -> Estimate:
+    """Mean of [P] values, and the interval of the means of P values drawn from them with replacement (Efron 1979)."""
+    given: npt.NDArray[np.float64] = np.asarray(values, np.float64)
+    rng = np.random.default_rng(seed)
+    means = np.array([given[rng.integers(0, len(given), len(given))].mean() for _ in range(DRAWS)])
+    low, high = np.percentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    return Estimate(float(given.mean()), float(low), float(high))
+
+
+def summary(greedy: Sequence[float], sampled: Sequence[Sampled], threshold: float, seed: int) -> dict[str, Estimate]:
+    """Metric -> estimate. `sampled`: [P], or nothing; a completion is correct for pass@k from `threshold` on."""
+    values: dict[str, list[float]] = {"greedy": list(greedy)} if greedy else {}
+    if sampled:
+        n = len(sampled[0].scores)
+        values[f"mean@{n}"] = [float(np.mean(one.scores)) for one in sampled]
+        correct = [sum(score >= threshold for score in one.scores) for one in sampled]
+        for k in powers_to(n):
+            values[f"pass@{k}"] = [pass_at_k(n, c, k) for c in correct]
+        values[f"majority@{n}"] = [majority(one) for one in sampled]
+    return {name: interval(own, seed) for name, own in values.items()}
+
+
+def powers_to(n: int) -> list[int]:
+    """1, 2, 4, ... below n, and n."""
+    return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]

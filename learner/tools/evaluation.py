@@ -1,0 +1,190 @@
+"""gleaner eval: a model or an adapter on data, by the generators and reward functions of a run."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from learner.config import RunConfig
+from learner.driver.absolute_paths import absolute
+from learner.driver.cards import present, size_for
+from learner.driver.env_check import check_environment
+from learner.driver.evaluate import accuracy_reward, greedy, scores_of
+from learner.driver.findings import Findings, PreflightError
+from learner.driver.machine_checks import check_placement
+from learner.driver.memory_budget import settle, settled
+from learner.driver.preflight import PROBLEMS, Untokenised, check_accuracy, check_rewards, load_chat
+from learner.model.weight_files import model_weights
+from learner.tools.eval_answers import answer_of
+from learner.tools.eval_generators import Asked, groups, policy_of
+from learner.tools.eval_scores import Estimate, Sampled, summary
+from rewards.config import functions_of
+from rollout.data.problems import Renderer, load, load_whole
+from rollout.producer import group_seed
+from rollout.schema import Problem, failed, whole
+from rollout.types import Adapter, Sampling, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation found.
+
+    Attributes:
+        reward: name of the reward function that counts; None: the environment's own rewards.
+        problems: that were asked. samples: completions of each, beside the greedy one.
+        metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with a bootstrap interval of
+            95 %.
+        unscored: problems without a score, which count nowhere. failed: completions that a reward function failed on,
+            which count as 0.
+        seconds: start and end of the processes included.
+        rows: every completion, in rollout.schema; attempt 0 is greedy, 1 sampled.
+    """
+
+    model: str
+    adapter: str | None
+    data: str
+    reward: str | None
+    problems: int
+    samples: int
+    temperature: float
+    metrics: dict[str, Estimate]
+    unscored: int
+    failed: int
+    seconds: float
+    rows: pa.Table
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: all but the rows."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "rows"}
+        return fields | {"metrics": {name: one._asdict() for name, one in self.metrics.items()}}
+
+
+def evaluate(
+    config: RunConfig,
+    *,
+    adapter: str | None = None,
+    held_out: bool = True,
+    samples: int = 0,
+    limit: int | None = None,
+    threshold: float = 1.0,
+    note: Callable[[str], None] = print,
+) -> Evaluated:
+    """Evaluates config.model.path, with an adapter on it where one is given. Not from inside an event loop.
+
+    Args:
+        config: model, data, rewards, lengths, temperature and seed are read of it; nothing is written to its folder.
+        adapter: folder in PEFT's format.
+        held_out: the held-out problems of such a run; else all of data.path, in its order.
+        samples: completions of each problem beside the greedy one, at rollout.temperature.
+        limit: the first so many problems.
+        threshold: the score from which on a completion is correct for pass@k.
+        note: gets lines for the user.
+
+    Raises:
+        PreflightError: something given is wrong; one line per mistake.
+    """
+    begun = time.perf_counter()
+    config, problems = _checked(config, held_out)
+    problems = problems[:limit]
+    policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present()))
+    config = settled(config, budgets)
+    name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+    asked = [Asked(lambda _: greedy(config), 0)]
+    if samples:
+        asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
+    told = f"{len(problems)} problems, {'greedy' if not samples else f'greedy and {samples} samples each'}"
+    note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
+    tables = asyncio.run(groups(config, budgets, policy, problems, asked))
+    metrics, unscored = metrics_of(tables, name, threshold, config.seed)
+    rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
+    return Evaluated(
+        model=config.model.path, adapter=adapter, data=config.data.path, reward=name, problems=len(problems),
+        samples=samples, temperature=config.rollout.temperature, metrics=metrics, unscored=unscored,
+        failed=int(failed(whole(rows)).sum()), seconds=time.perf_counter() - begun, rows=rows,
+    )  # fmt: skip
+
+
+def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem]]:
+    """The configuration with whole paths, and the problems. Raises PreflightError."""
+    found, config = Findings(PROBLEMS), absolute(config)
+    if config.env.use is None and not functions_of(config.rewards):
+        found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
+    found.of(check_accuracy, config)
+    found.of(check_placement, _without_learner(config), None)
+    found.of(model_weights, config.model.path)
+    chat = found.of(load_chat, config)
+    problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
+    if chat is not None and problems:
+        found.of(check_rewards, config, problems[0])
+        found.of(check_environment, config, chat, problems[0])
+    found.finish()
+    assert problems is not None
+    return config, problems
+
+
+def _held_out(config: RunConfig, chat: Renderer) -> list[Problem]:
+    longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
+    _, problems = load(config.data, chat, longest, config.seed, deadline)
+    if not problems:
+        raise PreflightError("data.eval.every: is 0, so nothing is held out; raise it, or name problems with --data")
+    return problems
+
+
+def _whole(config: RunConfig, chat: Renderer) -> list[Problem]:
+    longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
+    return load_whole(config.data, chat, longest, config.seed, deadline)
+
+
+def _policy(adapter: str | None) -> Adapter | Weights:
+    """Raises PreflightError."""
+    found = Findings(PROBLEMS)
+    policy = found.of(policy_of, adapter)
+    found.finish()
+    assert policy is not None
+    return policy
+
+
+def _without_learner(config: RunConfig) -> RunConfig:
+    gpus = config.cluster.gpus.model_copy(update={"learner": 0.0})
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpus": gpus})})
+
+
+def _sampling(config: RunConfig, samples: int, problem: Problem) -> Sampling:
+    return Sampling(
+        n=samples,
+        max_tokens=config.rollout.max_completion_length,
+        temperature=config.rollout.temperature,
+        seed=group_seed(config.seed, problem.position, attempt=1),
+    )
+
+
+def metrics_of(
+    tables: list[list[pa.Table]], name: str | None, threshold: float, seed: int
+) -> tuple[dict[str, Estimate], int]:
+    """The metrics, and how many problems have a completion without a score, and so count nowhere. Where a reward
+    function failed, the score is 0."""
+    scored = [_by_problem(several, name) for several in tables]
+    kept = [i for i in range(len(scored[0])) if not any(None in several[i] for several in scored)]
+    values = [[[_number(score) for score in several[i]] for i in kept] for several in scored]
+    sampled = []
+    if len(tables) > 1:
+        texts = [whole(tables[1][i]).column("completion").to_pylist() for i in kept]
+        sampled = [Sampled([*map(answer_of, said)], own) for said, own in zip(texts, values[1], strict=True)]
+    metrics = summary([own[0] for own in values[0]], sampled, threshold, seed) if kept else {}
+    return metrics, len(scored[0]) - len(kept)
+
+
+def _number(score: float | None) -> float:
+    return 0.0 if score is None or math.isnan(score) else score
+
+
+def _by_problem(tables: Sequence[pa.Table], name: str | None) -> list[list[float | None]]:
+    """The scores of each table's completions. Asked of all at once: that no problem has this reward is a mistake."""
+    rows = [whole(table) for table in tables]
+    scores = iter(scores_of(pa.concat_tables(rows), name))
+    return [list(islice(scores, own.num_rows)) for own in rows]
