@@ -6,6 +6,7 @@ Its first line is JSON, the rest a pickle. It is code as a .py file is: whoever 
 
 import io
 import json
+import os
 import pickle
 import re
 import sys
@@ -46,7 +47,7 @@ def pack(function: Any) -> Packed:
             f"{own} must be at most {LARGEST // 2**20} MiB with all that it reads, got {size}{blamed}; load such "
             "things inside the function, or in a module that it imports"
         )
-    head = {"digest": made, "python": PYTHON, "path": [entry for entry in sys.path if entry]}
+    head = {"digest": made, "python": PYTHON, "path": [entry or os.getcwd() for entry in sys.path]}
     return Packed(name, made, json.dumps(head).encode() + b"\n" + content)
 
 

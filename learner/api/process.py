@@ -12,8 +12,11 @@ from learner.api.errors import InputError, RunFailed, TrainError
 from learner.driver.called_from import ROOT
 
 CLOSE_S = 60.0  # for a run that is to end at once: it takes its processes down
+CHILD = "learner.api.child"
 TAIL = 2**16  # characters of output in which its last words are looked for
 SAID = ("error: ", "config: ")
+# Lines, not the moving table of a terminal: notebooks set FORCE_COLOR, by which rich would take the file for one.
+PLAIN = {"TTY_COMPATIBLE": "0", "RAY_COLOR_PREFIX": "0"}
 INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -29,7 +32,7 @@ class RunProcess:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
         self._read, self._tail = 0, ""
-        command = [sys.executable, "-u", "-m", "learner.api.child", str(os.getpid()), "--config", "/dev/stdin"]
+        command = [sys.executable, "-u", "-m", CHILD, str(os.getpid()), "--config", "/dev/stdin"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True,
             env=_environment(),
@@ -102,6 +105,6 @@ def _last_words(lines: list[str]) -> list[str]:
 def _environment() -> dict[str, str]:
     """Ours, in which the child finds the same packages: sys.path may have been changed in this process."""
     if ROOT.name in INSTALLED:
-        return dict(os.environ)
+        return {**os.environ, **PLAIN}
     path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(entry for entry in path if entry))}
+    return {**os.environ, **PLAIN, "PYTHONPATH": os.pathsep.join(dict.fromkeys(entry for entry in path if entry))}

@@ -40,7 +40,7 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
     marker = f"gleaner-test-{uuid.uuid4().hex}"
 
     def run(kill_at: int) -> subprocess.CompletedProcess[str]:
-        env = environment(marker) | {"PYTHONPATH": str(ROOT)}
+        env = environment(marker) | {"PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}  # as a kernel's
         command = [sys.executable, "-c", NOTEBOOK, cell, str(kill_at)]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
 
@@ -57,6 +57,7 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
     printed, _, told = resumed.stdout.partition("TOLD ")
     answer = json.loads(told)
     assert re.search(rf"resumed at step {step}\b", printed)
+    assert "\x1b" not in printed
     assert answer["seen"] == list(range(step + 1, 4))
     assert [row["step"] for row in answer["metrics"]] == [0, 1, 2, 3]
     last = answer["metrics"][-1]

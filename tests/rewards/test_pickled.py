@@ -70,6 +70,17 @@ def test_a_function_arrives_in_a_process_that_has_only_the_file(tmp_path: Path) 
     assert score(load(sent(partial, tmp_path)), group, {}, built_in=False).values == [8, 4]
 
 
+def test_it_finds_the_modules_that_its_author_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_helper.py").write_text("VALUE = 7")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # the working directory, as a notebook has it
+    use = sent(cell("def f(completions):\n import my_helper\n return [my_helper.VALUE]")["f"], tmp_path)
+    code = f"from rewards.loader import load\nprint(load({use!r})(completions=['']))"
+    env = {"PYTHONPATH": ":".join(sys.path[1:])}
+    told = subprocess.run([sys.executable, "-c", code], cwd="/", env=env, capture_output=True, text=True, check=True)
+    assert told.stdout == "[7]\n"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "same"),
     [

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from learner import InputError, TrainError, plan, train
+from learner import InputError, TrainError, TrainResult, plan, train
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import MetricsLines
 from learner.api.settings import checked, tree_of
@@ -97,6 +98,27 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, TrainError)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("document", ["python.md", "trl.md"])
+def test_the_examples_of_the_documents_are_calls_that_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: str
+) -> None:
+    text = (Path(__file__).parents[3] / "docs" / document).read_text()
+    (tmp_path / "train.jsonl").write_text('{"prompt": [{"role": "user", "content": "1?"}], "answer": "1"}\n')
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def accepts(*given: Any, **settings: Any) -> Any:
+        names = dict(zip(("model", "rewards", "dataset"), given, strict=False))
+        calls.append(written(tmp_path / "inputs", **names, **settings))
+        return TrainResult(tmp_path, None, None, [])
+
+    monkeypatch.setattr("learner.api.training.train", accepts)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if not block.startswith("# TRL"):
+            exec(block, {"__name__": "__main__"})
+    assert len(calls) == 1
 
 
 def test_lines_of_metrics_come_once(tmp_path: Path) -> None:

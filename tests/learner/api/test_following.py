@@ -1,0 +1,73 @@
+"""A run that is watched, stopped, and fails: with a stand-in for its process, which is one all the same."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner import InputError, RunFailed, TrainResult, train
+from learner.api import process
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CHILD", "tests.learner.api.stand_in")
+
+
+def run(folder: Path, **settings: Any) -> TrainResult:
+    given = {"output_dir": str(folder), "steps": 500, **settings}
+    return train("some/model", ["number"], [{"question": "1?"}], **given)
+
+
+def test_false_asks_for_a_stop_and_every_step_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+
+    def on_step(metrics: dict[str, Any]) -> bool:
+        seen.append(metrics["step"])
+        return len(seen) < 3
+
+    result = run(tmp_path, on_step=on_step)
+    assert seen == [row["step"] for row in result.metrics] == list(range(1, len(seen) + 1))
+    assert capsys.readouterr().out == "asked 1 times\n"
+    assert (result.adapter, result.before, result.after) == (None, {}, {})
+
+
+def test_what_on_step_raises_is_raised_when_the_run_has_stopped(tmp_path: Path) -> None:
+    def on_step(metrics: dict[str, Any]) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        run(tmp_path, on_step=on_step)
+    assert caught.value.__notes__ == [
+        "on_step raised it; the run has stopped with a checkpoint, from which the same call goes on"
+    ]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") < 500
+
+
+def test_ctrl_c_finishes_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def on_step(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 1:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt, match="the run has stopped with a checkpoint"):
+        run(tmp_path, on_step=on_step)
+    said = "interrupted: finishing the step and writing a checkpoint\nasked 1 times\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "kind", "sentence"),
+    [
+        (2, "error: before\nx\nerror: one\nconfig: two", InputError, "^one\ntwo$"),
+        (1, "Traceback\n  error: boom\nerror: the last", RunFailed, "^the last$"),
+        (1, "mute", RunFailed, "^the run ended with exit code 1: mute$"),
+    ],
+)
+def test_a_failure_is_an_exception_with_the_last_words(
+    tmp_path: Path, code: int, said: str, kind: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(kind, match=sentence):
+        run(tmp_path, steps=code, data={"system": said})
