@@ -1,9 +1,9 @@
-# make setup | demo | demo-tools | check | test | smoke | contracts | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | test-browser | smoke | contracts | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test test-browser smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -70,6 +70,14 @@ check:
 
 test: setup
 	@$(MAKE) --no-print-directory check
+
+# The report in Debian's Chromium (apt-get install chromium chromium-driver); says so where there is none.
+test-browser: setup
+	@cmp -s requirements/browser.txt build/browser/.requirements || {
+	    rm -rf build/browser
+	    $(INSTALL) --target build/browser -r requirements/browser.txt
+	    cp requirements/browser.txt build/browser/.requirements; }
+	PYTHONPATH=$$PWD:$$PWD/build/browser $(BIN)/pytest -p no:cacheprovider tests/browser
 
 # What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut). One thread
 # each: mutants run beside each other.

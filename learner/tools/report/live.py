@@ -6,11 +6,13 @@ refused, so that a page of the web cannot reach it through a name that it points
 
 import hmac
 import secrets
+import sys
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from learner.tools.report.build import advantage_of, head_of, model_of, title_of
 from learner.tools.report.completions import Step, read_step
@@ -20,7 +22,10 @@ from learner.tools.report.run_folder import ReportError, Run, read_run
 from learner.tools.report.sample import Sample, sampled
 from learner.tools.report.words import Words
 
-HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+HEADERS = {
+    "Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'none'", "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}  # fmt: skip
 
 
 class Watched:
@@ -79,26 +84,29 @@ class _Handler(BaseHTTPRequestHandler):
         """The page, or one of its blocks."""
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(HTTPStatus.FORBIDDEN, "this report is served to 127.0.0.1 only\n")
-        _, key, *rest = self.path.split("/")
-        if not hmac.compare_digest(key.encode(), self.server.key.encode()) or len(rest) != 1:
+        parts = self.path.split("/")
+        if len(parts) != 3 or not hmac.compare_digest(parts[1].encode(), self.server.key.encode()):
             return self._answer(HTTPStatus.NOT_FOUND, "no such page; use the address that gleaner report printed\n")
+        watched, name = self.server.watched, parts[2]
         try:
-            if rest == [""]:
-                return self._answer(HTTPStatus.OK, "".join(self.server.watched.page()), "text/html; charset=utf-8")
-            block = self.server.watched.block(rest[0])
+            found = watched.block(name) if name else "".join(watched.page())
         except (OSError, ReportError) as error:
             return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n")
-        if block is None:
+        if found is None:
             return self._answer(HTTPStatus.NOT_FOUND, "no such part of the report\n")
-        return self._answer(HTTPStatus.OK, block)
+        return self._answer(HTTPStatus.OK, found, "text/plain" if name else "text/html")
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a line for each request would bury the address."""
 
-    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
         body = text.encode()
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+        for name, value in {
+            **HEADERS,
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -113,6 +121,11 @@ class LiveServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.watched, self.key = watched, secrets.token_urlsafe(16)
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:

@@ -195,6 +195,7 @@ def test_a_run_is_served_while_it_goes_on(run: Path, served: LiveServer) -> None
 
 def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -> None:
     assert asked(served, "/")[0] == 404
+    assert asked(served, "*")[0] == 404
     assert asked(served, "/wrong/head")[0] == 404
     assert asked(served, f"/{served.key}/../head")[0] == 404
     assert asked(served, f"/{served.key}/head", host="rebound.example")[0] == 403

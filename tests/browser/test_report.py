@@ -1,0 +1,158 @@
+"""The report as a browser shows it: what a model wrote is only shown, and all of it can be reached by keyboard."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from learner.tools.report.live import LiveServer, Watched
+from learner.tools.report.write import report
+from rollout import ledger
+from rollout.fake_groups import make_group
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny-arithmetic"
+HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">\x00\u202e א"
+SHOWN = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">U+0000U+202E א"
+Visit = Callable[[Path | str], Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two steps of three groups; problem 5's second completion has no reward."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"step": step, "at": 0.0, "reward/mean": step / 4, "policy/entropy": 1 / step} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(
+        f"steps: 2\nmodel: {{path: {MODEL}}}\nlearner: {{algorithm: grpo, loss: {{advantage: none}}}}\n"
+    )
+    for step in (1, 2):
+        rewards = [(position / 4, None if position == 5 else 0.0) for position in range(3 * step - 3, 3 * step)]
+        groups = [
+            make_group(3 * step - 3 + i, rewards=pair, completion=[HOSTILE, "4"]) for i, pair in enumerate(rewards)
+        ]
+        ledger.write(folder / "rollouts", step, groups)
+    return folder
+
+
+@pytest.fixture
+def page(run: Path) -> Path:
+    assert report(run, None, None, 2**20) == 0
+    return run / "report.html"
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    """At one moment: a live page may draw its elements anew between two questions."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"
+    found: list[str] = driver.execute_script(script, selector)
+    return found
+
+
+def press(driver: Any, *keys: str) -> None:
+    for key in keys:
+        driver.switch_to.active_element.send_keys(key)
+
+
+def until(driver: Any, what: Callable[[], object]) -> None:
+    WebDriverWait(driver, 20, poll_frequency=0.02).until(lambda _: what())
+
+
+def group_title(driver: Any) -> str:
+    return " ".join(texts(driver, "#group > h3"))
+
+
+def test_it_is_used_by_keyboard_alone(page: Path, visit: Visit) -> None:
+    driver = visit(page)
+    assert len(texts(driver, "#list li")) == 6
+    driver.find_element(By.TAG_NAME, "body").send_keys("/")
+    assert driver.switch_to.active_element.get_attribute("id") == "problem"
+    press(driver, *"train-5")
+    assert driver.find_element(By.ID, "count").text == "1 group, 2 completions, of 6 and 12"
+    press(driver, Keys.ESCAPE, Keys.ENTER)
+    until(driver, lambda: group_title(driver) == "Step 2, problem train-5")
+    assert texts(driver, ".card h4") == ["1. reward 1.25 advantage 0", "2. no reward advantage 0"]
+    assert "a reward function raised; without a number: vowels." in texts(driver, ".card .remark")[0]
+    press(driver, "/", *[Keys.BACKSPACE] * len("train-5"), Keys.ESCAPE)
+    assert len(texts(driver, "#list li")) == 6
+    press(driver, "n", "p")  # there is none after it
+    until(driver, lambda: group_title(driver) == "Step 2, problem train-4")
+    press(driver, Keys.ESCAPE, Keys.ARROW_UP, Keys.ENTER)
+    until(driver, lambda: group_title(driver) == "Step 2, problem train-3")
+
+
+def test_groups_are_found_by_step_reward_and_failure(page: Path, visit: Visit) -> None:
+    driver = visit(page)
+    driver.find_element(By.ID, "least").send_keys("0.9")
+    assert [text.split()[1] for text in texts(driver, "#list li")] == ["2", "2"]
+    driver.find_element(By.ID, "failed").send_keys(Keys.SPACE)
+    assert driver.find_element(By.ID, "count").text.startswith("1 group,")
+    driver.find_element(By.ID, "failed").send_keys(Keys.SPACE)
+    driver.find_element(By.ID, "least").clear()
+    driver.find_element(By.ID, "least").send_keys(Keys.BACKSPACE)
+    driver.find_element(By.ID, "order").send_keys("highest")
+    assert texts(driver, "#list li .line")[0].startswith("step 2\n1.25")
+    driver.find_element(By.ID, "step").send_keys("1")
+    assert texts(driver, "#list li .line")[0].startswith("step 1\n0.25 (0 to 0.5)")
+
+
+def test_what_a_model_wrote_is_shown_and_not_run(page: Path, visit: Visit) -> None:
+    driver = visit(page)
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: texts(driver, ".card pre"))
+    shown = driver.execute_script("return document.querySelector('.card pre').textContent")
+    assert shown == SHOWN
+    assert driver.find_elements(By.CSS_SELECTOR, ".card img, .card script") == []
+    assert driver.title == "run"  # the folder's name
+
+
+def test_tokens_and_curves_are_read_by_keyboard(page: Path, visit: Visit) -> None:
+    driver = visit(page)
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: texts(driver, "#colour"))
+    driver.find_element(By.ID, "colour").send_keys("logprob")
+    tokens = driver.find_elements(By.CSS_SELECTOR, ".tokens")
+    tokens[1].send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert "logprob -0.50, probability 0.607, policy version 0." in texts(driver, ".said")[1]
+    assert texts(driver, ".said")[1].startswith("Token 2 of 2, id 1, ")
+    chart = driver.find_element(By.CSS_SELECTOR, "figure svg")
+    chart.send_keys(Keys.HOME)
+    assert texts(driver, "figure .legend")[0] == "reward/mean 0.25"
+    assert "mean: 0.25 at step 1, 0.5 at step 2" in chart.get_attribute("aria-label")
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_is_wider_than_the_window(width: int, page: Path, visit: Visit) -> None:
+    driver = visit(page)
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": True}
+    )
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: texts(driver, ".card"))
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_run_is_followed(run: Path, visit: Visit) -> None:
+    with LiveServer(Watched(run, None, 2**20)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            driver = visit(server.address)
+            assert len(texts(driver, "#list li")) == 6
+            ledger.write(run / "rollouts", 3, [make_group(9)])
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "reward/mean": 1.0}\n')
+            until(driver, lambda: len(texts(driver, "#list li")) == 7)
+            assert texts(driver, ".tile strong")[0] == "3"
+            driver.get("about:blank")
+        finally:
+            server.shutdown()
+            thread.join()
