@@ -75,7 +75,7 @@ def show(result: Evaluated) -> None:
         table.add_row(name, f"{one.value:.3f}", f"{one.low:.3f} .. {one.high:.3f}")
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     on = f" with {result.adapter}" if result.adapter else ""
-    console.print(f"{result.model}{on} on {result.problems} problems of {result.data}", markup=False)
+    console.print(f"{result.model}{on}, {result.data}, problems: {result.problems}", markup=False)
     console.print(f"score: {result.reward or 'the rewards of the environment'}, {result.seconds:.0f} s", markup=False)
     console.print(table)
     if result.unscored:

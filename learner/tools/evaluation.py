@@ -97,7 +97,7 @@ def evaluate(
     asked = [Asked(lambda _: greedy(config), 0)]
     if samples:
         asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
-    told = f"{len(problems)} problems, {'greedy' if not samples else f'greedy and {samples} samples each'}"
+    told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
     note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
     tables = asyncio.run(groups(config, budgets, policy, problems, asked))
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from pydantic import ValidationError
 
 from learner.driver.config_io import ConfigError, parse_value, sentences
+from learner.tools.rollout_view import escaped
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
@@ -23,6 +25,7 @@ from rollout.schema import rewards_of, whole
 
 BINS = 10
 WIDTH = 40
+SHOWN = 400  # characters of a completion
 
 
 class RescoreError(ValueError):
@@ -114,8 +117,16 @@ def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores:
         counts, edges = np.histogram(valid, bins=BINS)
         for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
             lines += [f"{low:9.3f} .. {high:9.3f} {count:6d} {'#' * round(WIDTH * count / counts.max())}"]
+        lines += _examples(groups, rewards)
     recorded = np.concatenate([rewards_of(group) for group in groups])
     both = ~np.isnan(rewards) & ~np.isnan(recorded)
     if both.sum() > 1 and rewards[both].std() > 0 and recorded[both].std() > 0:
         lines += [f"correlation with the recorded reward: {np.corrcoef(rewards[both], recorded[both])[0, 1]:.3f}"]
     return "\n".join(lines)
+
+
+def _examples(groups: Sequence[pa.Table], rewards: npt.NDArray[np.float64]) -> list[str]:
+    """A completion with the highest and one with the lowest score, so that one sees what was scored."""
+    texts = [text for group in groups for text in group.column("completion").to_pylist()]
+    chosen = {"highest": int(np.nanargmax(rewards)), "lowest": int(np.nanargmin(rewards))}
+    return [f"{name:8} {rewards[i]:.4f}  {escaped(texts[i])[:SHOWN]}" for name, i in chosen.items()]

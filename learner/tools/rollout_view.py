@@ -50,7 +50,7 @@ def show(rows: Sequence[dict[str, Any]], source: str) -> None:
 
 def _panel(row: dict[str, Any]) -> Panel:
     said = row["messages"]
-    turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]))]
+    turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]), overflow="fold")]
     return Panel(Group(*turns), title=Text(_title(row)), subtitle=Text(_parts(row)), title_align="left")
 
 
@@ -71,4 +71,5 @@ def _message(message: dict[str, Any]) -> Text:
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
     calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
     role = escaped(str(message.get("role", "")))
-    return Text.assemble((f"{role}  ", "bold"), escaped(text), escaped(f" {calls}" if calls else ""))
+    parts = ((f"{role}  ", "bold"), escaped(text), escaped(f" {calls}" if calls else ""))
+    return Text.assemble(*parts, overflow="fold")  # nothing of it is left out

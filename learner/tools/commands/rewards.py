@@ -35,7 +35,7 @@ def try_reward(
 ) -> int:
     """Score saved rollouts with a reward.
 
-    As training would; the distribution is shown.
+    As training would; the distribution is shown, and a completion with the highest and the lowest score.
     """
     from learner.tools.rescore import RescoreError, rescore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -66,6 +67,13 @@ def test_train_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean learning_rate?" in capsys.readouterr().err
     assert main(["train", "--keys"]) == 0
     assert "  learner.lora.rank = 16  (8 | 16 | 32" in capsys.readouterr().out
+
+
+def test_the_shell_is_given_keys_to_complete() -> None:
+    typed = {"COMP_WORDS": "gleaner train learner.lora.ra", "COMP_CWORD": "2", "_GLEANER_COMPLETE": "complete_bash"}
+    words = [sys.executable, "-m", "learner.tools.cli"]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, **typed})
+    assert told.stdout.split() == ["learner.lora.rank="]
 
 
 def test_versions_without_importing_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:

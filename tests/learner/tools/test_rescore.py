@@ -42,6 +42,7 @@ def test_the_distribution_is_shown(rollouts: Path, capsys: pytest.CaptureFixture
     assert "mine.py:by_length: 4 completions of 2 groups, step-000002.parquet to step-000002.parquet" in printed
     assert "outcomes   ok 4" in printed
     assert "mean 0.5000  std 0.5000  min 0.0000  max 1.0000" in printed
+    assert "highest  1.0000  xx\nlowest   0.0000  xxx\n" in printed
     assert "correlation with the recorded reward: -1.000" in printed  # the recorded one likes the longer
 
 

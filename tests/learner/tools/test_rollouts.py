@@ -56,6 +56,19 @@ def test_the_terminal_gets_no_command_of_a_model_s(run: str, capsys: pytest.Capt
     assert escaped("a\tb\n日本 é") == "a\\tb\n日本 é"
 
 
+def test_nothing_is_left_out_of_completions_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # two beside each other
+    words = ["<reasoning>8-5=3+1=4</reasoning><answer>4</answer>ab", "short"]
+    ledger.write(tmp_path, 1, [make_group(1, completion=words)])
+    assert main(["rollouts", "show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    left = [line[1:].partition("│")[0].strip() for line in out.splitlines() if line.startswith("│")]
+    assert "".join(left) == words[0]
+
+
 def test_turns_and_failures_are_told(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollouts", "show", run, "--problem", "train-4"]) == 0
     out = capsys.readouterr().out
