@@ -1,9 +1,9 @@
-# make setup | demo | demo-tools | check | test | test-browser | smoke | contracts | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | test-browser | test-trackers | smoke | contracts | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-browser smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test test-browser test-trackers smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -78,6 +78,14 @@ test-browser: setup
 	    $(INSTALL) --target build/browser -r requirements/browser.txt
 	    cp requirements/browser.txt build/browser/.requirements; }
 	PYTHONPATH=$$PWD:$$PWD/build/browser $(BIN)/pytest -p no:cacheprovider tests/browser
+
+# W&B offline, MLflow and trackio, each read back from its own files.
+test-trackers: setup
+	@cmp -s requirements/trackers.txt build/trackers/.requirements || {
+	    rm -rf build/trackers
+	    $(INSTALL) --target build/trackers -r requirements/trackers.txt
+	    cp requirements/trackers.txt build/trackers/.requirements; }
+	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
 
 # What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut). One thread
 # each: mutants run beside each other.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.files import writing
-from cluster.trackers import TRACKERS
+from cluster.trackers import TRACKERS, Background, Sample
 
 Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
 EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
@@ -30,7 +30,7 @@ class Metrics:
         self._forget_after(resume_step)
         self._file = self._path.open("a", buffering=1)
         self._folder = os.stat(run_dir)
-        self._trackers = [TRACKERS[name](run_dir) for name in trackers]
+        self._trackers = [Background(name, TRACKERS[name], run_dir) for name in trackers]
 
     def _forget_after(self, step: int) -> None:
         """Drops the lines of steps that a resumed run will repeat, so that each step stands there once.
@@ -68,6 +68,11 @@ class Metrics:
         finite = {key: value for key, value in clean.items() if value is not None}
         for tracker in self._trackers:
             tracker.log(step, finite)
+
+    def completions(self, step: int, samples: Sequence[Sample]) -> None:
+        """A few completions to held-out problems, for the trackers."""
+        for tracker in self._trackers:
+            tracker.completions(step, samples)
 
     def _folder_is_there(self) -> bool:
         try:

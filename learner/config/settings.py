@@ -111,7 +111,7 @@ class Settings(Frozen):
     guard: GuardConfig = GuardConfig()
     cluster: ClusterConfig = ClusterConfig()
     trackers: tuple[Annotated[str, AfterValidator(known_tracker)], ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl: rows of TRACKERS in `cluster/trackers.py`; `[]`: nowhere."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio (docs/running.md); `[]`: nowhere."""
 
     @property
     def kv_dtype(self) -> str:

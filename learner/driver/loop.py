@@ -93,7 +93,7 @@ class Loop:
         delivery = tasks.create_task(self.sync.deliver(await self.updates.first_policy(tasks), release=0))
         await delivery
         self.metrics.start()
-        if self.step == 0 and (before := await self.held_out.score(0)):
+        if self.step == 0 and (before := await self._evaluate()):
             self.metrics.write(0, before)
         while not self.schedule.done(self.step) and not self.stop.is_set():
             batch = await self._unless_stopped(self.batches.take(self.step))
@@ -105,7 +105,7 @@ class Loop:
             self.metrics.hold(metrics | self.metrics.times(metrics["rollout/tokens"]))
             if self.schedule.evaluates(self.step):
                 await delivery  # what is evaluated must be with every generator
-                self.metrics.add(await self.held_out.score(self.step))
+                self.metrics.add(await self._evaluate())
             metrics = self.metrics.flush(self.step)
             reason = self.guard.check(metrics)
             if reason or self.schedule.saves(self.step):
@@ -117,6 +117,13 @@ class Loop:
             self.metrics.note(early)
         if self.checkpoints.saved != self.step and self.step > 0:
             await self._save()
+
+    async def _evaluate(self) -> dict[str, float]:
+        """The metrics of the held-out problems; none where nothing is held out."""
+        scores = await self.held_out.score(self.step)
+        if scores:
+            self.metrics.completions(self.step, self.held_out.evaluations[-1].samples)
+        return scores
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
         """The result, or None if the run was asked to stop first."""

@@ -1,9 +1,10 @@
 """What a run says of itself after each step: where the seconds went, memory, metrics, progress."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
 from learner.driver.console import Progress
@@ -74,6 +75,10 @@ class StepMetrics:
     def hold(self, metrics: dict[str, float]) -> None:
         """Those of the newest step, in the place of those held before."""
         self._held = metrics
+
+    def completions(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """A few completions to held-out problems, for the trackers."""
+        self._sinks.metrics.completions(step, samples)
 
     def add(self, metrics: dict[str, float]) -> None:
         """More of the newest step."""

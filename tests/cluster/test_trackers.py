@@ -1,13 +1,14 @@
 """A tracker is one class and one row: nothing else has to know of it."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
 
 import pytest
 
 from cluster.telemetry import Metrics
-from cluster.trackers import TRACKERS
+from cluster.trackers import TRACKERS, Sample
 from learner.driver.config_io import ConfigError, load
 
 REQUIRED = ("model.path=m", "data.path=d.jsonl", "rewards=[{use: number}]")
@@ -23,8 +24,20 @@ class Lines:
         for name, value in values.items():
             print(step, name, value, file=self._file)
 
+    def completions(self, step: int, samples: Sequence[Sample]) -> None:
+        print(step, *(sample["completion"] for sample in samples), file=self._file)
+
     def close(self) -> None:
         self._file.close()
+
+
+class Down(Lines):
+    """A tracker that fails at its second step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step > 1:
+            raise ConnectionError("no route\nto host")
+        super().log(step, values)
 
 
 def test_a_row_of_the_table_is_enough_for_a_new_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,11 +45,38 @@ def test_a_row_of_the_table_is_enough_for_a_new_tracker(tmp_path: Path, monkeypa
     config = load(None, [*REQUIRED, "trackers=[lines, tensorboard]"])
     metrics = Metrics(tmp_path, config.trackers, resume_step=0)
     metrics.log(1, {"reward/mean": 0.5, "loss/total": nan})
+    metrics.completions(1, [{"prompt": "2+2=", "completion": "4", "reward": 1.0}])
     metrics.close()
-    assert (tmp_path / "lines.txt").read_text() == "1 reward/mean 0.5\n"
+    assert (tmp_path / "lines.txt").read_text() == "1 reward/mean 0.5\n1 4\n"
     assert list((tmp_path / "tensorboard").iterdir()) != []
 
 
 def test_a_tracker_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"trackers\.0: must be one of tensorboard, got 'tensorbord'; leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trackers\.0: must be one of tensorboard, wandb, mlflow, trackio, got 'tensorbord'; leave it out",
+    ):
         load(None, [*REQUIRED, "trackers=[tensorbord]"])
+
+
+def test_a_tracker_that_fails_costs_one_line_and_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(TRACKERS, "lines", Down)
+    metrics = Metrics(tmp_path, ["lines"], resume_step=0)
+    for step in (1, 2, 3):
+        metrics.log(step, {"reward/mean": 0.5})
+    metrics.close()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == (
+        "trackers: lines failed (ConnectionError: no route to host); the run goes on without it, metrics.jsonl has "
+        "all metrics"
+    )
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_tracker_whose_package_is_missing_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Down, "PACKAGE", "no_such_tracker", raising=False)
+    monkeypatch.setitem(TRACKERS, "lines", Down)
+    with pytest.raises(ConfigError, match=r"trackers\.0: lines needs the package no_such_tracker.*gleaner\[lines\]"):
+        load(None, [*REQUIRED, "trackers=[lines]"])
