@@ -1,4 +1,4 @@
-"""Consumer and composition root: groups in, adapters out. `from learner import train, plan` is its Python interface."""
+"""Consumer and composition root: groups in, adapters out. From Python: `from learner import train, evaluate, plan`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from learner.api.errors import InputError as InputError
     from learner.api.errors import RunFailed as RunFailed
     from learner.api.errors import TrainError as TrainError
+    from learner.api.evaluating import evaluate as evaluate
     from learner.api.planning import plan as plan
     from learner.api.result import TrainResult as TrainResult
     from learner.api.training import train as train
@@ -16,6 +17,7 @@ _HOMES = {
     "RunFailed": "errors",
     "TrainError": "errors",
     "TrainResult": "result",
+    "evaluate": "evaluating",
     "plan": "planning",
     "train": "training",
 }

@@ -2,7 +2,7 @@
 
 
 class TrainError(Exception):
-    """A call of `train` or `plan` that did not do what it was asked; the text is what the command line prints."""
+    """A call of `train`, `evaluate` or `plan` that did not do what it was asked; the text is the command line's."""
 
 
 class InputError(TrainError, ValueError):
@@ -10,4 +10,4 @@ class InputError(TrainError, ValueError):
 
 
 class RunFailed(TrainError, RuntimeError):
-    """The run failed after it had begun; the same call goes on from its last checkpoint."""
+    """The run failed after it had begun; the same call of `train` goes on from its last checkpoint."""

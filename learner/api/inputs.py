@@ -11,8 +11,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.files import writing
 from learner.api.errors import InputError
 from learner.api.plain import plain
@@ -73,8 +71,8 @@ class Inputs:
     def _file(self, name: str, content: bytes) -> str:
         return self._add(hashlib.sha256(content).hexdigest(), name, content)
 
-    def write(self, folder: Path, tree: Mapping[str, Any]) -> str:
-        """Writes everything, and returns the configuration as YAML, in which HERE has become the folder.
+    def write(self, folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes everything, and returns the tree of the configuration, in which HERE has become the folder.
 
         A file is there whole or not at all. Raises OSError, with the path in it.
         """
@@ -85,7 +83,8 @@ class Inputs:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 partial.write_bytes(content)
                 os.replace(partial, file)
-        return yaml.safe_dump(_with_folder(tree, str(folder)), sort_keys=False, allow_unicode=True)
+        settled: dict[str, Any] = _with_folder(tree, str(folder))
+        return settled
 
 
 def _with_folder(value: Any, folder: str) -> Any:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
 
 from learner.api.errors import InputError, RunFailed, TrainError
 from learner.driver.called_from import ROOT
 
 CLOSE_S = 60.0  # for a run that is to end at once: it takes its processes down
-CHILD = "learner.api.child"
+LOOK_S = 0.2  # between two looks at what it has written
+KILL_AT = 3  # times of Ctrl-C; Ray's processes end when they see that the driver is gone
 TAIL = 2**16  # characters of output in which its last words are looked for
 SAID = ("error: ", "config: ")
 # Lines, not the moving table of a terminal: notebooks set FORCE_COLOR, by which rich would take the file for one.
@@ -27,19 +29,19 @@ class RunProcess:
     has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which hands it on.
     """
 
-    def __init__(self, config: str) -> None:
-        """`config`: YAML, which goes through a pipe: it may hold secrets, and a file would keep them."""
+    def __init__(self, module: str, arguments: Sequence[str], given: str) -> None:
+        """`given` goes to its standard input and not into a file: a configuration may hold secrets."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
         self._read, self._tail = 0, ""
-        command = [sys.executable, "-u", "-m", CHILD, str(os.getpid()), "--config", "/dev/stdin"]
+        command = [sys.executable, "-u", "-m", module, str(os.getpid()), *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True,
             env=_environment(),
         )  # fmt: skip
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # one that died says why
-            stream.write(config.encode())
+            stream.write(given.encode())
 
     def __enter__(self) -> "RunProcess":
         return self
@@ -52,6 +54,21 @@ class RunProcess:
                 self.wait(patience)
         self._file.close()
 
+    def follow(self, look: Callable[[], None], words: tuple[str, str]) -> int:
+        """Waits for its end; meanwhile prints what it writes, and calls `look`. Returns how often Ctrl-C was pressed:
+        the first two are handed on, with `words` about them, the third kills it."""
+        interrupts, ended = 0, False
+        while not ended:
+            try:
+                ended = self.wait(LOOK_S)
+                self.relay()
+                look()
+            except KeyboardInterrupt:
+                interrupts += 1
+                print(words[interrupts - 1] if interrupts < KILL_AT else "killed", flush=True)
+                self.interrupt() if interrupts < KILL_AT else self._process.kill()
+        return interrupts
+
     def wait(self, seconds: float) -> bool:
         """Whether it has ended, after so many seconds at most."""
         try:
@@ -63,10 +80,6 @@ class RunProcess:
     def interrupt(self) -> None:
         """The first: finish the step, write a checkpoint, leave. The second: leave at once."""
         self._process.send_signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        """For one that does not leave: Ray's processes end when they see that it is gone."""
-        self._process.kill()
 
     def relay(self) -> None:
         """Prints what it has written since the last call."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from learner.api.errors import InputError, TrainError
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import Metrics, MetricsLines, rows_of
@@ -17,9 +19,8 @@ if TYPE_CHECKING:
     from learner.config import RunConfig
 
 OnStep = Callable[[Metrics], bool | None]
-LOOK_S = 0.2  # between two looks at what the run has written
-KILL_AT = 3  # times of Ctrl-C
-
+CHILD = "learner.api.child"
+WORDS = ("interrupted: finishing the step and writing a checkpoint", "stopping at once")
 METRICS = "metrics.jsonl"
 
 
@@ -67,7 +68,8 @@ def train(
     tree = tree_of(config, model, rewards, datasets, settings, inputs)
     run_dir = _placed(checked(tree))
     lines = MetricsLines(run_dir / METRICS)
-    with RunProcess(_written(inputs, run_dir / "inputs", tree)) as process:
+    given = _written(inputs, run_dir / "inputs", tree)
+    with RunProcess(CHILD, ["--config", "/dev/stdin"], given) as process:
         _follow(process, lines, on_step)
         if (failure := process.failure()) is not None:
             raise failure
@@ -88,7 +90,7 @@ def _placed(config: "RunConfig") -> Path:
 def _written(inputs: Inputs, folder: Path, tree: Mapping[str, Any]) -> str:
     """The configuration as YAML, once what it names is there."""
     try:
-        return inputs.write(folder, tree)
+        return yaml.safe_dump(inputs.write(folder, tree), sort_keys=False, allow_unicode=True)
     except OSError as error:
         raise InputError(f"output_dir: what the run is given cannot be written: {error}") from error
 
@@ -96,16 +98,13 @@ def _written(inputs: Inputs, folder: Path, tree: Mapping[str, Any]) -> str:
 def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) -> None:
     """Waits for the end of the run; meanwhile hands its output and metrics on. Raises what `on_step` raised, and
     KeyboardInterrupt after a Ctrl-C, once the run has ended."""
-    steps, interrupts, ended = _Steps(on_step, process), 0, False
-    while not ended:
-        try:
-            ended = process.wait(LOOK_S)
-            process.relay()
-            for line in lines.new():
-                steps.take(line)
-        except KeyboardInterrupt:
-            interrupts += 1
-            print(_on_interrupt(process, interrupts), flush=True)
+    steps = _Steps(on_step, process)
+
+    def look() -> None:
+        for line in lines.new():
+            steps.take(line)
+
+    interrupts = process.follow(look, WORDS)
     if steps.error is not None:
         steps.error.add_note(f"on_step raised it; the run has stopped{_where(process.failure())}")
         raise steps.error
@@ -113,14 +112,6 @@ def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) ->
         raise KeyboardInterrupt(f"the run has stopped{_where(process.failure())}")
     if interrupts:
         raise KeyboardInterrupt("the run was stopped at once; the same call goes on from its last checkpoint")
-
-
-def _on_interrupt(process: RunProcess, times: int) -> str:
-    if times < KILL_AT:
-        process.interrupt()
-        return "interrupted: finishing the step and writing a checkpoint" if times == 1 else "stopping at once"
-    process.kill()
-    return "killed"
 
 
 def _where(failure: TrainError | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,17 +43,30 @@ class Asked:
 
 
 def run(asked: Asked) -> int:
-    """Exit code: 0; 1 if it failed on the way; 2 if something given is wrong."""
+    """Exit code: as of `reported`."""
+    return reported(lambda: _evaluate(asked))
+
+
+def _evaluate(asked: Asked) -> None:
+    config, adapter = _meant(asked)
+    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    result = evaluate(
+        config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,
+        threshold=asked.threshold, note=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    if asked.save is not None:
+        with writing(asked.save):
+            pq.write_table(result.rows, asked.save)
+    if asked.as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        show(result)
+
+
+def reported(work: Callable[[], None]) -> int:
+    """Exit code: 0; 1 if the work failed on the way; 2 if something given is wrong. What is wrong is printed."""
     try:
-        config, adapter = _meant(asked)
-        hub.settle([config.model.path, config.data.path, config.data.eval.path])
-        result = evaluate(
-            config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,
-            threshold=asked.threshold, note=lambda line: print(line, file=sys.stderr),
-        )  # fmt: skip
-        if asked.save is not None:
-            with writing(asked.save):
-                pq.write_table(result.rows, asked.save)
+        work()
     except (Exception, BaseExceptionGroup) as several:
         cause = failure.first_of(several)
         if isinstance(cause, (*PROBLEMS, config_io.ConfigError)):
@@ -61,10 +75,6 @@ def run(asked: Asked) -> int:
         text, code = failure.tell(cause)
         print(text, file=sys.stderr, flush=True)
         return code
-    if asked.as_json:
-        print(json.dumps(result.to_dict(), indent=2))
-    else:
-        show(result)
     return 0
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import yaml
 
-from learner import InputError, TrainError, TrainResult, plan, train
+from learner import InputError, TrainError, TrainResult, evaluate, plan, train
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import MetricsLines
 from learner.api.settings import checked, tree_of
+from learner.tools.eval_scores import Estimate
 from rewards.loader import load
 from rollout.data import files
 
@@ -34,8 +34,7 @@ def written(folder: Path, **given: Any) -> dict[str, Any]:
     rewards = given.pop("rewards", [accuracy])
     tree = tree_of(given.pop("config", None), given.pop("model", "some/model"), rewards, datasets_of, given, inputs)
     checked(tree)
-    found: dict[str, Any] = yaml.safe_load(inputs.write(folder, tree))
-    return found
+    return inputs.write(folder, tree)
 
 
 def test_a_call_is_a_configuration_with_its_inputs_beside_it(tmp_path: Path) -> None:
@@ -110,15 +109,38 @@ def test_the_examples_of_the_documents_are_calls_that_are_accepted(
     calls = []
 
     def accepts(*given: Any, **settings: Any) -> Any:
-        names = dict(zip(("model", "rewards", "dataset"), given, strict=False))
-        calls.append(written(tmp_path / "inputs", **names, **settings))
+        first = dict(zip(("model", "rewards", "dataset"), given, strict=False))
+        calls.append(written(tmp_path / "inputs", **first, **settings))
         return TrainResult(tmp_path, None, None, [])
 
     monkeypatch.setattr("learner.api.training.train", accepts)
+    monkeypatch.setattr("learner.api.evaluating.evaluate", lambda *_, **__: Found())
+    names = {"__name__": "__main__"}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         if not block.startswith("# TRL"):
-            exec(block, {"__name__": "__main__"})
+            exec(block, names)
     assert len(calls) == 1
+
+
+class Found:
+    """Any score."""
+
+    metrics = dict.fromkeys(("greedy", "mean@4", "pass@4"), Estimate(0.5, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"samples": -1}, "^samples: must be a whole number from 0, got -1"),
+        ({"limit": 0}, "^limit: must be a whole number from 1, or None for all, got 0"),
+        ({"run": "gone"}, "^run: gone has neither adapter/ nor model/, so it has no checkpoint yet"),
+        ({"run": "gone", "config": "my.yaml"}, "^run: does not go with config"),
+        ({"rewards": ["number"], "dataset": ROWS}, "^model: required, but not given"),
+    ],
+)
+def test_what_is_wrong_with_an_evaluation_is_said(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        evaluate(**given)
 
 
 def test_lines_of_metrics_come_once(tmp_path: Path) -> None:

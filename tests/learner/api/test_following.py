@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from learner import InputError, RunFailed, TrainResult, train
-from learner.api import process
+from learner.api import training
 
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "CHILD", "tests.learner.api.stand_in")
+    monkeypatch.setattr(training, "CHILD", "tests.learner.api.stand_in")
 
 
 def run(folder: Path, **settings: Any) -> TrainResult:
