@@ -1,0 +1,40 @@
+"""gleaner serve."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from learner.tools.arguments import natural
+from learner.tools.commands.epilog import epilog
+
+EPILOG = epilog(
+    "gleaner serve runs/demo-seed0",
+    "gleaner serve runs/demo-seed0 --port 9000 -- --max-model-len 2048",
+    failed="vLLM could not start",
+)
+
+
+def serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder with a checkpoint.")],
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of vLLM's server, after two dashes.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where it listens; 0.0.0.0 is for everybody on the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(parser=natural, metavar="N", help="The port.")] = 8000,
+) -> int:
+    """Answer by what a run has learned, as OpenAI's API does.
+
+    vLLM's own server, with the run's adapter as the model of the run folder's name, and its base as another. Prompts
+    are as the client sends them: the system prompt of data.system is not added.
+    """
+    from learner.driver.config_io import ConfigError
+    from learner.tools.serve import serve as become_server
+
+    try:
+        become_server(run, host, port, more or [])
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 2

@@ -1,0 +1,63 @@
+"""vLLM's OpenAI-compatible server with what a run has learned."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import NoReturn
+
+from learner.config import RunConfig
+from learner.driver import config_io
+from learner.model.adapter_config import MODEL
+
+CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
+
+
+def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
+    """Becomes the server, so that signals reach it. Raises ConfigError."""
+    command = server_command(run_dir, host, port, more)
+    if _on_cpu():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
+    print(f"model {run_dir.resolve().name} at http://{host}:{port}/v1", flush=True)
+    os.execv(command[0], command)
+
+
+def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> list[str]:
+    """The server's command line. What was learned has the run folder's name; `more` is for vLLM itself.
+
+    Raises ConfigError if the folder is not one of a run that has saved something.
+    """
+    file = run_dir / "config.yaml"
+    if not file.exists():
+        raise config_io.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; check the path")
+    config = config_io.load(str(file), [])
+    learned = run_dir / (MODEL if config.learner.mode == "full" else "adapter")
+    if not learned.is_dir():
+        raise config_io.ConfigError(f"RUN: {run_dir} has no {learned.name}/ before its first checkpoint; wait for it")
+    # The module, since vLLM's build for CPUs has no command `vllm serve`.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
+    command += [*_model(config, learned.resolve()), "--dtype", config.model.dtype]
+    if config.data.chat_template_kwargs:
+        command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
+    if _on_cpu():
+        command.append("--enforce-eager")  # with LoRA a CPU compiles for half a minute and then does not use it
+    return [*command, *more]
+
+
+def _model(config: RunConfig, learned: Path) -> list[str]:
+    name = learned.parent.name
+    if learned.name == MODEL:
+        return ["--model", str(learned), "--served-model-name", name]
+    arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
+    if config.model.base == "nf4":
+        arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
+    return [*arguments, "--lora-modules", f"{name}={learned}"]
+
+
+def _on_cpu() -> bool:
+    try:
+        return distribution("vllm-cpu") is not None
+    except PackageNotFoundError:
+        return False

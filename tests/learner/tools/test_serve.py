@@ -1,0 +1,75 @@
+"""gleaner serve: what vLLM is told, and a real server that a real client asks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from learner.driver.config_io import ConfigError
+from learner.tools.serve import server_command
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_folder(folder: Path, model: str, **learner: object) -> Path:
+    folder.mkdir()
+    tree = {"model": {"path": model}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "number"}], "learner": learner}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def test_what_the_server_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
+        server_command(tmp_path / "nothing", "127.0.0.1", 1, [])
+    run = run_folder(tmp_path / "mine", "hub/name", lora={"rank": 32})
+    with pytest.raises(ConfigError, match="mine has no adapter/ before its first checkpoint"):
+        server_command(run, "127.0.0.1", 1, [])
+    (run / "adapter").mkdir()
+    command = " ".join(server_command(run, "::1", 8123, ["--max-model-len", "64"]))
+    assert " --host ::1 --port 8123 --model hub/name --enable-lora --max-lora-rank 32 --lora-modules " in command
+    assert f" mine={run}/adapter --dtype bfloat16 " in command
+    assert command.endswith(" --max-model-len 64")
+    whole = run_folder(tmp_path / "whole", "hub/name", mode="full")
+    (whole / "model").mkdir()
+    command = " ".join(server_command(whole, "127.0.0.1", 8123, []))
+    assert f" --model {whole}/model --served-model-name whole " in command
+    assert "lora" not in command
+
+
+def test_a_client_is_answered_by_the_adapter(tiny_path: str, adapter_path: str, tmp_path: Path) -> None:
+    """Greedy tokens of the base and of the adapter differ, and the server has both."""
+    run = run_folder(tmp_path / "mine", tiny_path)
+    shutil.copytree(adapter_path, run / "adapter")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "learner.tools.cli", "serve", str(run), "--port", str(port)]
+    log = (tmp_path / "log").open("w+")
+    with subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ) as server:
+        try:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            deadline = time.monotonic() + 240
+            while True:
+                assert server.poll() is None, Path(log.name).read_text()[-3000:]
+                assert time.monotonic() < deadline
+                try:
+                    names = {model.id for model in client.models.list()}
+                    break
+                except openai.APIConnectionError:
+                    time.sleep(0.2)
+            assert names == {"mine", tiny_path}
+            ask = client.completions.create
+            answers = {name: ask(model=name, prompt=[5, 6, 7], max_tokens=8, temperature=0) for name in names}
+            said = {name: answer.choices[0].text for name, answer in answers.items()}
+            assert said["mine"] != said[tiny_path]
+        finally:
+            server.terminate()
