@@ -26,6 +26,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self._contents: dict[str, bytes] = {}
+        self._new: list[Path] = []  # files that were not there before
 
     def _add(self, digest: str, name: str, content: bytes) -> str:
         path = f"{digest[:SHORT]}/{name}"
@@ -78,6 +79,7 @@ class Inputs:
         """
         for path, content in self._contents.items():
             file = folder / path
+            self._new += [] if file.exists() else [file]
             partial = file.with_name(f".{file.name}-{uuid.uuid4().hex[:8]}")
             with writing(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +87,15 @@ class Inputs:
                 os.replace(partial, file)
         settled: dict[str, Any] = _with_folder(tree, str(folder))
         return settled
+
+    def withdraw(self) -> None:
+        """Removes what `write` has added, and the folders that are empty then, up to the run's: nothing was begun."""
+        for file in self._new:
+            file.unlink()
+            for folder in file.parents[:3]:
+                if any(folder.iterdir()):
+                    break
+                folder.rmdir()
 
 
 def _with_folder(value: Any, folder: str) -> Any:

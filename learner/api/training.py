@@ -71,8 +71,7 @@ def train(
     given = _written(inputs, run_dir / "inputs", tree)
     with RunProcess(CHILD, ["--config", "/dev/stdin"], given) as process:
         _follow(process, lines, on_step)
-        if (failure := process.failure()) is not None:
-            raise failure
+        _check(process, inputs)
     return result_of(run_dir, rows_of(run_dir / METRICS))
 
 
@@ -112,6 +111,14 @@ def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) ->
         raise KeyboardInterrupt(f"the run has stopped{_where(process.failure())}")
     if interrupts:
         raise KeyboardInterrupt("the run was stopped at once; the same call goes on from its last checkpoint")
+
+
+def _check(process: RunProcess, inputs: Inputs) -> None:
+    """Raises what the run that has ended says of its failure; of one that was refused nothing is left."""
+    if (failure := process.failure()) is not None:
+        if isinstance(failure, InputError):
+            inputs.withdraw()
+        raise failure
 
 
 def _where(failure: TrainError | None) -> str:

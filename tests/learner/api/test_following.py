@@ -70,4 +70,5 @@ def test_a_failure_is_an_exception_with_the_last_words(
     tmp_path: Path, code: int, said: str, kind: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(kind, match=sentence):
-        run(tmp_path, steps=code, data={"system": said})
+        run(tmp_path / "runs", steps=code, data={"system": said})
+    assert list((tmp_path / "runs").iterdir()) == ([] if code == 2 else [tmp_path / "runs" / "run"])
