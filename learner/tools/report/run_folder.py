@@ -64,7 +64,8 @@ def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:
         return {}
     rows: dict[int, dict[str, Any]] = {}
     bad = []
-    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+    lines = file.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
@@ -74,9 +75,7 @@ def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:
         else:
             bad.append(number)
     if bad:
-        remarks.append(
-            f"{file.name}: {len(bad)} lines are not those of a whole step and were left out (first: line {bad[0]})."
-        )
+        remarks.append(f"{file.name}: {len(bad)} of {len(lines)} lines hold no whole step (first: line {bad[0]}).")
     return rows
 
 

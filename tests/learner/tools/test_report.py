@@ -93,7 +93,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
     assert head["runs"][0]["steps"] == [1, 2]
     said = "\n".join([*head["runs"][0]["remarks"], head["colours"]])
     for sentence in (
-        "metrics.jsonl: 1 lines are not those of a whole step and were left out (first: line 3)",
+        "metrics.jsonl: 1 of 3 lines hold no whole step (first: line 3)",
         "plan.json cannot be read; it may be half written",
         "config.yaml is missing",
         "step-000003.parquet cannot be read",

@@ -57,6 +57,7 @@ function memory(run, named) {
     const parts = Object.entries(role.parts || {}).sort((a, b) => b[1] - a[1]).map(([name, value]) => [name, bytes(value)]);
     return el("div", {class: "role"}, el("h3", {}, role.role + (named ? ` (${run.name})` : "")),
       el("table", {}, bar("planned", role.planned), bar("measured peak", role.measured)),
+      role.planned && role.measured > role.planned ? el("p", {class: "remark"}, `${number((100 * role.measured) / role.planned - 100)} % above the plan`) : null,
       parts.length ? el("details", {}, el("summary", {}, "parts of the plan"), table(["part", "planned"], parts)) : null);
   });
 }
