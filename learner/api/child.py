@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from types import FrameType
 
 from learner.main import leave, main
 from rewards.worker import signal_at_end_of_parent
@@ -13,10 +14,17 @@ def tie_to(parent: int) -> None:
 
     As PR_SET_PDEATHSIG goes by the thread that started it, that thread has to wait for it.
     """
-    signal_at_end_of_parent(signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, _parent_ended)
+    signal_at_end_of_parent(signal.SIGUSR1)
     if os.getppid() != parent:  # it has ended already
         leave(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts notebooks may have it ignored
+
+
+def _parent_ended(number: int, frame: FrameType | None) -> None:
+    """The kernel tells of the end of each thread of the parent, and a second SIGTERM would end the run at once."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
