@@ -3,10 +3,13 @@
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 from learner.main import leave, main
 from rewards.worker import signal_at_end_of_parent
+
+_told = threading.Lock()  # taken by the first call of a handler that may be called inside itself
 
 
 def tie_to(parent: int) -> None:
@@ -23,8 +26,8 @@ def tie_to(parent: int) -> None:
 
 def _parent_ended(number: int, frame: FrameType | None) -> None:
     """The kernel tells of the end of each thread of the parent, and a second SIGTERM would end the run at once."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if _told.acquire(blocking=False):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
