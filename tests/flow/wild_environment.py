@@ -1,19 +1,27 @@
-"""An environment that goes wrong for every fourth trajectory, each time in another way. Loaded by its file."""
+"""An environment that goes wrong for every third trajectory, each time in another way. Loaded by its file."""
 
 import os
-import random
 import time
 from collections.abc import Mapping
 
 from rollout.env.protocol import Start, Step, Turn
 from rollout.schema import Problem
 
+WRONG = {1: "raise", 4: "kill", 7: "hang", 10: "flood"}  # of twelve trajectories in the order of their starts
+
 
 class Wild:
-    """Asks twice; what goes wrong is drawn in its own process."""
+    """Asks twice. begun: a file, to which each trajectory adds a byte, so that no batch has more faults than its part
+    of WRONG."""
+
+    def __init__(self, begun: str) -> None:
+        self._begun = begun
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        self._wrong = random.SystemRandom().choice(["raise", "kill", "hang", "flood"] + [""] * 12)
+        with open(self._begun, "ab") as file:
+            file.write(b".")
+            file.flush()
+            self._wrong = WRONG.get(file.tell() % 12, "")
         self._steps = 0
         return Start(({"role": "user", "content": str(problem.columns["question"])},), state=str(seed))
 
