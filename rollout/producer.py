@@ -24,7 +24,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from cluster.actor import ActorDied, RevivableActor
+from cluster.actor import RevivableActor
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.policy_slot import PolicySlot
@@ -122,13 +122,8 @@ class Producer:
 
     async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         """One group. Raises ActorDied or DeadlineExceeded if the process is lost meanwhile."""
-        worker = self.worker
         with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
-            group = await worker.actor.call(RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt)
-        if group is None:  # another call was lost just before, and a fresh process got this one
-            raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
-        worker.finished_group()
-        return group
+            return await self.worker.rollout(problem, sampling, attempt)
 
     async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         """One group; None if the process was lost meanwhile (it is alive again when this returns)."""

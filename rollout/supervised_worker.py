@@ -6,9 +6,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
+import pyarrow as pa
+
 from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
 from cluster.config import DeadlineConfig
+from rollout.schema import Problem
 from rollout.service import RolloutService
+from rollout.types import Sampling
 
 log = logging.getLogger("rollout")
 
@@ -101,9 +105,14 @@ class SupervisedWorker:
         while not await self.attempt(ask):
             pass
 
-    def finished_group(self) -> None:
-        """Losses before this are not held against the worker."""
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        """One group; losses before it are not held against the worker. Raises ActorDied or DeadlineExceeded if the
+        process is lost meanwhile."""
+        group = await self.actor.call(RolloutService.rollout, self.deadlines.group, problem, sampling, attempt)
+        if group is None:  # another call was lost just before, and a fresh process got this one
+            raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
         self._losses.forget()
+        return group
 
     async def _revive(self, life: int, error: ActorDied | DeadlineExceeded) -> None:
         """One fresh process for all calls that were lost together; groups that it had are issued again."""

@@ -35,6 +35,12 @@ class AdapterError(ValueError):
     """An adapter that cannot be used; the message names the setting of its adapter_config.json."""
 
 
+def served(folder: Path) -> Path:
+    """Where vLLM finds the adapter of a folder: in the copy under its names, if there is one."""
+    copy = folder / VLLM_FOLDER
+    return copy if (copy / CONFIG_FILE).is_file() else folder
+
+
 def read_adapter(folder: str, key: str) -> dict[str, Any]:
     """The content of adapter_config.json of a plain LoRA adapter.
 

@@ -1,7 +1,8 @@
 """Generators alone, each with the one policy that is evaluated: the processes of a run without its learner."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,15 +10,16 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from cluster.actor import ActorDied, RevivableActor
+from cluster.actor import RevivableActor
 from cluster.config import DeadlineConfig
+from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig, roles
 from learner.driver.evaluate import generate
 from learner.driver.launch import CLOSE_S
 from learner.driver.memory_budget import Budgets
 from learner.driver.processes import started, worker_spec
-from learner.model.adapter_config import CONFIG_FILE, PEFT_RANK, VLLM_FOLDER, read_adapter, read_content
+from learner.model.adapter_config import PEFT_RANK, read_adapter, read_content, served
 from learner.model.weight_files import WEIGHTS_FILE, adapter_weights
 from rollout.schema import Problem
 from rollout.service import RolloutService
@@ -50,15 +52,7 @@ class EvaluatedWorker:
 
     async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         """As Producer.request."""
-        return await self._worker.attempt(partial(self._rollout, problem, sampling, attempt))
-
-    async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        worker = self._worker
-        group = await worker.actor.call(RolloutService.rollout, worker.deadlines.group, problem, sampling, attempt)
-        if group is None:  # another call was lost just before, and a fresh process got this one
-            raise ActorDied(f"{worker.name}: its process was replaced before it had a policy")
-        worker.finished_group()
-        return group
+        return await self._worker.attempt(partial(self._worker.rollout, problem, sampling, attempt))
 
     async def _deliver(self) -> None:
         worker = self._worker
@@ -76,8 +70,7 @@ def policy_of(adapter: str | None) -> Adapter | Weights:
     if adapter is None:
         return Weights.unchanged(0)
     read_adapter(adapter, "--adapter")
-    served = Path(adapter) / VLLM_FOLDER
-    folder = served if (served / CONFIG_FILE).is_file() else Path(adapter)
+    folder = served(Path(adapter))
     adapter_weights(str(folder), "--adapter")
     return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
 
@@ -90,23 +83,29 @@ async def groups(
     asked: Sequence[Asked],
 ) -> list[list[pa.Table]]:
     """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended."""
-    generators = roles(config)[:-1]
-    session = connect(config.cluster.address, sum(role.cpus for role in generators), len(policy.payload))
+    session = connect(config.cluster.address, sum(role.cpus for role in _generators(config)), len(policy.payload))
+
+    async def generated() -> list[list[pa.Table]]:
+        async with _workers(session, config, budgets, policy) as workers:
+            return [await generate(workers, problems, config, one.sampling, one.attempt) for one in asked]
+
     try:
-        return await session.ray_processes.beside(_groups(session, config, budgets, policy, problems, asked))
+        return await session.ray_processes.beside(generated())
     finally:
         await session.close()
 
 
-async def _groups(
-    session: Session,
-    config: RunConfig,
-    budgets: Budgets,
-    policy: Adapter | Weights,
-    problems: Sequence[Problem],
-    asked: Sequence[Asked],
-) -> list[list[pa.Table]]:
-    generators, deadlines = roles(config)[:-1], config.cluster.deadlines
+def _generators(config: RunConfig) -> list[Role]:
+    """All roles but the learner."""
+    return roles(config)[:-1]
+
+
+@asynccontextmanager
+async def _workers(
+    session: Session, config: RunConfig, budgets: Budgets, policy: Adapter | Weights
+) -> AsyncIterator[list[EvaluatedWorker]]:
+    """One for each generator, with the policy."""
+    generators, deadlines = _generators(config), config.cluster.deadlines
     await session.reserve(generators, deadlines.start)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     specs = [_alone(worker_spec(config, rank, budgets), policy) for rank in range(len(generators))]
@@ -116,7 +115,7 @@ async def _groups(
             await started(actor, deadlines.start)
         workers = [EvaluatedWorker(actor, policy, deadlines) for actor in actors]
         await asyncio.gather(*(worker.begin() for worker in workers))
-        return [await generate(workers, problems, config, one.sampling, one.attempt) for one in asked]
+        yield workers
     finally:
         await asyncio.gather(*(a.call(RolloutService.close, CLOSE_S) for a in actors), return_exceptions=True)
 

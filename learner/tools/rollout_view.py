@@ -12,14 +12,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 NARROW = 44  # columns that a completion wants beside another
-HIDDEN = {
-    "Cc",
-    "Cf",
-    "Cs",
-    "Co",
-    "Zl",
-    "Zp",
-}  # control, format (among them the marks that turn text around), lone halves
+# Categories of Unicode: control, format (among them the marks that turn text around), lone halves of a pair, private,
+# separators of lines and paragraphs.
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def escaped(text: str) -> str:

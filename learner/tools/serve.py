@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from learner.config import RunConfig
 from learner.driver import config_io
-from learner.model.adapter_config import MODEL
+from learner.model.adapter_config import MODEL, served
 
 CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
 
@@ -53,7 +53,7 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if config.model.base == "nf4":
         arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
-    return [*arguments, "--lora-modules", f"{name}={learned}"]
+    return [*arguments, "--lora-modules", f"{name}={served(learned)}"]
 
 
 def _on_cpu() -> bool:

@@ -38,6 +38,9 @@ def test_what_the_server_is_told(tmp_path: Path) -> None:
     assert " --host ::1 --port 8123 --model hub/name --enable-lora --max-lora-rank 32 --lora-modules " in command
     assert f" mine={run}/adapter --dtype bfloat16 " in command
     assert command.endswith(" --max-model-len 64")
+    (run / "adapter" / "vllm").mkdir()
+    (run / "adapter" / "vllm" / "adapter_config.json").touch()
+    assert f" mine={run}/adapter/vllm " in " ".join(server_command(run, "::1", 8123, []))
     whole = run_folder(tmp_path / "whole", "hub/name", mode="full")
     (whole / "model").mkdir()
     command = " ".join(server_command(whole, "127.0.0.1", 8123, []))
