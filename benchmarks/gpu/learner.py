@@ -13,13 +13,15 @@ process of its own and a JSON under benchmarks/results/gpu/<card>-<date>/; rows 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from benchmarks.common import as_table
-from benchmarks.gpu import memory, speed, trl
+from benchmarks.gpu import busy, memory, speed, trl
 from benchmarks.gpu.rows import Found, Row, folder_for, run_all, run_here
 from cluster.memory.shape import Shape
+from learner.driver.processes import ALLOCATOR
 
 TINY = Shape("tiny", "llama", 64, 160, 2, 4, 2, 16, 512, tied=True)
 
@@ -34,11 +36,12 @@ def main() -> int:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
     tiny = TINY if options.tiny else None
-    rows = [*memory.rows(tiny), *speed.rows(tiny), *trl.rows(tiny)]
+    rows = [*memory.rows(tiny), *speed.rows(tiny), *busy.rows(tiny), *trl.rows(tiny)]
     folder = options.folder or folder_for(options.device, options.tiny)
     if options.row:
         run_here(next(row for row in rows if row.name == options.row), options.device, folder / f"{options.row}.json")
         return 0
+    os.environ.update(ALLOCATOR)  # as the learner of a run has it on a card; of the rows' processes
     passed = ["--device", options.device, "--folder", str(folder), *(["--tiny"] if options.tiny else [])]
     wanted = [row for row in rows if row.name.startswith(tuple(options.only))]
     run_all("benchmarks.gpu.learner", wanted, folder, passed, options.minutes)

@@ -107,7 +107,6 @@ HEADS: dict[str, Callable[[], Callable[[Case, Tensor], None]]] = {
     "gleaner": lambda: by_logprobs(_tiled(512, 8192)),
     "gleaner-2048x8192": lambda: by_logprobs(_tiled(2048, 8192)),
     "gleaner-2048x32768": lambda: by_logprobs(_tiled(2048, 32768)),
-    "gleaner-compiled": lambda: by_logprobs(torch.compile(_tiled(2048, 8192))),
     "liger": lambda: by_liger,
 }
 
@@ -169,6 +168,8 @@ def table(found: dict[str, Found]) -> tuple[list[str], list[list[str]]]:
         else:
             mfu = "" if one["mfu"] is None else f"{one['mfu']:.0%}"
             told = "" if one["packed"] else "padded"
+            if "card_share" in one:
+                told = f"the card computes {one['card_share']:.0%} of the time, {one['kernels']} kernels"
             cells = [f"{one['step_seconds'] * 1e3:.0f}", "", f"{one['allocated'] / 1e9:.2f}"]
             lines.append([name, *cells, f"{one['tokens_per_s']:.0f}", mfu, told])
     return header, lines
