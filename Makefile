@@ -1,9 +1,10 @@
-# make setup | demo | demo-tools | check | test | test-browser | test-trackers | smoke | contracts | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | test-browser | test-trackers | package | smoke | contracts
+# | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-browser test-trackers smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test test-browser test-trackers package smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -86,6 +87,27 @@ test-trackers: setup
 	    $(INSTALL) --target build/trackers -r requirements/trackers.txt
 	    cp requirements/trackers.txt build/trackers/.requirements; }
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
+
+# The wheel by the three commands of docs/install.md, in an environment of its own (2.7 GB), and two steps from there.
+package: setup
+	@rm -rf build/package build/lib && mkdir -p build/package/work
+	echo "package: sdist, and the wheel from it"
+	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("build/package")' > build/package/sdist.log
+	$(PIP) wheel --no-deps --no-build-isolation -w build/package build/package/gleaner-*.tar.gz
+	echo "package: a clean environment (two minutes)"
+	$(PYTHON) -m venv build/package/env
+	install="build/package/env/bin/python -m pip --disable-pip-version-check -qq install $$(ls build/package/gleaner-*.whl)[cpu]"
+	$$install $(TORCH) 2>/dev/null || $$install --extra-index-url $(TORCH_CPU_INDEX)
+	build/package/env/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec triton
+	cd build/package/work
+	unset PYTHONPATH
+	../env/bin/gleaner --version
+	../env/bin/gleaner init first
+	../env/bin/gleaner plan --gpu 24 --model meta-llama/Llama-3.2-1B > plan.txt
+	cd first
+	../../env/bin/gleaner train --config config.yaml steps=2
+	../../env/bin/gleaner report runs/first-run
+	echo "package: build/package/$$(cd ../.. && ls gleaner-*.whl) works"
 
 # What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut). One thread
 # each: mutants run beside each other.

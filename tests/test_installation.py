@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests import licence_page
 from tests.contracts.contract import contracts_of
 
 ROOT = Path(__file__).parents[1]
@@ -81,3 +82,11 @@ def test_a_dockerfile_runs_what_the_makefile_has(kind: str) -> None:
     assert re.search(r"apt-get install .* gcc .*\bmake\b", text)  # what `make setup` asks for
     hosts = re.findall(r"https?://\S+", text)
     assert hosts == []
+
+
+def test_the_page_of_licences_is_of_what_is_pinned() -> None:
+    assert licence_page.DOCUMENT.read_text() == licence_page.document(), "run python -m tests.licence_page"
+
+
+def test_a_citation_names_the_version() -> None:
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()

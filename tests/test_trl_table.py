@@ -6,19 +6,19 @@ from collections import Counter
 
 import pytest
 
+from learner import InputError, train
 from learner.driver.config_io import keys, load
-from tests.test_documents import ROOT
+from tests import trl_places
 from tests.trl_arguments import FILE
 
-TEXT = (ROOT / "docs" / "trl.md").read_text()
+TEXT = trl_places.PAGE.read_text()
 LISTED = {name: names for name, names in json.loads(FILE.read_text()).items() if name != "versions"}
-ROW = re.compile(r"^\| (`.*?) \| (.*) \|$", re.MULTILINE)
 
 
 def rows(section: str) -> list[tuple[list[str], str]]:
     """The arguments of each row of a section's table, and what is said of them."""
     (text,) = [part for part in TEXT.split("\n## ") if part.startswith(section)]
-    return [(re.findall(r"`(\w+)`", names), told) for names, told in ROW.findall(text)]
+    return trl_places.rows(text)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,15 @@ def test_settings_that_are_named_are_those_of_the_configuration() -> None:
             dtype = "float32" if key.startswith("learner.loss") else "bfloat16"
             given = ["model.path=m", "data.path=d", "rewards=[{use: number}]", f"model.dtype={dtype}"]
             load(None, [*given, "cluster.gpus={generator: 0.5, learner: 0.5}", f"{key}={value}"])
+
+
+def test_an_argument_of_trl_is_told_its_place() -> None:
+    assert json.loads(trl_places.FILE.read_text()) == trl_places.places(), "run python -m tests.trl_places"
+    with pytest.raises(InputError) as caught:
+        train("m", ["number"], [{"prompt": "1 + 1"}], per_device_train_batch_size=8, learner={"beta": 0.1}, betta=1)
+    told = dict(line.split(": unknown key; ") for line in str(caught.value).splitlines())
+    assert told["per_device_train_batch_size"].startswith(
+        "docs/trl.md says of TRL's: learner.groups_per_step, in problems"
+    )
+    assert told["learner.beta"] == "docs/trl.md says of TRL's: learner.loss.beta"
+    assert told["betta"].startswith("known here: ")

@@ -1,5 +1,5 @@
 """Where a call of learner.main.main cannot work: beside other packages of our names, inside a running event loop, in a
-script without a guard. Imports the standard library alone, since packages of our names may be other people's."""
+script without a guard. Loads the standard library alone, since packages of our names may be other people's."""
 
 import ast
 import asyncio
@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from learner.driver.installed_over import installed_over
+
 ROOT = Path(__file__).parents[2]
 OURS = ("cluster", "learner", "rewards", "rollout")
 
 
 def hidden_package() -> str:
-    """A sentence if a module of the user would be imported in place of a package of this project, or ''.
+    """A sentence if a module of somebody else would be imported in place of a package of this project, or ''.
 
     The working directory counts in any case: Ray puts it first on the path of its workers.
     """
@@ -27,7 +29,7 @@ def hidden_package() -> str:
                     f"{file} hides gleaner's package {name} (in {ROOT}) in the processes of a run; rename it, or "
                     "start from another folder"
                 )
-    return ""
+    return installed_over(OURS)
 
 
 def wrong_place() -> str:

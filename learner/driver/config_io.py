@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from learner.config import RunConfig
+from learner.driver.trl_places import place_of
 from learner.driver.yaml_tree import ConfigError, parse_value, read_yaml
 from rewards.secret_values import masked
 
@@ -100,6 +101,8 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         if (why := NOT_HERE.get(str(error["loc"][-1]))) is not None:
             return f"{where}: there is no such key: {why} (got {_shown(error['input'])})"
+        if (place := place_of(str(error["loc"][-1]))) is not None:
+            return f"{where}: unknown key; docs/trl.md says of TRL's: {place}"
         known = _keys_at(root, error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"

@@ -1,6 +1,7 @@
 """gleaner init: the files that a first run needs, to be read and changed."""
 
 import json
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from cluster.files import writing
@@ -18,9 +19,7 @@ class InitError(ValueError):
 def write(folder: Path, model: str | None) -> str:
     """Writes config.yaml, my_rewards.py and data.jsonl; what to do next. Raises InitError, before anything is written
     where a file is there already."""
-    if model is None and not DEMO.is_dir():
-        raise InitError(f"--model: the demo's model is not at {DEMO}, which only the repository has; name a model")
-    chosen = {"model": json.dumps(model or str(DEMO)), **(SETTINGS if model else DEMO_SETTINGS)}
+    chosen = {"model": json.dumps(model or str(_demo())), **(SETTINGS if model else DEMO_SETTINGS)}
     files = {
         "config.yaml": CONFIG.format(**chosen),
         "my_rewards.py": REWARD,
@@ -41,3 +40,16 @@ def write(folder: Path, model: str | None) -> str:
         f"check:  {inside}gleaner train --config config.yaml --dry-run\n"
         f"train:  {inside}gleaner train --config config.yaml"
     )
+
+
+def _demo() -> Path:
+    """The folder of the demo's model: the repository's, or the one that the wheel has brought."""
+    if DEMO.is_dir():
+        return DEMO
+    try:
+        installed = [file for file in files("gleaner") or [] if file.match(f"{DEMO.name}/config.json")]
+    except PackageNotFoundError:
+        installed = []
+    if not installed:
+        raise InitError(f"--model: the demo's model is not at {DEMO}; name a model")
+    return Path(str(installed[0].locate())).resolve().parent
