@@ -96,7 +96,7 @@ def _spawn(command: list[str], name: str, file: Path, left: float) -> None:
         print(f"{name}: cut off, no time left", flush=True)
         return
     if not file.exists():
-        tail = (done.stderr or done.stdout).strip().splitlines()[-12:]
+        tail = (done.stderr or done.stdout).strip().splitlines()[-40:]
         file.write_text(json.dumps({"status": "failed", "row": name, "code": done.returncode, "error": tail}, indent=1))
     found = json.loads(file.read_text())
     print(f"{name}: {found['status']} {found.get('error', '')} ({found.get('seconds', 0)} s)", flush=True)

@@ -104,6 +104,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no row is begun later, and none goes on")
     parser.add_argument("--tokenizer", default=str(system.ROOT / "examples" / "tiny-gsm8k"), help="its folder")
     parser.add_argument("--models", default="build/models", help="where the random model is made")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
     parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -162,7 +163,7 @@ def main() -> int:
         row = next(row for row in planned if row.name == options.row)
         run_here(row, options.device, options.folder / f"{row.name}.json")
         return 0
-    found = run_rows(options, planned)
+    found = run_rows(options, [row for row in planned if row.name.startswith(tuple(options.only))])
     text = report(found)
     (options.folder / "smoke.md").write_text(text)
     print(text)

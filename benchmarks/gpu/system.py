@@ -130,6 +130,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=90, help="no row is begun later, and none goes on")
     parser.add_argument("--tokenizer", default=str(ROOT / "examples" / "tiny-gsm8k"), help="folder of a tokenizer")
     parser.add_argument("--models", default="build/models", help="where the random models are made")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
     parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -145,7 +146,8 @@ def main() -> int:
         return 0
     passed = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer,
               "--models", options.models, *(["--tiny"] if options.tiny else [])]  # fmt: skip
-    found = run_all("benchmarks.gpu.system", planned, options.folder, passed, options.minutes)
+    wanted = [row for row in planned if row.name.startswith(tuple(options.only))]
+    found = run_all("benchmarks.gpu.system", wanted, options.folder, passed, options.minutes)
     text = report(found)
     (options.folder / "system.md").write_text(text)
     print(text)
