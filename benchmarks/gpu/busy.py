@@ -1,7 +1,7 @@
 """Checklist B: how much of a learner's step the card computes, by tokens of a micro-batch.
 
-The card's share is the time of its kernels, by torch's profiler in one step of its own, over the median wall time of the
-steps before it: far below 1, the host's launches bind and larger micro-batches are faster per token.
+The card's share is the time of its kernels, by torch's profiler in one step of its own, over the median wall time of
+the steps before it: far below 1, the host's launches bind and larger micro-batches are faster per token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.model import group, make_trainer, steps, utilisation
@@ -52,7 +51,9 @@ def busy(shape: Shape, budget: int, device: str) -> Found:
         "tokens_per_s": tokens / found["step_seconds"],
         "card_share": computed / 1e3 / found["step_seconds"],
         "kernels": sum(launches.values()),
-        "milliseconds_by_kernel": {name[:120]: [round(ms, 3), launches[name]] for name, ms in kernels.most_common(SHOWN)},
+        "milliseconds_by_kernel": {
+            name[:120]: [round(ms, 3), launches[name]] for name, ms in kernels.most_common(SHOWN)
+        },
         **found,
         **utilisation(shape, tokens, found["step_seconds"], full=False, device=device),
     }
