@@ -1,10 +1,10 @@
-# make setup | demo | demo-tools | check | test | test-browser | test-trackers | package | smoke | contracts
+# make setup | demo | demo-tools | check | test | test-browser | test-trackers | docs | package | smoke | contracts
 # | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-browser test-trackers package smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test test-browser test-trackers docs package smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -87,6 +87,11 @@ test-trackers: setup
 	    $(INSTALL) --target build/trackers -r requirements/trackers.txt
 	    cp requirements/trackers.txt build/trackers/.requirements; }
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
+
+# The pages as a site in build/site; a link that leads nowhere, or a page without a place in mkdocs.yml, is an error.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build
+	echo "docs: build/site/index.html"
 
 # The wheel by the three commands of docs/install.md, in an environment of its own (2.7 GB), and two steps from there.
 package: setup
