@@ -1,0 +1,9 @@
+"""docs/cards.md is what the planner finds."""
+
+from tests.card_page import DOCUMENT, TABLE, table
+
+
+def test_the_table_of_cards_is_the_planner_s() -> None:
+    found = TABLE.search(DOCUMENT.read_text())
+    assert found is not None
+    assert found[0] == table(), "the planner has changed: python -m tests.card_page, and look at the diff"
