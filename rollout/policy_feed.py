@@ -16,7 +16,7 @@ from cluster.telemetry import Timeline
 from rollout.evidence import Evidence
 from rollout.service import RolloutService
 from rollout.supervised_worker import SupervisedWorker
-from rollout.weight_sync import Answer, Push, Receipt
+from rollout.weight_sync import Answer, Push, Receipt, check_digest
 
 log = logging.getLogger("rollout")
 
@@ -66,7 +66,7 @@ class PolicyFeed:
             receipt = await self.worker.actor.call(
                 RolloutService.take_policy, self.worker.deadlines.push, push.shared.argument()
             )
-            push.check_digest(name, receipt.digest)
+            check_digest(push.adapter, name, receipt.digest)
         self.receipt, self._held = receipt, version
         await self.policy_slot.acknowledge(name, version)
 

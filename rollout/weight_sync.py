@@ -3,7 +3,7 @@ adapter that never reaches the sampler looks like staleness.
 
 Three checks, each of which finds what those before it let pass:
 
-    digest      of the bytes that arrived (Push.check_digest): a transport that corrupts or mixes up policies.
+    digest      of the bytes that arrived (check_digest): a transport that corrupts or mixes up policies.
     tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing, in
                 part, or into another slot; a copy that was not renewed. Of an adapter all of it, so any step that
                 changes one bit is seen; of whole weights some columns of each matrix (rollout.tensor_digests).
@@ -56,6 +56,15 @@ class Receipt(NamedTuple):
     peak_memory: float
 
 
+def check_digest(policy: Adapter | Weights, worker: str, digest: str) -> None:
+    """DeliveryError if the worker loaded other bytes than were sent."""
+    if digest != policy.digest:
+        raise DeliveryError(
+            f"{worker}: policy v{policy.version} arrived with digest {digest[:12]}, sent was "
+            f"{policy.digest[:12]}: the transport corrupts policies"
+        )
+
+
 class Answer(NamedTuple):
     """The answer of learner or generator to the probe, under the newest policy.
 
@@ -82,14 +91,6 @@ class Push:
     def shared(self) -> Shared[Adapter | Weights]:
         """The policy as one argument for all generators."""
         return Shared(self.adapter)
-
-    def check_digest(self, worker: str, digest: str) -> None:
-        """DeliveryError if other bytes were loaded than were sent."""
-        if digest != self.adapter.digest:
-            raise DeliveryError(
-                f"{worker}: adapter v{self.adapter.version} arrived with digest {digest[:12]}, sent was "
-                f"{self.adapter.digest[:12]}: the transport corrupts adapters"
-            )
 
     async def verify(self, worker: str, answer: Answer, evidence: Evidence) -> None:
         """DeliveryError names worker, version, and what differs. `evidence` is the worker's, and grows by this."""

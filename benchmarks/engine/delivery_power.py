@@ -79,7 +79,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
     """Every fifth push is frozen until there are enough of them."""
     from learner.driver.probe import Probe
     from rollout.evidence import Evidence
-    from rollout.weight_sync import Push
+    from rollout.weight_sync import Push, check_digest
 
     await cell.record()
     tally, evidence, liars = Tally(seconds=cell.seconds), Evidence(), list[Liar]()
@@ -102,7 +102,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
         tally.unchanged += not changed
         if version % 5 == 0 and changed and answer is not None and tally.frozen < trials:
             with cell.frozen():
-                push.check_digest("generator-0", await cell.engine.load_adapter(update))
+                check_digest(update, "generator-0", await cell.engine.load_adapter(update))
             tally.frozen += 1
             tally.noticed += objects(push.check_held, await cell.engine.held(), expected.held)
             tally.repeated += bool(np.array_equal(answer, await cell.engine.probe(probe.ids)))

@@ -27,7 +27,7 @@ from rollout.engine import EngineSettings
 from rollout.evidence import Evidence
 from rollout.types import Adapter, Sampling, Weights
 from rollout.vllm.engine import VllmEngine
-from rollout.weight_sync import Answer, Push
+from rollout.weight_sync import Answer, Push, check_digest
 
 MIB = 2**20
 PROBE = 64  # tokens
@@ -139,7 +139,7 @@ class Delivery:
         push = Push(sent.policy, tuple(self._ids), expected, self._dtype)
         load = self._engine.load_adapter if isinstance(sent.policy, Adapter) else self._engine.load_weights
         started = time.perf_counter()
-        push.check_digest("engine", await load(sent.policy))  # type: ignore[arg-type]
+        check_digest(sent.policy, "engine", await load(sent.policy))  # type: ignore[arg-type]
         self.seconds.append(time.perf_counter() - started)
         answer = Answer(await self._engine.probe(self._ids), await self._engine.held(), 0.0)
         await push.verify("engine", answer, self._evidence)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from cluster.dotted import dotted
+
 Sample = Mapping[str, Any]  # of an evaluation: prompt, completion, reward
 
 
@@ -30,12 +32,4 @@ def run_config(run_dir: Path) -> dict[str, Any]:
     """The configuration of the run, with dots between the parts of a key."""
     import yaml
 
-    flat: dict[str, Any] = {}
-    left = [("", yaml.safe_load((run_dir / "config.yaml").read_text()))]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{key}.{name}" if key else name, inner) for name, inner in value.items()]
-        else:
-            flat[key] = value
-    return flat
+    return dotted(yaml.safe_load((run_dir / "config.yaml").read_text()))

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from learner.api.child import tie_to
 from learner.driver import config_io
 from learner.main import leave
-from learner.tools.eval_command import reported
 from learner.tools.evaluation import evaluate
+from learner.tools.reported import reported
 from rollout.data import hub
 
 RESULT, ROWS = "result.json", "rows.parquet"

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from learner.api.metrics_lines import Metrics
+from learner.driver.publishing import learned_in
+from learner.model.adapter_config import MODEL
 
 HELD_OUT = "eval/"
 
@@ -38,5 +40,6 @@ class TrainResult:
 
 def result_of(run_dir: Path, rows: list[Metrics]) -> TrainResult:
     """Of the run in the folder, whose metrics are `rows`."""
-    adapter, model = (path if path.is_dir() else None for path in (run_dir / "adapter", run_dir / "model"))
-    return TrainResult(run_dir, adapter, model, rows)
+    learned = learned_in(run_dir)
+    whole = learned == run_dir / MODEL
+    return TrainResult(run_dir, None if whole else learned, learned if whole else None, rows)

@@ -126,7 +126,7 @@ def files_of(folder: Path) -> dict[str, Digest]:
 def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint (of a step below `before`), and the newer ones that were skipped, with the reason."""
     skipped: list[str] = []
-    for folder in reversed(_listing(root)):
+    for folder in reversed(listing(root)):
         if before is not None and step_of(folder) >= before:
             continue
         reason = verify(folder)
@@ -151,7 +151,7 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
         return found, skipped
     asked = Path(resume).expanduser().absolute()
     if not asked.is_dir():
-        there = ", ".join(folder.name for folder in _listing(asked.parent)) or "none"
+        there = ", ".join(folder.name for folder in listing(asked.parent)) or "none"
         raise CheckpointError(
             f"resume: must be auto, none or the folder of a checkpoint, got {resume!r}, which is not there; "
             f"checkpoints in {asked.parent}: {there}"
@@ -173,7 +173,7 @@ def _none_whole(root: Path, skipped: list[str]) -> str:
     )
 
 
-def _listing(root: Path) -> list[Path]:
+def listing(root: Path) -> list[Path]:
     """Committed checkpoints, oldest first."""
     return sorted((f for f in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", f.name)), key=step_of)
 
@@ -215,7 +215,7 @@ def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Di
 def _prune(root: Path, step: int, keep: int) -> None:
     """Delete all but the `keep` newest whole checkpoints up to `step`, which has just been committed."""
     kept = 0
-    for folder in reversed(_listing(root)):
+    for folder in reversed(listing(root)):
         if step_of(folder) > step:
             log.warning("checkpoint %s is of a later step than the one just written (%d): deleted", folder, step)
         elif step_of(folder) == step or (kept < keep and verify(folder) is None):

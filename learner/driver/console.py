@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.driver.evaluate import Evaluation
+from learner.driver.publishing import learned_in
 
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
@@ -95,9 +96,8 @@ class Progress:
         )
         if advice is not None:
             self.note(f"advice   {advice}")
-        for name in ("adapter", "model"):  # the second after full fine-tuning
-            if (run_dir / name).is_dir():
-                self.console.print(f"{name:8} {run_dir / name}", highlight=False, soft_wrap=True)
+        if (learned := learned_in(run_dir)) is not None:
+            self.console.print(f"{learned.name:8} {learned}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
 
 

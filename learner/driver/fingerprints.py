@@ -54,12 +54,12 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
     their size and 64 blocks of 1 MiB evenly spread, the first (a safetensors header) and the last included: a change
     that leaves all of those alone is not seen.
     """
-    base = _folder(config.model.path)
+    base = content_of(config.model.path)
     if config.learner.loss.beta > 0:
         kept = config.model.reference or config.model.adapter
-        base |= {f"reference {name}": digest for name, digest in (_folder(kept) if kept else {}).items()}
+        base |= {f"reference {name}": digest for name, digest in (content_of(kept) if kept else {}).items()}
     if config.learner.value.start is not None:
-        base |= {f"value {name}": digest for name, digest in _folder(config.learner.value.start).items()}
+        base |= {f"value {name}": digest for name, digest in content_of(config.learner.value.start).items()}
     loss = config.learner.loss
     return Fingerprints(
         data=_rows(rows),
@@ -89,8 +89,11 @@ def _plain(value: object) -> str:
 
 def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
     functions = dict(_function(str(one.name), one.use) for one in functions_of(rewards))
-    models = [(one.name, _folder(str(one.adapter))) for one in adapters_of(rewards)]
-    models = [*models, *((one.name, _folder(found)) for one in functions_of(rewards) if (found := classifier_of(one)))]
+    models = [(one.name, content_of(str(one.adapter))) for one in adapters_of(rewards)]
+    models = [
+        *models,
+        *((one.name, content_of(found)) for one in functions_of(rewards) if (found := classifier_of(one))),
+    ]
     return functions | {f"{name}, {file}": digest for name, files in models for file, digest in files.items()}
 
 
@@ -103,7 +106,8 @@ def _function(name: str, use: str) -> tuple[str, str]:
     return f"{name} of {file.name}" if file else name, f"{content} {grader_version(use)}".strip()
 
 
-def _folder(path: str) -> dict[str, str]:
+def content_of(path: str) -> dict[str, str]:
+    """File of a model's or adapter's folder -> its digest; of a model of the hub its revision."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return {"revision": _revision(path)}
@@ -114,7 +118,7 @@ def _folder(path: str) -> dict[str, str]:
 
 def weights_of(folder: Path) -> dict[str, str]:
     """File of weights -> its digest."""
-    return {name: digest for name, digest in _folder(str(folder)).items() if name.endswith(".safetensors")}
+    return {name: digest for name, digest in content_of(str(folder)).items() if name.endswith(".safetensors")}
 
 
 def _sampled(file: Path) -> str:

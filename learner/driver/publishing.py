@@ -15,9 +15,16 @@ from learner.driver import checkpoint
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.weight_files import WEIGHTS_FILE
 
+ADAPTER = "adapter"  # folder of a run; a whole model is in MODEL
 TRAINER = "trainer"  # the learner's part of a checkpoint
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, f"{VLLM_FOLDER}/{CONFIG_FILE}", f"{VLLM_FOLDER}/{WEIGHTS_FILE}")
 PARTIAL = ".partial-"
+
+
+def learned_in(run_dir: Path) -> Path | None:
+    """The folder with what the run has learned, an adapter or after full fine-tuning a model; None before its first
+    checkpoint."""
+    return next((folder for name in (MODEL, ADAPTER) if (folder := run_dir / name).is_dir()), None)
 
 
 def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
@@ -30,10 +37,10 @@ def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
     """
     files = checkpoint.files_of(folder)
     if whole_model:
-        final, prefix = run_dir / "model", f"{TRAINER}/{MODEL}/"
+        final, prefix = run_dir / MODEL, f"{TRAINER}/{MODEL}/"
         sources = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
     else:
-        final = run_dir / "adapter"
+        final = run_dir / ADAPTER
         sources = {name: f"{TRAINER}/{name}" for name in ADAPTER_FILES if f"{TRAINER}/{name}" in files}
     due = {
         name: source

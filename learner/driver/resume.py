@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 from learner.config import RunConfig
 from learner.driver.fingerprints import FILE, Fingerprints
+from learner.driver.publishing import ADAPTER, learned_in
+from learner.model.adapter_config import MODEL
 
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "env", "rollout", "learner")
 FREE = (
@@ -79,10 +81,15 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
         last = f", or allow it: resume_allow_changed=[{listed}]" if listed else ""
         raise ResumeError(
             f"resume: {folder} was made with another {', '.join(changes[key] for key in refused)}; give the same "
-            f"again, or this run another name= (and model.adapter={folder.parents[1] / 'adapter'} to start from what "
-            f"was learned){last}"
+            f"again, or this run another name= (and {_from(folder.parents[1])} to start from what was learned){last}"
         )
     return [changes[key] for key in allowed]
+
+
+def _from(run_dir: Path) -> str:
+    """The setting that starts another run from what this one has learned."""
+    learned = learned_in(run_dir) or run_dir / ADAPTER
+    return f"model.{'path' if learned.name == MODEL else 'adapter'}={learned}"
 
 
 def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:

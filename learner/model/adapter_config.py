@@ -17,7 +17,7 @@ CONFIG_FILE = "adapter_config.json"
 PEFT_RANK = 8  # of a file that does not say it
 HEAD = "base_model.model.score.weight"  # [1, H], in the file of an adapter with a scalar head
 VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
-MODEL = "model"  # folder, in the learner's part of a checkpoint, of a whole model
+MODEL = "model"  # folder of a whole model: in the learner's part of a checkpoint, and of a run
 
 RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
 # Forms of the first weights that leave the base as it is; pissa, olora, corda, loftq and others change it.

@@ -9,7 +9,19 @@ import typer
 from typer.main import get_command
 
 from learner.main import leave
-from learner.tools.commands import doctor, eval, init, plan, report, reward_model, rewards, rollouts, serve, train
+from learner.tools.commands import (
+    doctor,
+    eval,
+    export,
+    init,
+    plan,
+    report,
+    reward_model,
+    rewards,
+    rollouts,
+    serve,
+    train,
+)
 from learner.tools.commands.epilog import epilog
 from learner.tools.commands.group import Commands
 from learner.tools.commands.mistakes import sentence
@@ -77,6 +89,7 @@ def build() -> typer.Typer:
     seen.command("show", epilog=rollouts.EPILOG)(rollouts.show)
     app.add_typer(seen, name="rollouts")
     app.command(epilog=report.EPILOG)(report.report)
+    app.command(epilog=export.EPILOG)(export.export)
     app.command(epilog=serve.EPILOG)(serve.serve)
     return app
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from rich.table import Table
 
 from cluster.files import writing
 from learner.config import RunConfig
-from learner.driver import config_io, failure
-from learner.driver.preflight import PROBLEMS
+from learner.driver import config_io
+from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
 from learner.tools.evaluation import Evaluated, evaluate
+from learner.tools.reported import reported
 from rollout.data import hub
-
-RESULT = "adapter"  # of a run's folder: what it has learned, or a whole model in MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +61,6 @@ def _evaluate(asked: Asked) -> None:
         show(result)
 
 
-def reported(work: Callable[[], None]) -> int:
-    """Exit code: 0; 1 if the work failed on the way; 2 if something given is wrong. What is wrong is printed."""
-    try:
-        work()
-    except (Exception, BaseExceptionGroup) as several:
-        cause = failure.first_of(several)
-        if isinstance(cause, (*PROBLEMS, config_io.ConfigError)):
-            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
-            return 2
-        text, code = failure.tell(cause)
-        print(text, file=sys.stderr, flush=True)
-        return code
-    return 0
-
-
 def show(result: Evaluated) -> None:
     """The table of a person."""
     table = Table("metric", "value", "95 % interval")
@@ -101,10 +84,11 @@ def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
     folder, file, changed, adapter = asked.run_folder, asked.config, _overrides(asked), asked.adapter
     if folder is not None:
         file = str(folder / "config.yaml")
-        if asked.model is None and (folder / MODEL).is_dir():
-            changed.insert(0, f"model.path={folder / MODEL}")
+        learned = learned_in(folder)
+        if asked.model is None and learned == folder / MODEL:
+            changed.insert(0, f"model.path={learned}")
         elif asked.model is None and adapter is None:
-            adapter = _learned(folder)
+            adapter = _adapter(learned, folder)
     if file is None:
         _check_named(asked)
     return config_io.load(file, changed), adapter
@@ -120,13 +104,13 @@ def _check_named(asked: Asked) -> None:
         )
 
 
-def _learned(folder: Path) -> str:
-    if not (folder / RESULT).is_dir():
+def _adapter(learned: Path | None, folder: Path) -> str:
+    if learned is None:
         raise config_io.ConfigError(
-            f"--run: {folder} has neither {RESULT}/ nor {MODEL}/, so it has no checkpoint yet; for its base give "
+            f"--run: {folder} has neither {ADAPTER}/ nor {MODEL}/, so it has no checkpoint yet; for its base give "
             f"--config {folder / 'config.yaml'}"
         )
-    return str(folder / RESULT)
+    return str(learned)
 
 
 def _overrides(asked: Asked) -> list[str]:

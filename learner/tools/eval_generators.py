@@ -26,7 +26,7 @@ from rollout.service import RolloutService
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Sampling, Weights
 from rollout.vllm.environment import required_env
-from rollout.weight_sync import DeliveryError
+from rollout.weight_sync import check_digest
 from rollout.worker import RolloutWorker, WorkerSpec
 
 
@@ -57,11 +57,7 @@ class EvaluatedWorker:
     async def _deliver(self) -> None:
         worker = self._worker
         receipt = await worker.actor.call(RolloutService.take_policy, worker.deadlines.push, self._policy)
-        if receipt.digest != self._policy.digest:
-            raise DeliveryError(
-                f"{worker.name}: the policy arrived with digest {receipt.digest[:12]}, sent was "
-                f"{self._policy.digest[:12]}: the transport corrupts policies"
-            )
+        check_digest(self._policy, worker.name, receipt.digest)
 
 
 def policy_of(adapter: str | None) -> Adapter | Weights:

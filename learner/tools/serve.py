@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from learner.config import RunConfig
 from learner.driver import config_io
+from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL, served
 
 CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
@@ -33,12 +34,14 @@ def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> 
     if not file.exists():
         raise config_io.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; check the path")
     config = config_io.load(str(file), [])
-    learned = run_dir / (MODEL if config.learner.mode == "full" else "adapter")
-    if not learned.is_dir():
-        raise config_io.ConfigError(f"RUN: {run_dir} has no {learned.name}/ before its first checkpoint; wait for it")
+    learned = learned_in(run_dir.resolve())
+    if learned is None:
+        raise config_io.ConfigError(
+            f"RUN: {run_dir} has neither {ADAPTER}/ nor {MODEL}/ before its first checkpoint; wait for it"
+        )
     # The module, since vLLM's build for CPUs has no command `vllm serve`.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
-    command += [*_model(config, learned.resolve()), "--dtype", config.model.dtype]
+    command += [*_model(config, learned), "--dtype", config.model.dtype]
     if config.data.chat_template_kwargs:
         command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
     if _on_cpu():

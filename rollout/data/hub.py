@@ -22,11 +22,9 @@ READERS = ("huggingface_hub.constants", "datasets.config")
 def settle(paths: Iterable[str | None]) -> None:
     """Sets HF_HUB_OFFLINE, for this process and those that it starts, if one of `paths` is a hub name and the hub
     cannot be reached. Behind a proxy nothing is tried."""
-    if os.environ.get("HF_HUB_OFFLINE") or getproxies() or not any(path and _is_hub_name(path) for path in paths):
+    if os.environ.get("HF_HUB_OFFLINE") or getproxies() or not any(path and is_hub_name(path) for path in paths):
         return
-    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    host, port = url.hostname or "huggingface.co", url.port or (80 if url.scheme == "http" else 443)
-    if _connects(host, port):
+    if (host := unreachable()) is None:
         return
     log.warning("%s cannot be reached within %g s: what is in the hub's cache is used", host, CONNECT_S)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,7 +33,15 @@ def settle(paths: Iterable[str | None]) -> None:
             sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
-def _is_hub_name(path: str) -> bool:
+def unreachable() -> str | None:
+    """The hub's host, if it cannot be reached within CONNECT_S."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    host, port = url.hostname or "huggingface.co", url.port or (80 if url.scheme == "http" else 443)
+    return None if _connects(host, port) else host
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path of a model or of data names something on the hub."""
     plain = path.count("/") <= 1 and not path.startswith(("/", ".", "~", "rg:")) and not is_file_name(path)
     return plain and len(path) < 200 and not Path(path).exists()
 

@@ -1,6 +1,5 @@
 """A delivery is proven: by the digest of the bytes, by the tensors in use, and by the logprobs of probe tokens."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from rollout.evidence import FEW, KEPT, Evidence, Stuck
 from rollout.types import Adapter, Held
-from rollout.weight_sync import Answer, DeliveryError, Push, difference
+from rollout.weight_sync import Answer, DeliveryError, Push, check_digest, difference
 from tests.pushes import expect, said
 
 ADAPTER = Adapter.build(17, b"weights", {})
@@ -89,13 +88,12 @@ async def test_a_fault_that_is_not_of_one_token_stops_the_run(fault: str) -> Non
         await verify(said(faults[fault]), said(faults["learner"]), "bfloat16")
 
 
-async def test_corrupt_bytes_are_caught_before_any_probe() -> None:
+def test_corrupt_bytes_are_caught_before_any_probe() -> None:
     digest = Adapter.build(17, b"weights'", {}).digest
-    verdict = f"generator-0: adapter v17 .* {digest[:12]}, sent was {ADAPTER.digest[:12]}"
-    push = Push(ADAPTER, (1, 2, 3, 4), asyncio.get_running_loop().create_future(), "float32")
+    verdict = f"generator-0: policy v17 .* {digest[:12]}, sent was {ADAPTER.digest[:12]}"
     with pytest.raises(DeliveryError, match=verdict):
-        push.check_digest("generator-0", digest)
-    push.check_digest("generator-0", ADAPTER.digest)
+        check_digest(ADAPTER, "generator-0", digest)
+    check_digest(ADAPTER, "generator-0", ADAPTER.digest)
 
 
 async def test_tensors_other_than_those_sent_are_counted_and_the_first_is_named() -> None:

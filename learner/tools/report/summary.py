@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.dotted import dotted
 from learner.tools.report.figures import figures
 from learner.tools.report.run_folder import Run
 
@@ -68,11 +69,9 @@ def _last_part(path: Any) -> str | None:
     return None if path is None else str(path).rpartition("/")[2] if str(path).startswith("/") else str(path)
 
 
-def _flat(tree: Any, name: str = "") -> dict[str, str]:
+def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
     """Dotted key -> value as text."""
-    if not isinstance(tree, dict) or not tree:
-        return {name: str(tree)} if name else {}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{name}.{key}" if name else str(key)).items()}
+    return {key: str(value) for key, value in dotted(tree).items()}
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:

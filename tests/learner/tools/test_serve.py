@@ -31,7 +31,7 @@ def test_what_the_server_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
         server_command(tmp_path / "nothing", "127.0.0.1", 1, [])
     run = run_folder(tmp_path / "mine", "hub/name", lora={"rank": 32})
-    with pytest.raises(ConfigError, match="mine has no adapter/ before its first checkpoint"):
+    with pytest.raises(ConfigError, match="mine has neither adapter/ nor model/ before its first checkpoint"):
         server_command(run, "127.0.0.1", 1, [])
     (run / "adapter").mkdir()
     command = " ".join(server_command(run, "::1", 8123, ["--max-model-len", "64"]))

@@ -1,0 +1,189 @@
+"""What the command line of gleaner export means."""
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.files import digest_of, writing
+from cluster.memory.plan import gib
+from learner.driver.checkpoint import files_of
+from learner.driver.publishing import ADAPTER_FILES, TRAINER
+from learner.tools.export import gguf
+from learner.tools.export.card import Exported, card
+from learner.tools.export.errors import ExportError, ExportFailed
+from learner.tools.export.room import Needed, check_room, needed
+from learner.tools.export.scores import Scores, read_scores
+from learner.tools.export.source import Source, check_base, find
+from learner.tools.export.windows import recorded
+from learner.tools.reported import reported
+from rollout.data import hub
+from rollout.data.model_files import read_json
+
+CARD = "README.md"
+OUTTYPE = "q8_0"  # of a GGUF file
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What learner.tools.commands.export takes, under its names."""
+
+    run: Path
+    out: Path
+    step: int | None
+    adapter_only: bool
+    dtype: str | None
+    scores: Path | None
+    gguf: bool
+    outtype: str | None
+    push_to: str | None
+    public: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What was asked for, checked. dtype: of merged weights; None: the adapter alone."""
+
+    source: Source
+    out: Path
+    dtype: str | None
+    size: Needed
+    scores: Scores | None
+    converter: list[str] | None
+    outtype: str
+
+
+def run(asked: Asked) -> int:
+    """Exit code: as of `reported`."""
+    return reported(lambda: _export(asked), wrong=(ExportError,), failed=(ExportFailed,))
+
+
+def _export(asked: Asked) -> None:
+    job = _checked(asked)
+    source, size = job.source, job.size
+    memory = f", {gib(size.memory)} of memory" if size.memory else ""
+    print(f"export   {source.name}, step {source.step}: {gib(size.disk)} on the disk{memory}", flush=True)
+    with _whole_or_not(job.out) as folder:
+        exported = _written(job, folder, asked.push_to)
+        with writing(folder / CARD):
+            (folder / CARD).write_text(card(exported), encoding="utf-8")
+    print(f"folder   {job.out}", flush=True)
+    if job.converter is not None:
+        print(f"gguf     {gguf.convert(job.converter, job.out, job.outtype)}", flush=True)
+    if asked.push_to is not None:
+        from learner.tools.export.publish import publish
+
+        print(f"hub      {publish(job.out, asked.push_to, public=asked.public)}")
+
+
+def _checked(asked: Asked) -> Job:
+    """Raises ExportError, and what else is wrong with a run's inputs."""
+    _check_options(asked)
+    source = find(asked.run, asked.step)
+    if source.whole_model and asked.adapter_only:
+        raise ExportError(f"--adapter-only: {source.name} trained all weights and has no adapter; leave it out")
+    scores = None if asked.scores is None else read_scores(asked.scores)
+    _check_new(asked.out)
+    path, converter = source.config.model.path, None
+    if asked.push_to is not None:
+        from learner.tools.export.publish import check_hub
+
+        check_hub(asked.push_to)
+    if not asked.adapter_only:
+        hub.settle([path])
+        _check_base(source)
+    if asked.gguf:
+        converter = gguf.converter()
+        gguf.check_converter(converter, source)
+    dtype, outtype = None if asked.adapter_only else asked.dtype or source.config.model.dtype, asked.outtype or OUTTYPE
+    size = needed(source, dtype, outtype if asked.gguf else None)
+    check_room(size, asked.out)
+    return Job(source, asked.out, dtype, size, scores, converter, outtype)
+
+
+def _check_options(asked: Asked) -> None:
+    """Raises ExportError for options that do not go together."""
+    merged = {"--dtype": asked.dtype is not None, "--gguf": asked.gguf}
+    for name, given in merged.items():
+        if given and asked.adapter_only:
+            raise ExportError(f"{name}: is for merged weights and does not go with --adapter-only; leave one out")
+    if asked.outtype is not None and not asked.gguf:
+        raise ExportError("--outtype: goes with --gguf, which is not given; give both, or neither")
+    if asked.public and asked.push_to is None:
+        raise ExportError("--public: goes with --push-to, which is not given; give both, or neither")
+
+
+def _check_new(out: Path) -> None:
+    try:
+        taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+        if not taken:
+            out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(
+            f"OUT: must be a folder that can be made, got {out} ({error.strerror}); give another"
+        ) from None
+    if taken:
+        raise ExportError(f"OUT: must be a new or empty folder, and {out} is not; give another")
+
+
+def _check_base(source: Source) -> None:
+    """Whether the base is there, is the one that was trained on, and takes an adapter."""
+    path = source.config.model.path
+    if source.whole_model:
+        return
+    if read_json(path, "config.json").get("quantization_config"):
+        raise ExportError(
+            f"model.path: {path} is quantised, and an adapter is not merged into such weights; give --adapter-only"
+        )
+    check_base(source)
+
+
+def _written(job: Job, folder: Path, repo: str | None) -> Exported:
+    """Writes weights and what belongs to them. Raises ExportFailed."""
+    source = job.source
+    if job.dtype is None:
+        _copy_adapter(source, folder)
+        print(f"verified every byte is that of checkpoint {source.checkpoint.name}", flush=True)
+        return Exported(source, None, job.scores, repo)
+    from learner.tools.export.merge import write_merged  # torch: slow to import
+
+    shown = recorded(source.run / "rollouts", source.step)
+    if source.config.model.base == "nf4":
+        print(
+            "merged   into the base as it was in 4 bits, multiplied out: the policy that was trained (docs/export.md)"
+        )
+    proof = write_merged(source, folder, job.dtype, shown, job.size.weights)
+    moved = "" if proof.moved is None else f", where the adapter moves them by {proof.moved:.2g}"
+    print(
+        f"verified {proof.tokens} tokens: logprobs differ by {proof.rms:.2g} nats rms{moved}; {proof.greedy} of "
+        f"{proof.tokens} greedy tokens are the same",
+        flush=True,
+    )
+    return Exported(source, proof, job.scores, repo)
+
+
+def _copy_adapter(source: Source, folder: Path) -> None:
+    files = files_of(source.checkpoint)
+    for name in ADAPTER_FILES:
+        digest = files.get(f"{TRAINER}/{name}")
+        if digest is None:  # of the copy under vLLM's names, which few have
+            continue
+        (folder / name).parent.mkdir(exist_ok=True)
+        with writing(folder / name):
+            shutil.copyfile(source.learned / name, folder / name)
+        if digest_of(folder / name) != digest:
+            raise ExportFailed(f"OUT: {name} is not what {source.checkpoint} has; the disk is at fault, try another")
+
+
+@contextmanager
+def _whole_or_not(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it as the block ends, and goes if it fails."""
+    partial = out.absolute().with_name(f".{out.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(out.absolute())
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

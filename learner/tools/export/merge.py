@@ -1,0 +1,106 @@
+"""Merged weights: the base and its adapter as one model, written, loaded again and compared.
+
+The merge is PEFT's own, in float32; then the weights are rounded once to the type that is asked for. An adapter that
+was trained on a base in 4 bits is merged into that base multiplied out, since that is the policy that was trained: into
+the weights before quantisation it would be another one.
+"""
+
+import gc
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from learner.config import ModelConfig
+from learner.model.base import load_base
+from learner.tools.export.proof import Proof, Said, ask, check, compare
+from learner.tools.export.source import Source
+from learner.tools.export.tokenizer_files import write_tokenizer
+from learner.tools.export.windows import Window, made_up
+from rollout.data.model_files import read_json
+
+SHARD = "5GB"  # of one file of weights
+ROOM = 1.3  # of the card's memory that float32 weights and logits take, in weights
+GENERATION = "generation_config.json"
+
+
+def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window], weights: int) -> Proof:
+    """Writes a folder for transformers and vLLM.
+
+    Args:
+        dtype: of the weights. windows: of recorded completions; random tokens stand for none.
+        weights: how many there are.
+
+    Raises ExportFailed: what was written is not what was learned.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device = _device(weights)
+    lm = _learned(source, device)
+    kept = {name: tensor.dtype for name, tensor in lm.state_dict().items()}
+    lm.float()
+    shown = list(windows) or made_up(lm.config.get_text_config().vocab_size)
+    if source.whole_model:
+        expected, base = ask(lm.eval(), shown), None
+    else:
+        wrapped = peft.PeftModel.from_pretrained(lm, str(source.learned)).eval()
+        expected, base = _both(wrapped, shown)
+        lm = wrapped.merge_and_unload(safe_merge=True)
+        del wrapped
+    _round(lm, kept, getattr(torch, source.config.model.dtype), getattr(torch, dtype))
+    _save(lm, source, out)
+    del lm
+    gc.collect()
+    again = load_base(ModelConfig(path=str(out), dtype="float32"), device, lora=not source.whole_model)
+    proof = compare(expected, ask(again.eval(), shown), base, dtype, recorded=bool(windows))
+    check(proof)
+    return proof
+
+
+def _device(weights: int) -> torch.device:
+    """A card, if it has the room."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * 4 * weights:
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def _learned(source: Source, device: torch.device) -> Any:
+    """The base as the learner computes with it, or the model that was trained as a whole."""
+    model = source.config.model
+    if source.whole_model:
+        dtype: torch.dtype = getattr(torch, model.dtype)
+        lm: Any = AutoModelForCausalLM.from_pretrained(source.learned, dtype=dtype, trust_remote_code=False)
+        return lm.to(device)
+    base = load_base(ModelConfig(path=model.path, dtype=model.dtype, base=model.base), device, lora=True)
+    return base if model.base == "none" else base.dequantize()
+
+
+def _both(wrapped: Any, windows: Sequence[Window]) -> tuple[Said, Said]:
+    """(with the adapter, without it)."""
+    expected = ask(wrapped, windows)
+    with wrapped.disable_adapter():
+        return expected, ask(wrapped, windows)
+
+
+def _round(lm: Any, kept: dict[str, torch.dtype], trained: torch.dtype, wanted: torch.dtype) -> None:
+    """To the wanted type, but for what the model keeps in another than it was trained in."""
+    for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
+        own = kept.get(name, tensor.dtype)
+        tensor.data = tensor.data.to(wanted if own == trained else own)
+
+
+def _save(lm: Any, source: Source, out: Path) -> None:
+    path = str(source.learned) if source.whole_model else source.config.model.path
+    lm.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    lm.save_pretrained(out, max_shard_size=SHARD)
+    # As the base has it: transformers refuses to save some that it loads.
+    (out / GENERATION).unlink()
+    if own := read_json(path, GENERATION):
+        (out / GENERATION).write_text(json.dumps(own, indent=2) + "\n")
+    write_tokenizer(path, out)
+    for file in out.glob("*.safetensors"):  # which safetensors lets nobody but this user read
+        file.chmod((out / "config.json").stat().st_mode)

@@ -1,0 +1,109 @@
+"""What is exported: a whole checkpoint of a run, which may still be going on."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from learner.config import RunConfig
+from learner.driver import checkpoint
+from learner.driver.evaluate import Evaluation
+from learner.driver.fingerprints import FILE, Fingerprints, content_of
+from learner.driver.publishing import TRAINER
+from learner.model.adapter_config import CONFIG_FILE, MODEL
+from learner.model.weight_files import WEIGHTS_FILE
+from learner.tools.export.errors import ExportError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that verifies, and what it was made with.
+
+    Attributes:
+        run: the run's folder.
+        evaluations: those of the run up to the checkpoint, oldest first.
+        inputs: digests of data, reward functions and base.
+    """
+
+    run: Path
+    config: RunConfig
+    checkpoint: Path
+    step: int
+    evaluations: list[Evaluation]
+    inputs: Fingerprints
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        return self.run.name
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether all weights were trained; else it is a LoRA adapter."""
+        return self.config.learner.mode == "full"
+
+    @property
+    def learned(self) -> Path:
+        """Where in the checkpoint the adapter is, or the whole model."""
+        return self.checkpoint / TRAINER / MODEL if self.whole_model else self.checkpoint / TRAINER
+
+
+def find(run: Path, step: int | None) -> Source:
+    """The newest whole checkpoint of a run's folder, or that of a step. Raises ExportError."""
+    run = run.resolve()
+    if not (run / "config.yaml").is_file():
+        raise ExportError(f"RUN: must be a run folder such as runs/demo-seed0, got {run}; check the path")
+    folder = _checkpoint(run / "checkpoints", step)
+    try:
+        config = RunConfig.model_validate_json((folder / "config.json").read_text())
+        inputs = Fingerprints.from_json((folder / FILE).read_text())
+        state = json.loads((folder / "state.json").read_text())
+        evaluations = [Evaluation(**one) for one in state["evaluations"]]
+    except (ValidationError, OSError, ValueError, KeyError, TypeError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise ExportError(
+            f"RUN: {folder} was made by another version of gleaner, of which this one cannot read all ({first}); "
+            "export it with that version, or go on with the run for a step"
+        ) from None
+    source = Source(run, config, folder, checkpoint.step_of(folder), evaluations, inputs)
+    wanted = "config.json" if source.whole_model else CONFIG_FILE
+    if not (source.learned / wanted).is_file() or not (source.whole_model or (source.learned / WEIGHTS_FILE).is_file()):
+        raise ExportError(
+            f"RUN: {folder} holds no {wanted}, as those of an older version of gleaner; go on with the run for a step"
+        )
+    return source
+
+
+def _checkpoint(root: Path, step: int | None) -> Path:
+    kept = checkpoint.listing(root)
+    if not kept:
+        raise ExportError(f"RUN: {root.parent} has no checkpoint yet; wait for its first (checkpoint.every)")
+    if step is None:
+        found, skipped = checkpoint.newest(root)
+        if found is None:
+            raise ExportError(f"RUN: no checkpoint in {root} is whole ({'; '.join(skipped)}); copy the run again")
+        return found
+    folder = root / checkpoint.name_of(step)
+    if folder not in kept:
+        steps = ", ".join(str(checkpoint.step_of(one)) for one in kept)
+        raise ExportError(
+            f"--step: must be one whose checkpoint is kept ({steps}), got {step}; raise checkpoint.keep to keep more"
+        )
+    if reason := checkpoint.verify(folder):
+        raise ExportError(f"--step: {folder} is not whole ({reason}); give another step")
+    return folder
+
+
+def check_base(source: Source) -> None:
+    """Raises ExportError if the base is not the one that the adapter was trained on."""
+    path, recorded = source.config.model.path, source.inputs.base
+    now = content_of(path)
+    weights = [name for name in {*now, *recorded} if name.endswith(".safetensors") or name == "revision"]
+    own = sorted(name for name in weights if not name.startswith(("reference ", "value ")))
+    differ = [name for name in own if now.get(name) != recorded.get(name)]
+    if differ:
+        raise ExportError(
+            f"model.path: {path} must be the base that the run was trained on, and has another {', '.join(differ)}; "
+            "put the same model there"
+        )

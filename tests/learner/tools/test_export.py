@@ -1,0 +1,242 @@
+"""gleaner export: what it writes is what was learned, a fault of it is noticed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pyarrow as pa
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.files import digests_in
+from learner.driver import checkpoint
+from learner.driver.checkpoint import name_of
+from learner.tools.cli import main
+from learner.tools.export import room
+from tests.learner.tools.exports import STEP, run_folder
+
+IDS = torch.tensor([[5, 9, 200, 33, 71, 8]])
+
+
+@pytest.fixture(scope="module")
+def made(tiny_path: str, groups: list[pa.Table], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_folder(tmp_path_factory.mktemp("made"), tiny_path, groups)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.as_tensor(model.eval()(IDS).logits)
+
+
+def adapted(base: str, run: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """By PEFT, from the run's own checkpoint."""
+    lm = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).float()
+    return logits(peft.PeftModel.from_pretrained(lm, run / "checkpoints" / name_of(STEP) / "trainer"))
+
+
+def loaded(out: Path) -> torch.Tensor:
+    return logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32))
+
+
+def test_merged_weights_a_tokenizer_and_a_card(
+    tiny_path: str, groups: list[pa.Table], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model's embeddings are tied."""
+    run, out = run_folder(tmp_path, tiny_path, groups), tmp_path / "deep" / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "export   mine, step 8: " in told
+    assert "verified 111 tokens: logprobs differ by " in told
+    assert "111 of 111 greedy tokens are the same" in told
+    torch.testing.assert_close(loaded(out), adapted(tiny_path, run), rtol=1e-4, atol=1e-4)
+    same = [(out / "generation_config.json").read_text(), AutoTokenizer.from_pretrained(out).chat_template]
+    model = Path(tiny_path)
+    base = [(model / "generation_config.json").read_text(), AutoTokenizer.from_pretrained(tiny_path).chat_template]
+    assert [text.split() for text in same] == [text.split() for text in base]
+    assert {file.stat().st_mode & 0o044 for file in out.iterdir()} == {0o044}
+    assert sorted(file.name for file in out.parent.iterdir()) == ["out"]
+    card = ModelCard.load(out / "README.md")
+    (result,) = card.data.eval_results
+    assert (card.data.library_name, card.data.tags[0], result.metric_value) == ("transformers", "gleaner", 0.8)
+    assert "| eval/accuracy | 0.000 | 0.800 |" in card.text
+    assert f"digest of the data | {'d' * 64} |" in card.text
+    assert "use: my.py:good" in card.text
+    assert "```\nBe | brief.\n```" in card.text
+    assert "very-secret" not in card.content
+    assert str(tmp_path) not in card.content  # nobody's concern
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(tiny_path: str, groups: list[pa.Table], tmp_path: Path, dtype: Any) -> None:
+    run, out = run_folder(tmp_path, tiny_path, groups, model={"dtype": dtype}), tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(out)
+    kind = getattr(torch, dtype)
+    assert {weight.dtype for weight in model.parameters()} == {kind}
+    found, expected = logits(model.float()).log_softmax(-1), adapted(tiny_path, run, kind).log_softmax(-1)
+    assert float((found - expected).square().mean().sqrt()) < {"bfloat16": 0.1, "float16": 0.02}[dtype]
+
+
+def test_a_base_in_four_bits_is_merged_as_it_was_trained(
+    tiny_path: str, groups: list[pa.Table], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = run_folder(tmp_path, tiny_path, groups, model={"base": "nf4", "dtype": "bfloat16"}), tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    assert "the base as it was in 4 bits" in capsys.readouterr().out
+    apart = loaded(out).log_softmax(-1) - adapted(tiny_path, run, torch.bfloat16).log_softmax(-1)
+    assert float(apart.square().mean().sqrt()) > 0.05  # the weights before quantisation make another policy
+    assert "trained in 4 bits (nf4)" in (out / "README.md").read_text()
+
+
+def test_a_model_that_was_trained_whole(tiny_path: str, groups: list[pa.Table], tmp_path: Path) -> None:
+    run = run_folder(tmp_path, tiny_path, groups, scale=0.01, learner={"mode": "full"})
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    trained = run / "checkpoints" / name_of(STEP) / "trainer" / "model"
+    assert torch.equal(loaded(tmp_path / "out"), loaded(trained))
+    assert not torch.equal(loaded(trained), loaded(Path(tiny_path)))
+    assert main(["export", str(run), str(tmp_path / "a"), "--adapter-only"]) == 2
+
+
+def test_the_adapter_alone_byte_for_byte(tiny_path: str, tmp_path: Path) -> None:
+    run, out = run_folder(tmp_path, tiny_path, None), tmp_path / "out"
+    assert main(["export", str(run), str(out), "--adapter-only"]) == 0
+    assert sorted(file.name for file in out.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert torch.equal(logits(peft.AutoPeftModelForCausalLM.from_pretrained(out)), adapted(tiny_path, run))
+    card = ModelCard.load(out / "README.md")
+    assert card.data.library_name == "peft"
+    assert "--enable-lora --max-lora-rank 16 --lora-modules mine=" in card.text
+
+
+def skipped(self: Any, **_: Any) -> Any:
+    return self.unload()
+
+
+def one_layer_wrong(self: Any, **_: Any) -> Any:
+    merged = self.base_model.merge_and_unload()
+    merged.model.layers[0].self_attn.q_proj.weight.data[0] += 0.5
+    return merged
+
+
+@pytest.mark.parametrize("fault", [skipped, one_layer_wrong])
+def test_a_fault_of_the_merge_is_noticed_and_nothing_stays(
+    tiny_path: str, groups: list[pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], fault: Callable[..., Any],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(peft.PeftModel, "merge_and_unload", fault, raising=False)
+    run = run_folder(tmp_path, tiny_path, groups)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 1
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "error: " in one]
+    assert "must say what the adapter says, within 0.0001 nats rms" in line
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mine"]
+
+
+def test_rounding_that_takes_away_what_was_learned_is_refused(
+    tiny_path: str, groups: list[pa.Table], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path, tiny_path, groups, scale=0.003)
+    words = ["export", str(run), str(tmp_path / "out"), "--dtype"]
+    assert main([*words, "bfloat16"]) == 1
+    assert "--dtype: bfloat16 weights must hold what was learned, and rounding takes away" in capsys.readouterr().err
+    assert main([*words, "float32"]) == 0
+
+
+STEP_FOLDER = f"checkpoints/{name_of(STEP)}"
+
+
+def nothing(run: Path) -> None: ...
+
+
+def cut(run: Path) -> None:
+    file = run / STEP_FOLDER / "trainer" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def of_another_version(run: Path) -> None:
+    file = run / STEP_FOLDER / "config.json"
+    file.write_text(file.read_text().replace('"seed":0', '"sead":0'))
+    _seal(run)
+
+
+def without_config(run: Path) -> None:
+    (run / STEP_FOLDER / "trainer" / "adapter_config.json").unlink()
+    _seal(run)
+
+
+def _seal(run: Path) -> None:
+    manifest = run / STEP_FOLDER / checkpoint.MANIFEST
+    manifest.unlink()
+    manifest.write_text(json.dumps({"step": STEP, "files": digests_in(run / STEP_FOLDER)}))
+
+
+def of_another_base(run: Path) -> None:
+    file = run / STEP_FOLDER / "inputs.json"
+    inputs = json.loads(file.read_text())
+    inputs["base"]["model.safetensors"] = "f" * 64
+    file.write_text(json.dumps(inputs))
+    _seal(run)
+
+
+def taken(run: Path) -> None:
+    (run.parent / "out" / "mine").mkdir(parents=True)
+
+
+REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
+    (lambda run: (run / "config.yaml").unlink(), [], "RUN: must be a run folder such as .*; check the path$"),
+    (lambda run: shutil.rmtree(run / "checkpoints"), [], "RUN: .* has no checkpoint yet; wait for its first"),
+    (cut, [], r"RUN: no checkpoint in .* is whole \(step-000008: trainer/adapter_model.safetensors has .* bytes"),
+    (cut, ["--step", "8"], "--step: .*step-000008 is not whole .*; give another step"),
+    (nothing, ["--step", "4"], r"--step: must be one whose checkpoint is kept \(8\), got 4; raise checkpoint.keep"),
+    (of_another_version, [], r"another version of gleaner, .* cannot read all \(Extra inputs .*go on with the run"),
+    (without_config, [], "holds no adapter_config.json, as those of an older version of gleaner"),
+    (of_another_base, [], "model.path: .* must be the base that .*, and has another model.safetensors; put the same"),
+    (taken, [], "OUT: must be a new or empty folder, and .*/out is not; give another"),
+    (nothing, ["--adapter-only", "--dtype", "float32"], "--dtype: is for merged weights and does not go with --ad"),
+    (nothing, ["--adapter-only", "--gguf"], "--gguf: is for merged weights and does not go with --adapter-only"),
+    (nothing, ["--outtype", "f16"], "--outtype: goes with --gguf, which is not given"),
+    (nothing, ["--public"], "--public: goes with --push-to, which is not given"),
+    (nothing, ["--scores", "absent.json"], "--scores: must be a file of what gleaner eval --json printed, got absent"),
+    (nothing, ["--push-to", "mine"], "--push-to: must be OWNER/NAME, got mine; put your name"),
+    (nothing, ["--push-to", "a/b c"], "--push-to: must be OWNER/NAME, got a/b c: Repo id must"),
+    (nothing, ["--push-to", "a/b"], "--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it"),
+    (nothing, ["--gguf"], "LLAMA_CPP: must be the folder of llama.cpp, got .*, without convert_hf_to_gguf.py; git"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "options", "told"), REFUSED)
+def test_what_is_wrong_is_one_sentence_before_anything_is_written(
+    made: Path, tmp_path: Path, change: Callable[[Path], object], options: list[str], told: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    run = tmp_path / "mine"
+    shutil.copytree(made, run)
+    change(run)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["export", str(run), str(tmp_path / "out"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(told, line)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_too_little_room_is_told_in_bytes(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(made), str(tmp_path / "out")]
+    monkeypatch.setattr(room, "available_memory", lambda: 2**20)
+    assert main(words) == 2
+    assert "merging in float32 needs 1.9 GiB of memory, 1 MiB are free; give --adapter-only" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
+    assert main(words) == 2
+    assert f"OUT: needs 48 MiB on the disk of {tmp_path}, which has 1 MiB left" in capsys.readouterr().err
