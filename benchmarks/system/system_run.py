@@ -31,6 +31,7 @@ from rollout import ledger
 
 TIMES = ("generate", "train", "overlap", "push", "push_export", "generator_idle", "learner_idle")
 BOTH = tuple(dict.fromkeys([*PACKAGES, *ENGINE_PACKAGES]))  # packages that a whole system is made of
+RIVALS = {"generate": "TRL", "vllm": "TRL with vLLM"}  # engine of TRL -> the system's name
 FOREIGN = ("RAY_", "VLLM_", "TORCH_COMPILE")  # settings of a shell that a system should not inherit
 
 
@@ -166,15 +167,16 @@ def _step(line: dict[str, float], samples: int) -> dict[str, float]:
     return derived | told | counts | {"seconds": line["time/step"] - line["time/evaluate"] - line["time/checkpoint"]}
 
 
-def run_trl(tree: Tree, micro_batch: int, limit_s: float) -> Record:
-    """benchmarks.system.trl_system on the configuration. Raises RunFailed."""
+def run_trl(tree: Tree, micro_batch: int, engine: str, limit_s: float) -> Record:
+    """benchmarks.system.trl_system on the configuration; engine: a key of RIVALS. Raises RunFailed."""
     with tempfile.TemporaryDirectory(prefix="trl-bench-") as folder:
         out = Path(folder) / "out.json"
+        after = [str(out), "--micro-batch", str(micro_batch), "--engine", engine]
         load, started = os.getloadavg()[0], time.time()
-        command(tree, ["-m", "benchmarks.system.trl_system"], [str(out), "--micro-batch", str(micro_batch)], limit_s)
+        command(tree, ["-m", "benchmarks.system.trl_system"], after, limit_s)
         wall, told = time.time() - started, json.loads(out.read_text())
     return Record(
-        system="TRL",
+        system=RIVALS[engine],
         seed=tree["seed"],
         dtype=tree["model"]["dtype"],
         start_s=told["began_at"] - started,

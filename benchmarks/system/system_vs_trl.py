@@ -3,6 +3,9 @@
     pip install --no-deps --target build/rivals -r benchmarks/requirements.txt
     PYTHONPATH=.:build/rivals .venv/bin/python -m benchmarks.system.system_vs_trl --dtype float32 bfloat16
     PYTHONPATH=.:build/rivals .venv/bin/python -m benchmarks.system.system_vs_trl --workload demo
+    PYTHONPATH=.:build/rivals .venv/bin/python -m benchmarks.system.system_vs_trl --rivals vllm --modes 1:1/1
+
+TRL generates with Hugging Face's generate, or (`--rivals vllm`, the harder one) with vLLM in its own process.
 
 ragged compares samples per second, demo the seconds of training to a held-out accuracy. Each run is a fresh process of
 `python -m learner.main` or of benchmarks.system.trl_system; they take turns, repeat by repeat, so a ratio is of
@@ -24,6 +27,7 @@ from benchmarks.common import RESULTS, as_table, conditions, installed, save
 from benchmarks.system import system_plots
 from benchmarks.system.system_run import (
     BOTH,
+    RIVALS,
     Mode,
     Record,
     lengths_table,
@@ -42,6 +46,10 @@ ABOUT_TRL = (
     "one update per batch, no checkpointing of activations, its own logging off. Without Triton it scores prompts too, "
     "which it does not on CUDA: **TRL on a CPU is not TRL on a GPU**. "
 )
+ABOUT_VLLM = (
+    "TRL with vLLM: `rollout_func` asks vLLM in the trainer's process, prefix cache on, all cores, the merged weights "
+    "loaded before each step, as TRL does on a card (benchmarks/system/trl_vllm.py). "
+)
 
 
 def take_turns(tree: Tree, seeds: Sequence[int], options: argparse.Namespace) -> list[Record]:
@@ -50,8 +58,7 @@ def take_turns(tree: Tree, seeds: Sequence[int], options: argparse.Namespace) ->
     for seed in seeds:
         own = tree | {"seed": seed}
         runs: list[Callable[[], Record]] = [partial(run_gleaner, own, mode, options.limit) for mode in options.modes]
-        if options.with_trl:
-            runs.insert(0, partial(run_trl, own, options.micro_batch, options.limit))
+        runs = [partial(run_trl, own, options.micro_batch, engine, options.limit) for engine in options.rivals] + runs
         for run in runs:
             record = run()
             print(f"{record.system}, {record.dtype}, seed {seed}: {record.wall_s:.0f} s, start {record.start_s:.1f} s,",
@@ -69,17 +76,28 @@ def by_system(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
     return {key: [record for record in records if (record.system, record.dtype) == key] for key in keys}
 
 
+def _names(options: argparse.Namespace) -> list[str]:
+    return [RIVALS[engine] for engine in options.rivals]
+
+
+def _about(options: argparse.Namespace) -> str:
+    return ABOUT_TRL + ABOUT_VLLM * ("vllm" in options.rivals)
+
+
+def _ratio(own: Sequence[Record], rivals: Sequence[Record], skip: int) -> str:
+    return f"{spread([a.rate(skip) / b.rate(skip) for a, b in zip(own, rivals, strict=True)])} x"
+
+
 def ragged_report(records: Sequence[Record], told: dict[str, Any], options: argparse.Namespace) -> str:
     found, skip, rows = by_system(records), options.skip, []
     for (system, dtype), own in found.items():
-        rivals = found.get(("TRL", dtype), [])
-        ratios = [a.rate(skip) / b.rate(skip) for a, b in zip(own, rivals, strict=bool(rivals))]
+        ratios = [_ratio(own, found[name, dtype], skip) for name in _names(options) if system not in RIVALS.values()]
         parts = parts_of(own, skip, ("seconds", "generate", "train", "overlap"))
         rows.append([system, dtype, spread([r.rate(skip) for r in own]), spread([r.rate(skip, "tokens") for r in own],
-                     ".0f"), "-" if not ratios or system == "TRL" else f"{spread(ratios)} x", *parts,
+                     ".0f"), *(ratios or ["-"] * len(options.rivals)), *parts,
                      spread([r.other(skip) for r in own]), spread([r.start_s for r in own], ".1f")])  # fmt: skip
-    header = ["system", "type", "samples/s", "tokens/s", "ratio to TRL", "s per step", "generate", "train", "both",
-              "other", "start-up s"]  # fmt: skip
+    header = ["system", "type", "samples/s", "tokens/s", *(f"ratio to {name}" for name in _names(options)),
+              "s per step", "generate", "train", "both", "other", "start-up s"]  # fmt: skip
     return (
         "# Whole system against TRL: ragged completions\n\n"
         f"{as_table(header, rows)}\n\n"
@@ -89,7 +107,7 @@ def ragged_report(records: Sequence[Record], told: dict[str, Any], options: argp
         f"layers, dapo loss, AdamW. Median (least - most) of {options.repeats} runs, which took turns; a figure of a "
         f"run is that of {options.steps} steps after {options.skip} to warm up; a ratio is of runs of one turn.\n\n"
         f"{lengths_table(records)}\n\n"
-        f"{ABOUT_TRL}Micro-batches of TRL: {options.micro_batch}.\n\nConditions: {wall_text(told, records)}\n"
+        f"{_about(options)}Micro-batches of TRL: {options.micro_batch}.\n\nConditions: {wall_text(told, records)}\n"
     )
 
 
@@ -97,18 +115,19 @@ def demo_report(records: Sequence[Record], told: dict[str, Any], options: argpar
     def shown(seconds: float | None) -> str:
         return "not reached" if seconds is None else f"{seconds:.1f}"
 
-    rivals = {record.seed: record.seconds_to(options.accuracy) for record in records if record.system == "TRL"}
+    first = next(iter(_names(options)), None)
+    rivals = {record.seed: record.seconds_to(options.accuracy) for record in records if record.system == first}
     rows = []
     for record in records:
         own, trl = record.seconds_to(options.accuracy), rivals.get(record.seed)
-        ratio = f"{own / trl:.2f} x" if own and trl and record.system != "TRL" else "-"
+        ratio = f"{own / trl:.2f} x" if own and trl and record.system not in RIVALS.values() else "-"
         accuracies = [f"{score:.3f}" for _, score in (record.accuracy[0], record.accuracy[-1])]
         parts = [f"{record.mean(options.skip, what):.2f}" for what in ("generate", "train")]
         rows.append([record.system, str(record.seed), shown(own), ratio, *accuracies,
                      f"{record.rate(options.skip):.1f}", *parts, f"{record.other(options.skip):.2f}",
                      f"{record.start_s:.1f}", f"{record.wall_s:.0f}"])  # fmt: skip
-    header = ["system", "seed", f"s to {options.accuracy:g}", "time against TRL", "first", "last accuracy", "samples/s",
-              "generate s", "train s", "other s", "start-up s", "wall s"]  # fmt: skip
+    header = ["system", "seed", f"s to {options.accuracy:g}", f"time against {first or 'TRL'}", "first",
+              "last accuracy", "samples/s", "generate s", "train s", "other s", "start-up s", "wall s"]  # fmt: skip
     return (
         f"# Whole system against TRL: the demo, seconds to a held-out accuracy of {options.accuracy:g}\n\n"
         f"{as_table(header, rows)}\n\n"
@@ -118,7 +137,7 @@ def demo_report(records: Sequence[Record], told: dict[str, Any], options: argpar
         "generates its next batch during an evaluation; steps that may have gained from one are charged at least the "
         "median of the others. Parts are seconds of a step, of which generation and training may overlap.\n\n"
         f"{lengths_table(records)}\n\n"
-        f"{ABOUT_TRL}Micro-batches of TRL: {options.micro_batch}.\n\n"
+        f"{_about(options)}Micro-batches of TRL: {options.micro_batch}.\n\n"
         f"Conditions: {wall_text(told, records)}\n"
     )
 
@@ -131,6 +150,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--modes", type=Mode.parse, nargs="+", help="of gleaner: STALENESS:GENERATOR/LEARNER cores[:continue]"
     )
+    parser.add_argument("--rivals", choices=list(RIVALS), nargs="*", default=["generate"], help="engines of TRL")
     parser.add_argument("--micro-batch", type=int, help="of TRL; completions; default 16, demo 64")
     parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed")
     parser.add_argument("--demo-steps", type=int, default=60)
@@ -145,7 +165,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--micro-batch must divide the {samples} completions of a step, got {options.micro_batch}")
     if options.workload == "demo" and options.every <= 1 + max(mode.staleness for mode in options.modes):
         parser.error(f"--every must leave steps without an evaluation or a gain from one, got {options.every}")
-    options.with_trl = installed("trl")
+    if options.rivals and not installed("trl"):
+        parser.error("TRL is not installed; see benchmarks/requirements.txt, or pass --rivals without a name")
     return options
 
 
@@ -161,7 +182,7 @@ def main() -> None:
             tree = ragged(Path(folder), options)
             for dtype in options.dtype:
                 records += take_turns(tree | {"model": tree["model"] | {"dtype": dtype}}, seeds, options)
-    name = f"system_vs_trl_{options.workload}"
+    name = f"system_vs_trl{'_vllm' * ('vllm' in options.rivals)}_{options.workload}"
     save(name, {"conditions": told, "runs": [asdict(record) for record in records]}, report(records, told, options))
     draw(records, options, RESULTS / f"{name}.png")
 

@@ -3,16 +3,17 @@
     python -m benchmarks.system.trl_system CONFIG.yaml OUT.json --micro-batch 16        (started by
     benchmarks.system.system_vs_trl)
 
-TRL generates with Hugging Face's generate, since its vLLM route is made for GPUs, with as many threads as the
-machine has cores. It is left as it comes but for logging and saving, which are off, and for the learning rate of each
-step, which follows gleaner's schedule. Held-out problems are answered greedily by HF generate, in one batch, and
-scored by the same reward function.
+TRL generates with Hugging Face's generate, since its own vLLM route is made for GPUs, with as many threads as the
+machine has cores; with --engine vllm by benchmarks.system.trl_vllm, which does that route's work here. It is left as it
+comes but for logging and saving, which are off, and for the learning rate of each step, which follows gleaner's
+schedule. Held-out problems are answered greedily by HF generate, in one batch, and scored by the same reward function.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 import warnings
@@ -39,6 +40,7 @@ from rewards.loader import BUILT_INS, load
 from rollout.data import problems
 from rollout.data.chat import Chat
 from rollout.schema import Problem
+from rollout.vllm.environment import required_env
 
 
 class Scorer:
@@ -233,7 +235,7 @@ def arguments(config: RunConfig, folder: str, micro_batch: int) -> GRPOConfig:
     )
 
 
-def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
+def run(config: RunConfig, micro_batch: int, engine: str) -> dict[str, Any]:
     """Trains; returns what benchmarks.system.system_run.Record needs."""
     chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
     stream, heldout = problems.load(config.data, chat, config.rollout.max_prompt_length, config.seed)
@@ -242,6 +244,7 @@ def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
     rows = [{"prompt": list(problem.messages), **problem.columns} for problem in needed]
     lora = config.learner.lora
     alpha: Any = lora.alpha  # peft divides by the rank, so that any number will do
+    expected = {json.dumps(list(problem.messages)): list(problem.prompt_ids) for problem in needed}
     watch = Watch(clock := Clock(chat.stop_ids), config.data.eval.every, heldout_score(config, chat, heldout))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -252,12 +255,22 @@ def run(config: RunConfig, micro_batch: int) -> dict[str, Any]:
             processing_class=PreTrainedTokenizerFast.from_pretrained(config.model.path),
             peft_config=LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, task_type="CAUSAL_LM"),
             callbacks=[watch],
+            rollout_func=_vllm(config, expected) if engine == "vllm" else None,
         )
         trainer.clock, trainer.config = clock, config
-        trainer.expected = {json.dumps(list(problem.messages)): list(problem.prompt_ids) for problem in needed}
+        trainer.expected = expected
         trainer.train()
     told = {"steps": clock.steps, "lengths": clock.lengths, "ended": clock.ended / len(clock.lengths)}
     return told | {"accuracy": watch.accuracy, "began_at": watch.began_at, "threads": torch.get_num_threads()}
+
+
+def _vllm(config: RunConfig, expected: dict[str, list[int]]) -> Any:
+    """The environment of an engine must be there before vLLM is imported; the threads are the trainer's, all cores."""
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    os.environ |= required_env(cuda=False) | threads
+    from benchmarks.system.trl_vllm import BareVllm
+
+    return BareVllm(config, expected)
 
 
 def main() -> None:
@@ -265,9 +278,10 @@ def main() -> None:
     parser.add_argument("config", help="YAML of gleaner")
     parser.add_argument("out", type=Path, help="JSON to write")
     parser.add_argument("--micro-batch", type=int, default=16, help="completions; must divide those of a step")
+    parser.add_argument("--engine", choices=("generate", "vllm"), default="generate")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning, module="trl")
-    options.out.write_text(json.dumps(run(config_io.load(options.config, []), options.micro_batch)))
+    options.out.write_text(json.dumps(run(config_io.load(options.config, []), options.micro_batch, options.engine)))
 
 
 if __name__ == "__main__":
