@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from cluster.files import Digest, digests_in
-from learner.trainer.service import TrainerService
+from learner.trainer.service import Arithmetic, TrainerService
 from rollout.fake_engine import FakeEngine
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
@@ -43,6 +43,9 @@ class FakeTrainer(TrainerService):
         engine = FakeEngine(self._vocab_size)
         await engine.load_adapter(self._adapter())
         return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
+
+    async def arithmetic(self) -> Arithmetic:
+        return Arithmetic("none", "none", 1, "default")
 
     async def detach_base(self) -> None:
         """It has none."""

@@ -81,7 +81,7 @@ class Loop:
         step = 0
         if resume_from is not None:
             step, self.held_out.evaluations = await self.checkpoints.load(resume_from)
-        self.updates.begin(step)
+        await self.updates.begin(step)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
             background += [tasks.create_task(other) for other in beside]

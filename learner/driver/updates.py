@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -12,9 +11,9 @@ from learner.driver.batch_metrics import batch_metrics
 from learner.driver.card_turns import CardTurns
 from learner.driver.reward_models import RewardModels
 from learner.driver.step_metrics import StepMetrics
+from learner.driver.step_record import StepRecord
 from learner.driver.weight_sync import WeightSync
 from learner.trainer.service import TrainerService
-from rollout import ledger
 from rollout.producer import Pipes
 from rollout.schema import group_position
 from rollout.weight_sync import Push
@@ -35,7 +34,7 @@ class Updates:
         sync: WeightSync,
         turns: CardTurns,
         metrics: StepMetrics,
-        rollouts: Path,
+        record: StepRecord,
         reward_models: RewardModels,
     ) -> None:
         self.step, self.agrees = 0, True
@@ -43,17 +42,18 @@ class Updates:
             TrainerService.step, deadline_s, groups
         )
         self._pipes, self._reward_models = pipes, reward_models
-        self._sync, self._turns, self._metrics, self._rollouts = sync, turns, metrics, rollouts
+        self._sync, self._turns, self._metrics, self._record = sync, turns, metrics, record
         self._under_way: asyncio.Task[tuple[dict[str, float], Push]] | None = None
 
-    def begin(self, step: int) -> None:
-        """The run goes on from that step; rollouts of later steps are deleted, since those will be taken again."""
+    async def begin(self, step: int) -> None:
+        """The run goes on from that step; what later ones left is deleted, since those will be taken again."""
         self.step = step
-        ledger.forget_after(self._rollouts, step)
+        await self._record.begin(step)
 
     async def first_policy(self, tasks: asyncio.TaskGroup) -> Push:
         """The policy to begin with; the generators were put to sleep as they started."""
         push, _ = await self._sync.fetch(tasks)
+        self._record.policy(push.adapter)
         await self._turns.generators()
         return push
 
@@ -86,7 +86,7 @@ class Updates:
         """Metrics and ledger cover all that was generated for the batch. The ledger is written meanwhile, and is on
         disk before this returns, hence before any checkpoint counts these problems."""
         generated = [*groups, *useless]
-        at_rest = asyncio.create_task(asyncio.to_thread(ledger.write, self._rollouts, self.step + 1, generated))
+        at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, generated))
         try:
             metrics = batch_metrics(generated, self.step)
             metrics["rollout/refilled_groups"] = float(len(useless))
@@ -100,6 +100,7 @@ class Updates:
             self._metrics.hold(metrics)
             with self._pipes.timeline.span("policy", "learner", version=self.step):
                 push, spent = await self._sync.fetch(tasks)
+            self._record.policy(push.adapter)
         finally:
             await at_rest
         return metrics | spent, push

@@ -19,6 +19,7 @@ from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.schedule import Schedule
 from learner.driver.shared_base import replacing_owner
 from learner.driver.step_metrics import Sinks, StepMetrics
+from learner.driver.step_record import StepRecord
 from learner.driver.updates import Updates
 from learner.driver.weight_sync import WeightSync
 from learner.trainer.service import TrainerService
@@ -65,12 +66,13 @@ def wire(
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
     metrics, sync = StepMetrics(sinks, producers, pipes), WeightSync(config, trainer, producers, pipes)
     turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
+    record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
     reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)
     loop = Loop(
         Schedule(config, inputs.total_steps, cursor, config.num_problems(len(inputs.problems))),
         producers,
         Batches(config, buffer, sinks.timeline),
-        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, sinks.folder / "rollouts", reward_models),
+        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, record, reward_models),
         sync,
         HeldOut(producers, inputs.heldout, config, sinks.timeline),
         RunCheckpoints(config, inputs.fingerprints, trainer, pipes, sinks),

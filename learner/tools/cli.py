@@ -15,6 +15,7 @@ from learner.tools.commands import (
     export,
     init,
     plan,
+    replay,
     report,
     reward_model,
     rewards,
@@ -89,6 +90,7 @@ def build() -> typer.Typer:
     seen.command("show", epilog=rollouts.EPILOG)(rollouts.show)
     app.add_typer(seen, name="rollouts")
     app.command(epilog=report.EPILOG)(report.report)
+    app.command(epilog=replay.EPILOG)(replay.replay)
     app.command(epilog=export.EPILOG)(export.export)
     app.command(epilog=serve.EPILOG)(serve.serve)
     return app

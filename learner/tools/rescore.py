@@ -48,7 +48,7 @@ def rescore(
     files = ledger.steps(Path(folder))[-num_steps:]
     if not files:
         raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
-    groups = [group for file in files for group in _groups(_read(file))]
+    groups = [whole(group) for file in files for group in ledger.groups(_read(file))]
     try:
         memory_bytes = _size(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(_argument, arguments)), env=tuple(env))
@@ -81,12 +81,6 @@ def _argument(text: str) -> tuple[str, Any]:
     if not sign or not key:
         raise RescoreError(f"--arg: must be written KEY=VALUE, got {text!r}")
     return key, parse_value(value)
-
-
-def _groups(rows: pa.Table) -> list[pa.Table]:
-    ids = rows.column("group_id").to_pylist()
-    starts = [i for i, group in enumerate(ids) if i == 0 or group != ids[i - 1]]
-    return [whole(rows.slice(a, b - a)) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:

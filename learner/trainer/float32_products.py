@@ -25,6 +25,7 @@ from torch import Tensor
 log = logging.getLogger("learner")
 
 LESS = "bf16"  # torch.backends.mkldnn.matmul.fp32_precision: products may go to oneDNN
+ONEDNN = "oneDNN"
 EXACT = 1e-6  # relative norm of a product's error; float32 has 2e-7 to 5e-7, bfloat16 3e-3
 FASTER = 1.2  # a gain worth having; on Zen 5 it is 2.2, so that noise does not choose
 SHAPE = 1024, 512, 1024  # rows, summed, columns: a small layer's products
@@ -64,6 +65,18 @@ def choose_library() -> bool:
         "oneDNN" if chosen else "torch's default", gain, error,
     )  # fmt: skip
     return chosen
+
+
+def library() -> str:
+    """Which one it is: oneDNN, or default."""
+    backend: Any = torch.backends.mkldnn
+    return ONEDNN if backend.matmul.fp32_precision == LESS else "default"
+
+
+def use_library(name: str) -> None:
+    """Without a trial, for a replay: the one that `library` named in the process that is replayed."""
+    backend: Any = torch.backends.mkldnn
+    backend.matmul.fp32_precision = LESS if name == ONEDNN else "none"
 
 
 def _made_by_amd() -> bool:

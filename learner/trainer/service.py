@@ -4,7 +4,7 @@ Imports no torch, so that the driver reads it.
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -12,6 +12,19 @@ from cluster.files import Digest
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
 from rollout.weight_sync import Answer
+
+
+class Arithmetic(NamedTuple):
+    """What the last bits of a step depend on, beside its settings and its rollouts.
+
+    torch: its version. device: the processor's or the card's name. threads: that compute on a CPU. products: the
+    library of float32 matrix products on a CPU (learner.trainer.float32_products), default or oneDNN.
+    """
+
+    torch: str
+    device: str
+    threads: int
+    products: str
 
 
 class TrainerService(Protocol):
@@ -74,6 +87,9 @@ class TrainerService(Protocol):
         Raises:
             ValueError: fewer than two tokens, or an id beyond the vocabulary.
         """
+
+    async def arithmetic(self) -> Arithmetic:
+        """With what this process computes."""
 
     async def detach_base(self) -> None:
         """Lets go of the generator's base (memory.base: shared), after the work that is under way; until attach_base,

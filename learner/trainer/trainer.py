@@ -24,13 +24,14 @@ from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
 from learner.model.roles import reward_roles
 from learner.trainer import trainer_state
+from learner.trainer.arithmetic import arithmetic_on
 from learner.trainer.base_thread import BaseThread
 from learner.trainer.forward_backward import Passes
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
 from learner.trainer.nonfinite_guard import NonFiniteGuard
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
-from learner.trainer.service import TrainerService
+from learner.trainer.service import Arithmetic, TrainerService
 from learner.trainer.stochastic_rounding import updater_for, wants_masters
 from learner.trainer.updates import Updates
 from learner.trainer.value_learner import value_learner, value_roles
@@ -113,6 +114,9 @@ class Trainer(TrainerService):
     async def probe(self, token_ids: list[int]) -> Answer:
         answer = partial(answer_of, self._policy, merged=self._merged)
         return await self._thread.compute(lambda: answer(self._version, token_ids))
+
+    async def arithmetic(self) -> Arithmetic:
+        return await self._thread.run(lambda: arithmetic_on(self._policy.head.device))
 
     async def detach_base(self) -> None:
         await self._thread.detach()

@@ -56,6 +56,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
         for key in SAME_WHEN_RESUMED:
             if key in old:
                 assert new[key] == pytest.approx(old[key], rel=1e-5, abs=1e-7), key
+    _replayed_it_leads_to_the_same_policies(run)
     after = _tokens(run.folder / "rollouts" / "step-000003.parquet")
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
@@ -76,6 +77,15 @@ def _evaluated_alone_it_scores_as_in_the_run(run: Run, accuracy: float) -> None:
     assert {"mean@2", "pass@1", "pass@2", "majority@2"} < set(found["metrics"])
     assert (found["problems"], ledger.read(rows).num_rows) == (2, 2 + 4)
     rows.unlink()
+
+
+def _replayed_it_leads_to_the_same_policies(run: Run) -> None:
+    words = ["-m", "learner.tools.cli", "replay", str(run.folder), "--json"]
+    told = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=run.environment(), timeout=200, check=False
+    )
+    found = json.loads(told.stdout)
+    assert (told.returncode, found["same"], found["to"]) == (0, True, 4), found
 
 
 ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,7 @@ def read_step(file: Path, most: int | None = None, *, advantage: str | None, tok
     except (OSError, ValueError, pa.ArrowException) as error:
         said = " ".join(str(error).split())[:200]
         raise ReportError(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
-    ids = rows.column("group_id").to_pylist()
-    starts = [i for i, group in enumerate(ids) if i == 0 or group != ids[i - 1]]
-    tables = [rows.slice(a, b - a) for a, b in pairwise([*starts, len(ids)])]
+    tables = ledger.groups(rows)
     whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
     rewards = [rewards_of(table)[kept] for table, kept in zip(tables, whole, strict=True)]
     scaled = ADVANTAGES[advantage](rewards) if advantage and rewards else [None] * len(rewards)

@@ -1,0 +1,37 @@
+"""gleaner replay."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from learner.tools.arguments import natural, positive
+from learner.tools.commands.epilog import epilog
+
+EPILOG = epilog(
+    "gleaner replay runs/demo-seed0",
+    "gleaner replay runs/demo-seed0 --from 40 --to 45 --json",
+    failed="a step came out otherwise than it was recorded, or failed",
+)
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    start: Annotated[
+        int, typer.Option("--from", parser=natural, metavar="STEP", help="0, or the step of a kept checkpoint.")
+    ] = 0,
+    to: Annotated[
+        int | None, typer.Option(parser=positive, metavar="STEP", help="The last one taken; else the run's last.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as an object.")] = False,
+) -> int:
+    """Take a run's steps again from its recorded completions, without generating.
+
+    With the same settings each step must lead to the policy whose digest the run recorded; the first that does not is
+    shown, with its metrics beside the recorded ones.
+    """
+    given = dict(locals())
+    from learner.tools.replay.command import Asked
+    from learner.tools.replay.command import run as replay_run
+
+    return replay_run(Asked(**given))

@@ -1,0 +1,1 @@
+"""gleaner replay: a run's recorded steps, taken again without generating."""

@@ -1,0 +1,154 @@
+"""What a run folder holds of the steps that the run has taken, and where a replay of them may begin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from learner.config import RunConfig
+from learner.driver import checkpoint, config_io
+from learner.driver.fingerprints import FILE, Fingerprints, fingerprints_of
+from learner.driver.step_record import PolicyLine, read_policies
+from learner.tools.report.run_folder import ReportError, read_run
+from rollout import ledger
+from rollout.env.config import EnvConfig
+
+
+class ReplayError(ValueError):
+    """The run cannot be replayed as asked for; one sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step that the run has taken.
+
+    Attributes:
+        file: its rollouts.
+        metrics: its line of metrics.jsonl, without what was not finite.
+        policy: the line of the policy that it led to; None where the run recorded none.
+    """
+
+    number: int
+    file: Path
+    metrics: dict[str, float]
+    policy: PolicyLine | None
+
+    def groups(self, groups_per_step: int) -> tuple[list[pa.Table], list[pa.Table]]:
+        """Those that the learner got, in its order, and those that dynamic sampling replaced. Raises ReplayError."""
+        try:
+            found = ledger.groups(ledger.read(self.file))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ReplayError(f"step {self.number}: {self.file} cannot be read: {reason}") from error
+        replaced = int(self.metrics.get("rollout/refilled_groups", 0))
+        if len(found) != groups_per_step + replaced:
+            raise ReplayError(
+                f"step {self.number}: {self.file} must hold {groups_per_step + replaced} groups, as the step had, and "
+                f"holds {len(found)}: it was changed since, or the run was resumed with another learner.groups_per_step"
+            )
+        return found[:groups_per_step], found[groups_per_step:]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A run folder. steps: number -> step, those that are whole, ascending. policies: version -> its line."""
+
+    folder: Path
+    config: RunConfig
+    steps: dict[int, Step]
+    policies: dict[int, PolicyLine]
+
+    def chosen(self, start: int, to: int | None) -> list[Step]:
+        """The steps after `start` up to `to`, or to the last. Raises ReplayError for one that is not there."""
+        last = max(self.steps)
+        to = last if to is None else to
+        if not 0 <= start < to <= last:
+            raise ReplayError(
+                f"--from, --to: must be 0 <= --from < --to <= {last}, the last recorded step, since the first that is "
+                f"taken is the one after --from; got {start} and {to}"
+            )
+        if missing := [step for step in range(start + 1, to + 1) if step not in self.steps]:
+            raise ReplayError(
+                f"step {missing[0]}: {self.folder} has not both its rollouts and its line in metrics.jsonl; choose "
+                "others by --from and --to"
+            )
+        return [self.steps[step] for step in range(start + 1, to + 1)]
+
+    def checkpoint(self, step: int) -> Path | None:
+        """The kept checkpoint of that step; None for step 0, the beginning. Raises ReplayError."""
+        if step == 0:
+            return None
+        root = self.folder / "checkpoints"
+        folder = root / checkpoint.name_of(step)
+        if not folder.is_dir():
+            kept = ", ".join(str(checkpoint.step_of(one)) for one in _kept(root)) or "none"
+            raise ReplayError(
+                f"--from: must be 0 or the step of a kept checkpoint ({kept}), got {step}; checkpoint.keep says how "
+                "many are kept"
+            )
+        if reason := checkpoint.verify(folder):
+            raise ReplayError(f"--from: {folder} is not whole: {reason}; give another step")
+        return folder
+
+    def check_inputs(self, *, own_loss: bool) -> None:
+        """Whether base model and, if asked for, the user's own loss are still those of the run, as far as a kept
+        checkpoint says. Raises ReplayError."""
+        known = [one / FILE for one in reversed(_kept(self.folder / "checkpoints")) if (one / FILE).exists()]
+        if not known:
+            return
+        then = Fingerprints.from_json(known[0].read_text())
+        now = fingerprints_of(self.config.model_copy(update={"rewards": [], "env": EnvConfig()}), ())
+        pairs = [("model.path", now.base, then.base)]
+        if own_loss:
+            pairs.append(("learner.loss.ratio", now.loss, then.loss))
+        for key, new, old in pairs:
+            differing = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+            if differing:
+                raise ReplayError(
+                    f"{key}: must have the content that the run was made with, and {', '.join(differing)} differs; "
+                    "put that back"
+                )
+
+
+def read_recorded(folder: Path) -> Recorded:
+    """Raises ReplayError: it is no run folder, it is another version's, or no step of it is whole."""
+    try:
+        run = read_run(folder)
+    except ReportError as error:
+        raise ReplayError(str(error)) from None
+    config = load_config(folder, ())
+    policies = {line.step: line for line in read_policies(folder)}
+    files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
+    steps = {}
+    for place, number in enumerate(run.steps):
+        if number > 0 and number in files:
+            line = {name: value for name, column in run.metrics.items() if (value := column[place]) is not None}
+            steps[number] = Step(number, files[number], line, policies.get(number))
+    if not steps:
+        raise ReplayError(
+            f"RUN: {folder} has no step with both its rollouts and its line in metrics.jsonl yet; wait for the first"
+        )
+    return Recorded(folder, config, steps, policies)
+
+
+def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration with `overrides` on top. Raises ReplayError if this version refuses the run's own,
+    ConfigError for the overrides."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise ReplayError(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
+    try:
+        plain = config_io.load(str(file), ())
+    except config_io.ConfigError as error:
+        first = str(error).splitlines()[0]
+        raise ReplayError(
+            f"RUN: {file} was written by another version of gleaner, and this one refuses it ({first}); correct the "
+            "file, or replay with that version"
+        ) from None
+    return config_io.load(str(file), overrides) if overrides else plain
+
+
+def _kept(root: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    return sorted((one for one in root.glob("step-*") if one.is_dir()), key=checkpoint.step_of)

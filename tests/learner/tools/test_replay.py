@@ -1,0 +1,156 @@
+"""gleaner replay: the recorded steps again, from the beginning and from a checkpoint; what differs is found at its
+step. That a whole run of Ray and vLLM comes out the same is tests/flow/test_run.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from learner.tools.cli import main
+from learner.trainer import float32_products
+from rollout import ledger
+from tests.learner.recorded_run import config_of, record
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What holds for the whole process."""
+    for name in ("OMP_NUM_THREADS", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(float32_products, "FASTER", 1e9)  # no trial, which noise may decide
+    library: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = library.fp32_precision
+    yield
+    library.fp32_precision = before
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_path: str) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    asyncio.run(record(folder, config_of(folder, tiny_path), STEPS, halved_at=4))
+    return folder
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    """A copy to be spoiled."""
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    code = main(["replay", *map(str, words), "--json"])
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == (0 if told["same"] else 1)
+    return told
+
+
+def change(run: Path, step: int, column: str, values: list[Any]) -> None:
+    """Other values in one column of a step's rollouts."""
+    file = run / "rollouts" / f"step-{step:06d}.parquet"
+    rows = ledger.read(file)
+    place = rows.schema.get_field_index(column)
+    pq.write_table(rows.set_column(place, rows.field(place), pa.array(values, rows.field(place).type)), file)
+
+
+def test_the_same_settings_give_the_same_policies(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start in (0, 2):  # from a checkpoint too, and over a change of the token budget
+        assert main(["replay", str(recorded), "--from", str(start)]) == 0
+        out = capsys.readouterr().out
+        assert out.count("the same digest") == 1 + STEPS - start  # with the one that it begins with
+        assert "every policy has the digest that the run recorded" in out
+
+
+def test_a_changed_ledger_is_found_at_its_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(run, 3, "reward", [0.0, 0.0, 1.0, 1.0, 0.5, 0.0, 1.0, 1.0])
+    told = replayed(capsys, run)
+    assert not told["same"]
+    found = told["first_difference"]
+    assert found["step"] == 3
+    assert found["digests"][0] != found["digests"][1]
+    assert {"reward/mean", "loss/grad_norm"} <= found["metrics"].keys()
+    assert replayed(capsys, run, "--to", "2")["same"]
+    assert main(["replay", str(run)]) == 1
+    assert "step 3 is the first that differs" in capsys.readouterr().out
+
+
+def test_a_run_that_recorded_no_digests_is_compared_by_its_metrics(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "policies.jsonl").unlink()
+    assert main(["replay", str(run), "--to", "3"]) == 0
+    assert "0 of 3 steps have a digest" in capsys.readouterr().out
+
+
+def test_what_is_written_meanwhile_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("metrics.jsonl", "policies.jsonl"):
+        text = (run / name).read_text()
+        (run / name).write_text(text[: text.rstrip("\n").rfind("\n") + 20])  # the line of step 4 is half there
+    assert replayed(capsys, run)["to"] == 3
+
+
+def spoil_schema(run: Path) -> None:
+    file = run / "rollouts" / "step-000001.parquet"
+    rows = ledger.read(file)
+    pq.write_table(rows.replace_schema_metadata({"gleaner.schema": "0"}), file)
+
+
+def drop_a_group(run: Path) -> None:
+    file = run / "rollouts" / "step-000001.parquet"
+    pq.write_table(ledger.read(file).slice(4), file)
+
+
+def break_a_logprob(run: Path) -> None:
+    rows = ledger.read(run / "rollouts" / "step-000001.parquet")
+    values = rows.column("behavior_logprobs").to_pylist()
+    change(run, 1, "behavior_logprobs", [[float("nan"), *values[0][1:]], *values[1:]])
+
+
+def other_base(run: Path) -> None:
+    file = run / "checkpoints" / "step-000002" / "inputs.json"
+    inputs = json.loads(file.read_text())
+    inputs["base"]["config.json"] = "another"
+    file.write_text(json.dumps(inputs))
+
+
+def refused_configuration(run: Path) -> None:
+    (run / "config.yaml").write_text("no_such_key: 1\n" + (run / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "said"),
+    [
+        (lambda run: None, ["--to", "9"], r"--from, --to: must be 0 <= --from < --to <= 4, .*; got 0 and 9"),
+        (lambda run: None, ["--from", "3"], r"--from: must be 0 or the step of a kept checkpoint \(2\), got 3"),
+        (spoil_schema, [], "step 1: .* cannot be read: .*schema version must be 2, got 0"),
+        (drop_a_group, [], "step 1: .* must hold 2 groups, as the step had, and holds 1"),
+        (break_a_logprob, [], "step 1: behavior_logprobs: must be finite, row 0 has nan"),
+        (lambda run: (run / "rollouts" / "step-000002.parquet").unlink(), [], "step 2: .* has not both its rollouts"),
+        (lambda run: shutil.rmtree(run / "rollouts"), [], "RUN: .* has no step with both its rollouts and its line"),
+        (lambda run: (run / "config.yaml").unlink(), [], "RUN: .* has no config.yaml"),
+        (refused_configuration, [], r"RUN: .* another version of gleaner, .*no_such_key: unknown key"),
+        (other_base, [], "model.path: must have the content that the run was made with, and config.json differs"),
+        (shutil.rmtree, [], "run: must be a run folder"),
+    ],
+    ids=[
+        "a step that is not there", "no such checkpoint", "unknown schema", "a group is missing", "a broken logprob",
+        "a gap", "no rollouts", "no configuration", "another version", "another base", "no folder",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str], spoil: Any, words: list[str], said: str
+) -> None:
+    spoil(run)
+    assert main(["replay", str(run), *words]) == 2
+    assert re.search("error: " + said, capsys.readouterr().err)
