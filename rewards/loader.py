@@ -19,12 +19,15 @@ from rewards.described import described
 
 BUILT_INS = {
     "format": "rewards.format:format_",
+    "json_match": "rewards.json_match:json_match",
+    "json_schema": "rewards.json_schema:json_schema",
     "length": "rewards.length:length",
     "math": "rewards.math:math",
     "number": "rewards.number:number",
     "reasoning_gym": "rewards.reasoning_gym:reasoning_gym",
     "regex": "rewards.regex:regex",
     "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
+    "unit_tests": "rewards.unit_tests:unit_tests",
 }
 EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 

@@ -11,7 +11,11 @@ from pathlib import Path
 from rewards import pickled
 from rewards.loader import BUILT_INS
 
-GRADERS = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}  # packages that do a built-in's work
+GRADERS = {
+    "json_schema": "jsonschema",
+    "math": "math-verify",
+    "reasoning_gym": "reasoning-gym",
+}  # packages that do a built-in's work
 
 
 def source_of(use: str) -> Path | None:

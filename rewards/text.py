@@ -38,10 +38,28 @@ def gold_text(gold: object) -> str:
 
 
 def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
-    """A data column by its configured name. Raises ValueError naming the columns that exist."""
-    if name not in columns:
+    """A data column by its configured name, or a part of a nested one: `conversations[2][value]`.
+
+    Raises ValueError naming the columns that exist, or what there is in place of a part.
+    """
+    if name in columns:
+        return columns[name]
+    first, steps = name.partition("[")[0], _STEP.findall(name)
+    if first not in columns or f"{first}{''.join(f'[{step}]' for step in steps)}" != name:
         raise ValueError(f"args.column: the data has no column {name!r}; it has {sorted(columns)}")
-    return columns[name]
+    return [_part(value, steps, name) for value in columns[first]]
+
+
+_STEP = re.compile(r"\[([^\[\]]+)\]")
+
+
+def _part(value: Any, steps: Sequence[str], name: str) -> Any:
+    for step in steps:
+        try:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ValueError(f"args.column: there is no {step!r} of {name!r} in {str(value)[:80]!r}") from None
+    return value
 
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")

@@ -7,7 +7,7 @@ import yaml
 
 from learner.config import RunConfig
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

@@ -43,7 +43,8 @@ def _described(name: str, module: str, function: str) -> BuiltIn:
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text())
-    (node,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    (node,) = [node for node in tree.body if isinstance(node, kinds) and node.name == function]
     summary = (ast.get_docstring(node) or "").partition("\n\n")[0]
     columns = tuple(one.arg for one in node.args.args if one.arg not in GIVEN)
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)

@@ -34,7 +34,7 @@ def test_each_file_gets_its_own_helpers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
-        ("nunber", r"'nunber' is no built-in reward; did you mean 'number'\? Built-ins: format, length, math"),
+        ("nunber", r"'nunber' is no built-in reward; did you mean 'number'\? Built-ins: format, json_match"),
         ("gone.py:f", "there is no file .*gone.py; a relative path starts at the working directory"),
         ("syntax.py:f", r"syntax.py does not import: SyntaxError: .*\(syntax.py, line 2\)"),
         ("raises.py:f", r"raises.py does not import: ZeroDivisionError: division by zero \(raises.py, line 3\)"),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.env.tools.python_code import Limits, python, run
+from rewards.code_process import Limits, run
+from rollout.env.tools.python_code import python
 
 TIGHT = Limits(seconds=20, memory_bytes=256 << 20, file_bytes=1 << 20, characters=300)
 

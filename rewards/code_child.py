@@ -1,6 +1,6 @@
 """What runs a policy's Python code: a program of its own, in a fresh interpreter, with limits that it sets itself.
 
-    python -I python_child.py SECONDS MEMORY_BYTES FILE_BYTES < code
+    python -I code_child.py SECONDS MEMORY_BYTES FILE_BYTES < code
 
 It imports nothing of ours, since a trajectory waits for its start.
 """

@@ -1,0 +1,63 @@
+"""How much of the gold JSON does the completion say?"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rewards.json_text import NoJson, json_of
+from rewards.text import check_tag, column_of, text_of
+
+Path = tuple[str | int, ...]
+
+
+def json_match(
+    completions: Sequence[Any], *, column: str = "answer", tag: str | None = None, **columns: Sequence[Any]
+) -> list[float]:
+    """The share of values that the completion's JSON and the gold JSON have in common, 1.0 if they are equal.
+
+    Values are compared where they stand, under the same keys and at the same places of lists; those that only one of
+    the two has count against it. Text that is no JSON scores 0.0. Gold comes from `column`: a value, or the text of
+    one. Where the JSON is: see json_schema. Raises ValueError if the column is missing, or a gold text is no JSON.
+    """
+    if tag is not None:
+        check_tag(tag)
+    scores = []
+    for completion, gold in zip(completions, column_of(columns, column), strict=True):
+        right = _gold(gold)
+        try:
+            scores.append(_common(json_of(text_of(completion), tag), right))
+        except (NoJson, RecursionError):
+            scores.append(0.0)
+    return scores
+
+
+def _gold(gold: Any) -> Any:
+    if not isinstance(gold, str):
+        return gold
+    try:
+        return json.loads(gold)
+    except ValueError as error:
+        raise ValueError(
+            f"args.column: the gold answer must be JSON, got {gold[:80]!r} ({error}); leave such problems out"
+        ) from None
+
+
+def _common(one: Any, other: Any) -> float:
+    a, b = dict(_leaves(one)), dict(_leaves(other))
+    alike = sum(path in b and _same(value, b[path]) for path, value in a.items())
+    return alike / len(a.keys() | b.keys())
+
+
+def _leaves(value: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each value that holds no others, an empty list or mapping being one, with where it stands."""
+    if isinstance(value, dict | list) and value:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, (*at, key))
+    else:
+        yield at, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):  # 1 is not true
+        return one is other
+    return bool(one == other)

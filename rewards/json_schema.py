@@ -1,0 +1,47 @@
+"""Is the completion JSON that keeps to a schema?"""
+
+import importlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from rewards.json_text import NoJson, json_of
+from rewards.text import check_tag, column_of, text_of
+
+# Imported with this module, which only the loader imports: what that takes must not count against the deadline.
+_jsonschema = importlib.import_module("jsonschema")
+_KNOWN = importlib.import_module("jsonschema_specifications").REGISTRY
+
+
+def json_schema(
+    completions: Sequence[Any], *, column: str = "schema", tag: str | None = None, **columns: Sequence[Any]
+) -> list[float]:
+    """1.0 if the completion is JSON, and nothing else, that its problem's JSON schema allows, else 0.0.
+
+    The schema comes from `column`: a mapping, or its text. The JSON is the whole text, a fence of three backquotes
+    aside, or with `tag` what stands in the last `<tag>...</tag>`. References to other documents are not followed.
+    Raises ValueError if the column is missing, or a schema is none.
+    """
+    if tag is not None:
+        check_tag(tag)
+    scores = []
+    for completion, schema in zip(completions, column_of(columns, column), strict=True):
+        validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
+        try:
+            scores.append(float(validator.is_valid(json_of(text_of(completion), tag))))
+        except (NoJson, RecursionError):
+            scores.append(0.0)
+    return scores
+
+
+@lru_cache(maxsize=256)
+def _validator(text: str) -> Any:
+    try:
+        schema = json.loads(text)
+        kind = _jsonschema.validators.validator_for(schema, default=_jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+    except (ValueError, _jsonschema.SchemaError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"args.column: {text[:80]!r} is no JSON schema ({reason}); leave such problems out") from None
+    return kind(schema, registry=_KNOWN)

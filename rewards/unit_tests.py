@@ -1,0 +1,96 @@
+"""Does the code that was written pass its unit tests? Run in a process of its own (rewards.code_process)."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.code_process import Limits, run
+from rewards.text import column_of, text_of
+
+_FENCED = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+# What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
+# tests; `exit()` in it, or output of its own, leaves the last line unsaid.
+_PROGRAM = """\
+import sys
+said, names, passed = sys.stdout, {{"__name__": "answer"}}, 0
+exec(compile({setup!r}, "<setup>", "exec"), names)
+exec(compile({code!r}, "<answer>", "exec"), names)
+for test in {tests!r}:
+    try:
+        exec(compile(test, "<test>", "exec"), names)
+        passed += 1
+    except Exception:
+        pass
+print("\\n{mark}", passed, file=said, flush=True)
+"""
+
+
+async def unit_tests(
+    completions: Sequence[Any],
+    *,
+    column: str = "test_list",
+    setup_column: str | None = None,
+    entry_column: str | None = None,
+    share: bool = False,
+    seconds: float = 5.0,
+    memory: float = 0.5,
+    parallel: int = 4,
+    **columns: Sequence[Any],
+) -> list[float]:
+    """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
+
+    The code is the last block fenced by three backquotes, or the whole text if there is none. Code that raises, is late
+    or takes too much memory passes no test. The code could cheat a test that runs beside it (by an object that
+    equals everything, say): these are limits on mistakes, no defence against a policy that looks for such ways.
+
+    Args:
+        column: of the tests: a text, or a list of them, each run by itself, as in MBPP.
+        setup_column: of code that runs before the answer: a text, or a list of lines.
+        entry_column: of the name of the function under test, where the tests define `check(candidate)`, as in
+            HumanEval.
+        seconds: of wall and CPU time, and memory: in GiB, that one completion's code and tests may take.
+        parallel: completions at once; timeout_s must have room for a group of which all are late.
+
+    Raises ValueError if a column is missing, or a problem has no tests.
+    """
+    size = len(completions)
+    tests = [_tests(value) for value in column_of(columns, column)]
+    if entry_column is not None:
+        names = column_of(columns, entry_column)
+        tests = [["\n".join([*one, f"check({name})"])] for one, name in zip(tests, names, strict=True)]
+    before = [_joined(value) for value in column_of(columns, setup_column)] if setup_column is not None else [""] * size
+    limits = Limits(seconds=seconds, memory_bytes=round(memory * 2**30))
+    places = asyncio.Semaphore(parallel)
+
+    async def passed(i: int) -> float:
+        async with places:
+            return await _passed(_code(text_of(completions[i])), before[i], tests[i], limits)
+
+    found = await asyncio.gather(*map(passed, range(size)))
+    return [value if share else float(value == 1.0) for value in found]
+
+
+async def _passed(code: str, setup: str, tests: Sequence[str], limits: Limits) -> float:
+    """The share of the tests that pass."""
+    mark = secrets.token_hex(16)  # the code cannot guess the line that counts
+    printed = await run(_PROGRAM.format(setup=setup, code=code, tests=tests, mark=mark), limits)
+    told = re.search(rf"^{mark} ([0-9]+)$", printed, re.MULTILINE)
+    return int(told[1]) / len(tests) if told else 0.0
+
+
+def _code(text: str) -> str:
+    blocks = _FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+def _tests(value: Any) -> list[str]:
+    found = [value] if isinstance(value, str) else list(value or ())
+    if not any(isinstance(test, str) and test.strip() for test in found):
+        raise ValueError(f"args.column: each problem must have a test, got {value!r}; leave such problems out")
+    return [str(test) for test in found]
+
+
+def _joined(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(value or ())

@@ -1,0 +1,56 @@
+"""Code under its unit tests: what passes, what does not, and what may not be claimed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rewards.call import Group, score
+from rewards.loader import load
+
+TESTS = ["assert sq(2) == 4", "assert sq(3) == 9"]
+RIGHT = "def sq(x):\n    return x * x"
+CASES = {
+    "fenced": (f"Text ```sq``` first.\n```python\nno code\n```\n```py\n{RIGHT}\n```\nand after", 1.0),
+    "plain": (RIGHT, 1.0),
+    "prints": (f"print('x' * 100_000)\n{RIGHT}\nprint('y' * 100_000)", 1.0),
+    "half": ("def sq(x):\n    return 4", 0.5),
+    "exits": ("import sys\nsys.exit(0)", 0.0),
+    "exits in a test": (f"{RIGHT}\nimport os\nsq = lambda x: os._exit(0)", 0.0),
+    "a quote that would swallow the tests": (f"{RIGHT}\n'''", 0.0),
+    "late": ("while True: pass", 0.0),
+    "large": (f"{RIGHT}\nx = bytearray(10**9)", 0.0),
+    "asserts nothing": (f"{RIGHT}\nimport builtins, sys\nsys.stdout = None", 1.0),
+    "empty": ("", 0.0),
+}
+
+
+def test_all_tests_or_a_share_of_them() -> None:
+    texts, shares = zip(*CASES.values(), strict=True)
+    function: Any = load("unit_tests")
+    columns = {"test_list": [TESTS] * len(texts)}
+    limits = {"seconds": 3, "memory": 0.25}
+    found = asyncio.run(function(completions=texts, share=True, **limits, **columns))
+    assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, shares, strict=True))
+    assert asyncio.run(function(completions=texts[:4], **columns)) == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_the_columns_of_humaneval_and_of_setup_code() -> None:
+    rows: dict[str, list[Any]] = {
+        "test": ["def check(candidate):\n    assert candidate(4.0) == PI * 16"] * 2, "entry_point": ["area"] * 2,
+        "before": [["import math", "PI = math.pi"]] * 2,
+    }  # fmt: skip
+    texts = ["def area(r):\n    return PI * r * r", "def area(r):\n    return r"]
+    args = {"column": "test", "entry_column": "entry_point", "setup_column": "before"}
+    verdict = score(load("unit_tests"), Group(["p"] * 2, texts, [[0]] * 2, rows), args, built_in=True)
+    assert (verdict.status, verdict.values) == ("ok", [1.0, 0.0])
+
+
+@pytest.mark.parametrize("tests", [None, "", [], [" "]])
+def test_a_problem_without_a_test_is_no_score(tests: Any) -> None:
+    group = Group(["p"], [RIGHT], [[0]], {"test_list": [tests]})
+    verdict = score(load("unit_tests"), group, {}, built_in=True)
+    assert verdict.status == "error"
+    assert "each problem must have a test" in verdict.problem
