@@ -5,7 +5,9 @@ one JSON each, so that a session that was cut off goes on where it stopped.
 from __future__ import annotations
 
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -89,14 +91,23 @@ def run_all(module: str, rows: Sequence[Row], folder: Path, options: Sequence[st
 
 
 def _spawn(command: list[str], name: str, file: Path, left: float) -> None:
+    """What a row said that is not "ok" stays beside the others, as <row>.log."""
     file.unlink(missing_ok=True)
-    try:
-        done = subprocess.run(command, timeout=left, capture_output=True, text=True, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{name}: cut off, no time left", flush=True)
-        return
+    log = file.with_suffix(".log")
+    with log.open("w") as said:
+        # A session of its own: the run that a row starts holds the card, and must not outlive the row.
+        child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = child.wait(timeout=left)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            print(f"{name}: cut off, no time left", flush=True)
+            return
     if not file.exists():
-        tail = (done.stderr or done.stdout).strip().splitlines()[-40:]
-        file.write_text(json.dumps({"status": "failed", "row": name, "code": done.returncode, "error": tail}, indent=1))
+        tail = log.read_text().strip().splitlines()[-40:]
+        file.write_text(json.dumps({"status": "failed", "row": name, "code": code, "error": tail}, indent=1))
     found = json.loads(file.read_text())
+    if found["status"] == "ok":
+        log.unlink()
     print(f"{name}: {found['status']} {found.get('error', '')} ({found.get('seconds', 0)} s)", flush=True)

@@ -30,6 +30,7 @@ from benchmarks.gpu.smoke_engine import Place
 from benchmarks.gpu.smoke_kernels import compare
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import GB
+from rollout.vllm.arguments import check_can_continue
 from rollout.vllm.environment import required_env
 
 MINUTES = 9.5
@@ -47,7 +48,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
         Row("smoke-sleep", partial(engine, smoke_engine.sleep_and_wake, "card", {})),
         Row("smoke-merged", partial(engine, smoke_engine.deliver, "", {"push": "merged", "max_lora_rank": 0})),
         Row("smoke-nf4", partial(engine, smoke_engine.deliver, "card and bitsandbytes", {"base": "nf4"})),
-        Row("smoke-continue", partial(engine, smoke_engine.replace_in_flight, "", {})),
+        Row("smoke-continue", partial(engine, smoke_engine.replace_in_flight, "versions", {})),
         Row("smoke-fp8", partial(engine, smoke_engine.deliver, "fp8", {"kv_cache_dtype": "fp8"})),
         Row("smoke-oom", partial(engine, smoke_engine.run_out_of_memory, "card", {})),
         Row("smoke-alternating", partial(run, [*system.TURNS, "memory.device=24GiB"], "card")),
@@ -90,6 +91,11 @@ def _check(needs: str, device: str) -> None:
         raise Missing("needs a card")
     if "bitsandbytes" in needs and find_spec("bitsandbytes") is None:
         raise Missing("bitsandbytes is not installed")
+    if needs == "versions":
+        try:
+            check_can_continue()
+        except ValueError as error:
+            raise Missing(str(error)) from error
     if needs == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise Missing("fp8 needs compute capability 8.9")
     if needs == "fp8" and device == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
