@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from learner.model.weight_files import header
+from learner.tools.cli import main
 from tests.flow.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +65,6 @@ def test_four_roles_on_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     newest = run.folder / "checkpoints" / "step-000004" / "trainer" / "value"
     assert {file.name for file in newest.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert not (run.folder / "adapter" / "value").exists()
+    assert main(["export", str(run.folder), str(tmp_path / "out")]) == 0  # the policy alone
+    names = {Path(name).name for name in header(tmp_path / "out" / "model.safetensors", "OUT")}
+    assert names == {Path(name).name for name in header(MODEL / "model.safetensors", "MODEL")}

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from examples.random_model import make_tiny_model
 from learner.driver import checkpoint
+from learner.tools.cli import main
 from rollout import ledger
 from rollout.schema import ragged
 from tests.flow.run import Run, ctrl_c, wait_until
@@ -47,6 +49,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     _evaluated_alone_it_scores_as_in_the_run(run, first[4]["eval/accuracy"])
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run.folder / "adapter")
     assert any(p.abs().sum() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
+    _exported_it_is_a_model_that_says_the_same(run, adapted.merge_and_unload(), tmp_path / "out")
 
     shutil.rmtree(run.folder / "checkpoints" / checkpoint.name_of(4))  # as if it had been stopped after step 2
     assert "resumed at step 2" in run.finish()
@@ -86,6 +89,15 @@ def _replayed_it_leads_to_the_same_policies(run: Run) -> None:
     )
     found = json.loads(told.stdout)
     assert (told.returncode, found["same"], found["to"]) == (0, True, 4), found
+
+
+def _exported_it_is_a_model_that_says_the_same(run: Run, merged: Any, out: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert main(["export", str(run.folder), str(out)]) == 0  # by what the run itself has recorded
+    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(np.allclose(weight, found[name], atol=1e-6) for name, weight in merged.state_dict().items())
+    assert "| step 0 | step 4 |" in (out / "README.md").read_text()
 
 
 ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator

@@ -240,3 +240,50 @@ def test_too_little_room_is_told_in_bytes(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
     assert main(words) == 2
     assert f"OUT: needs 48 MiB on the disk of {tmp_path}, which has 1 MiB left" in capsys.readouterr().err
+
+
+def test_what_gleaner_eval_measured_is_in_the_card(made: Path, tmp_path: Path) -> None:
+    interval = {"value": 0.75, "low": 0.6, "high": 0.9}
+    scores = {"data": "hub/sums", "reward": "number", "problems": 40, "metrics": {"mean@8": interval}}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    words = ["export", str(made), str(tmp_path / "out"), "--adapter-only", "--scores", str(tmp_path / "scores.json")]
+    assert main(words) == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "number on `hub/sums`, 40 problems, intervals of 95 %" in card.text
+    assert "| mean@8 | 0.750 | 0.600 to 0.900 |" in card.text
+    assert [(one.dataset_name, one.metric_value) for one in card.data.eval_results] == [
+        ("train.jsonl", 0.8),
+        ("hub/sums", 0.75),
+    ]
+
+
+CONVERTER = """
+import sys
+if sys.argv[1:] == ["--print-supported-models"]:
+    print("  - {known}")
+elif "{fault}":
+    sys.exit("{fault}")
+else:
+    folder, outfile, file, outtype, kind = sys.argv[1:]
+    assert (outfile, outtype) == ("--outfile", "--outtype")
+    open(file, "w").write(kind)
+"""
+
+
+def test_gguf_by_the_converter_of_llama_cpp(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    script, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
+    script.write_text(CONVERTER.format(known="LlamaForCausalLM", fault=""))
+    assert main(["export", str(made), str(out), "--gguf"]) == 2
+    assert "does not know Qwen2ForCausalLM, the architecture of" in capsys.readouterr().err
+    assert not out.exists()
+    script.write_text(CONVERTER.format(known="Qwen2ForCausalLM", fault=""))
+    assert main(["export", str(made), str(out), "--gguf", "--outtype", "f16"]) == 0
+    assert (out / "out-f16.gguf").read_text() == "f16"
+    script.write_text(CONVERTER.format(known="Qwen2ForCausalLM", fault="no such tokenizer"))
+    capsys.readouterr()
+    assert main(["export", str(made), str(tmp_path / "two"), "--gguf"]) == 1
+    assert re.search(r"--gguf: .* failed: no such tokenizer; the weights in .*two are whole", capsys.readouterr().err)
+    assert (tmp_path / "two" / "model.safetensors").is_file()
