@@ -1,10 +1,10 @@
-# make setup | demo | demo-tools | check | test | test-browser | test-trackers | docs | package | smoke | contracts
+# make setup | demo | demo-tools | check | test | test-browser | test-trackers | docs | test-docs | package | smoke | contracts
 # | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-browser test-trackers docs package smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test test-browser test-trackers docs test-docs package smoke contracts kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -92,6 +92,10 @@ test-trackers: setup
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build
 	echo "docs: build/site/index.html"
+
+# Every command of the documents that needs no card, hub or network, the long ones too (a quarter of an hour).
+test-docs: setup
+	@DOCUMENTED=all $(BIN)/pytest -n 0 -p no:cacheprovider tests/documented
 
 # The wheel by the three commands of docs/install.md, in an environment of its own (2.7 GB), and two steps from there.
 package: setup
