@@ -1,15 +1,24 @@
-"""A further part of the reward for rows that rollout workers have scored: what a reward model says of them."""
+"""Rewards for rows that rollout workers have scored: a further part, which a reward model gives, or others in their
+place."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from rewards.base import counts
+from rewards.pool import Scores
 from rollout.schema import SCHEMA
 
 KEYS = ("reward", "reward_status", "reward_parts")
+
+
+def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
+    """The rows of a group of single completions, with these rewards in the place of what they had."""
+    parts = [[{"name": name, "value": values[i]} for name, values in scores.parts.items()] for i in range(len(rows))]
+    rows = _with(rows, dict(zip(KEYS, (scores.reward, scores.status, parts), strict=True)))
+    return _with(rows, {"reward_ms": [scores.ms] * len(rows)})
 
 
 def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float]) -> pa.Table:
@@ -30,10 +39,13 @@ def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float])
         _summed(reward, said, own, name, weight, score)
         for reward, said, own, score in zip(rewards, status, parts, scores, strict=True)
     ]
-    for index, key in enumerate(KEYS):
+    return _with(rows, dict(zip(KEYS, zip(*summed, strict=True), strict=True)))
+
+
+def _with(rows: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+    for key, values in columns.items():
         field = SCHEMA.field(key)
-        values = pa.array([row[index] for row in summed], field.type)
-        rows = rows.set_column(SCHEMA.get_field_index(key), field, values)
+        rows = rows.set_column(SCHEMA.get_field_index(key), field, pa.array(values, field.type))
     return rows
 
 

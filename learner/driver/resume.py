@@ -112,7 +112,7 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
     found = {
         key: value
         for section in DECIDING
-        for key, value in _leaves(section, values[section])
+        for key, value in leaves(section, values[section])
         if not _within(key, left_out) and not re.fullmatch(r"rewards\.\d+\.env", key)
     }
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
@@ -123,7 +123,7 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
     return found | {"data.eval": 0 if elsewhere or held_out.every == 0 else held_out.size}
 
 
-def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+def leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
     """Dotted keys down to what is no mapping, nor a list of mappings."""
     if isinstance(value, Mapping) and value:
         parts: Any = value.items()
@@ -133,7 +133,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield key, value
         return
     for name, part in parts:
-        yield from _leaves(f"{key}.{name}", part)
+        yield from leaves(f"{key}.{name}", part)
 
 
 def _within(key: str, ones: Iterable[str]) -> bool:

@@ -52,7 +52,7 @@ def rescore(
     try:
         memory_bytes = _size(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(_argument, arguments)), env=tuple(env))
-        try_rewards([config], **_case(groups[0]), memory_bytes=memory_bytes)
+        try_rewards([config], **case_of_group(groups[0]), memory_bytes=memory_bytes)
         scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
         raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
@@ -85,10 +85,10 @@ def _argument(text: str) -> tuple[str, Any]:
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:
     async with RewardPool([config], memory_bytes=memory_bytes) as pool:
-        return [await pool.score(**_case(group)) for group in groups]
+        return [await pool.score(**case_of_group(group)) for group in groups]
 
 
-def _case(group: pa.Table) -> dict[str, Any]:
+def case_of_group(group: pa.Table) -> dict[str, Any]:
     """What a reward function was given for this group."""
     problem = json.loads(group.column("problem")[0].as_py())
     texts, ids, said = (group.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))

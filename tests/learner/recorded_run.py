@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,18 @@ def trainer_of(config: RunConfig, budget: int) -> Trainer:
 
 def groups_of(step: int) -> list[pa.Table]:
     rng = np.random.default_rng(step)
-    return make_groups(REWARDS, lambda _, completion: rng.uniform(-6, -5, len(completion)).tolist(), seed=step)
+    groups = make_groups(REWARDS, lambda _, completion: rng.uniform(-6, -5, len(completion)).tolist(), seed=step)
+    return [_with_texts(group) for group in groups]
+
+
+def _with_texts(group: pa.Table) -> pa.Table:
+    """What a reward function is given: a plain prompt, and a letter for each token."""
+    texts = ["a" * len(ids) for ids in group.column("completion_ids").to_pylist()]
+    problems = [json.dumps({"messages": "Say a", "columns": {}})] * len(group)
+    for name, values in (("completion", texts), ("problem", problems)):
+        place = group.schema.get_field_index(name)
+        group = group.set_column(place, group.schema.field(place), pa.array(values))
+    return group
 
 
 async def record(folder: Path, config: RunConfig, steps: int, *, halved_at: int) -> None:

@@ -11,24 +11,35 @@ from learner.tools.commands.epilog import epilog
 EPILOG = epilog(
     "gleaner replay runs/demo-seed0",
     "gleaner replay runs/demo-seed0 --from 40 --to 45 --json",
+    "gleaner replay runs/demo-seed0 learner.learning_rate=3e-5",
+    "gleaner replay runs/demo-seed0 rewards='[{use: my_rewards.py:accuracy}]' --output runs/other-reward",
     failed="a step came out otherwise than it was recorded, or failed",
 )
 
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="What if: other settings of the learner, or other rewards."),
+    ] = None,
     start: Annotated[
         int, typer.Option("--from", parser=natural, metavar="STEP", help="0, or the step of a kept checkpoint.")
     ] = 0,
     to: Annotated[
         int | None, typer.Option(parser=positive, metavar="STEP", help="The last one taken; else the run's last.")
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A new folder for what comes out; with other settings else RUN-replay."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as an object.")] = False,
 ) -> int:
     """Take a run's steps again from its recorded completions, without generating.
 
     With the same settings each step must lead to the policy whose digest the run recorded; the first that does not is
-    shown, with its metrics beside the recorded ones.
+    shown, with its metrics beside the recorded ones. With other settings of the learner, or other rewards, it says what
+    the same completions would have taught, in a folder that report and eval read.
     """
     given = dict(locals())
     from learner.tools.replay.command import Asked

@@ -3,19 +3,32 @@
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from learner.driver import failure
-from learner.driver.config_io import ConfigError
+from learner.config import RunConfig
+from learner.driver.absolute_paths import absolute
+from learner.driver.batch_metrics import RewardsFailing
 from learner.tools.replay import shown
-from learner.tools.replay.recorded import Recorded, ReplayError, Step, read_recorded
+from learner.tools.replay.changes import (
+    Changes,
+    changes_of,
+    check_possible,
+    computes_elsewhere,
+    decides,
+    own_loss,
+    rescored,
+)
+from learner.tools.replay.folder import place_for
+from learner.tools.replay.recorded import Recorded, ReplayError, Step, load_config, read_recorded
 from learner.tools.replay.same import compared
+from learner.tools.replay.scoring import try_on
 from learner.tools.replay.taking import Learner
+from learner.tools.replay.what_if import Question, answer, bound_of
+from learner.tools.reported import reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,31 +36,32 @@ class Asked:
     """What learner.tools.commands.replay takes, under its names."""
 
     run: Path
+    overrides: list[str] | None
     start: int
     to: int | None
+    output: Path | None
     as_json: bool
 
 
 def run(asked: Asked) -> int:
     """Exit code: 0; 1 if something differs, or failed on the way; 2 if something given is wrong."""
-    try:
-        return asyncio.run(_replay(asked))
-    except (ReplayError, ConfigError) as error:
-        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
-        return 2
-    except Exception as error:
-        text, code = failure.tell(error)
-        print(text, file=sys.stderr)
-        return code
+    codes: list[int] = []
+    return reported(lambda: codes.append(_replay(asked)), wrong=(ReplayError,), failed=(RewardsFailing,)) or codes[0]
 
 
-async def _replay(asked: Asked) -> int:
+def _replay(asked: Asked) -> int:
     recorded = read_recorded(asked.run)
+    config = absolute(load_config(asked.run, asked.overrides or ()))
+    changes = changes_of(absolute(recorded.config), config)
+    check_possible(changes, recorded.config, config, asked.start)
     steps, state = recorded.chosen(asked.start, asked.to), recorded.checkpoint(asked.start)
-    recorded.check_inputs(own_loss=True)
+    recorded.check_inputs(own_loss=not own_loss(changes))
     # Before torch loads, as in the learner's process of a run.
-    os.environ |= {"OMP_NUM_THREADS": str(recorded.config.cluster.cpus.learner), "TQDM_DISABLE": "1"}
-    return await _again(asked, recorded, steps, Learner(recorded.config, state))
+    os.environ |= {"OMP_NUM_THREADS": str(config.cluster.cpus.learner), "TQDM_DISABLE": "1"}
+    if decides(changes) or asked.output is not None:
+        return _what_if(asked, recorded, config, changes, steps, state)
+    learner = Learner(config, state, as_recorded=not computes_elsewhere(changes))
+    return asyncio.run(_again(asked, recorded, steps, learner))
 
 
 async def _again(asked: Asked, recorded: Recorded, steps: Sequence[Step], learner: Learner) -> int:
@@ -68,3 +82,24 @@ async def _again(asked: Asked, recorded: Recorded, steps: Sequence[Step], learne
     else:
         shown.difference(recorded, one)
     return 0 if one.same else 1
+
+
+def _what_if(
+    asked: Asked, recorded: Recorded, config: RunConfig, changes: Changes, steps: Sequence[Step], state: Path | None
+) -> int:
+    """Other settings, into a folder of their own."""
+    if scores := rescored(changes):
+        try_on(config, steps[0].groups(config.learner.groups_per_step)[0][0])
+    place = place_for(asked.run, asked.output)
+    named = load_config(asked.run, [*(asked.overrides or ()), f"name={place.name}", f"output_dir={place.parent}"])
+    question = Question(asked.run, absolute(named), changes, steps, state, place)
+    far = asyncio.run(answer(question, lambda taken: None if asked.as_json else shown.other(taken, rescored=scores)))
+    bound = bound_of(config)
+    if asked.as_json:
+        facts = json.loads((place / "replay.json").read_text())
+        print(json.dumps({"folder": str(place)} | facts | {"bound": bound, "far_from_step": far}, indent=2))
+    else:
+        print(shown.far(far, bound))
+        print(f"folder   {place}\ncompare  gleaner report {place} --against {asked.run}")
+        print(f"score    gleaner eval --run {place}")
+    return 0

@@ -9,8 +9,10 @@ from rich.table import Table
 from learner.driver.step_record import POLICIES
 from learner.tools.replay.recorded import Recorded, Step
 from learner.tools.replay.same import Compared
+from learner.tools.replay.taking import Taken
 
 DIGITS = 12  # of a digest
+BESIDE = ("loss/total", "loss/grad_norm", "policy/mismatch_k3", "policy/mismatch_max", "policy/clip_fraction")
 MOST = 12  # metrics that are shown beside each other
 
 
@@ -57,6 +59,31 @@ def difference(recorded: Recorded, found: Compared) -> None:
     )
     if (policy := recorded.policies.get(found.step)) is not None:
         print(f"the run computed with {', '.join(f'{k} {v}' for k, v in policy.arithmetic._asdict().items())}")
+
+
+def other(taken: Taken, *, rescored: bool) -> None:
+    """One line: with other settings, beside what was recorded."""
+    names = (*(("reward/mean",) if rescored else ()), *BESIDE)
+    pairs = [(name, taken.metrics.get(name), taken.step.metrics.get(name)) for name in names]
+    told = [f"{name} {_number(now)} ({_number(then)})" for name, now, then in pairs if now is not None]
+    print(f"step {taken.step.number}: {'  '.join(told)}", flush=True)
+
+
+def far(step: int | None, bound: float) -> str:
+    """How far the answer can be believed."""
+    if step is None:
+        return (
+            f"in every step the policy was within {bound:g} nats a token of the one that sampled (policy/mismatch_k3)"
+        )
+    return (
+        f"from step {step} on the policy was more than {bound:g} nats a token from the one that sampled "
+        "(policy/mismatch_k3): it would have written other completions, and what comes after says little about a run "
+        "(docs/replay.md)"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
 
 
 def _relative(then: float | None, now: float) -> float:

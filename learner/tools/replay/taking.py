@@ -48,13 +48,14 @@ class Learner:
     """Takes recorded steps.
 
     config: of this replay. start: checkpoint to begin from; None: where the run began. scoring: gives groups other
-    rewards; None: the recorded ones stay. budget: whether the micro-batches are the recorded ones.
+    rewards; None: the recorded ones stay. as_recorded: threads, library and micro-batches are those of the run, not of
+    `config`.
     """
 
     def __init__(
-        self, config: RunConfig, start: Path | None, *, scoring: Scoring | None = None, budget: bool = True
+        self, config: RunConfig, start: Path | None, *, scoring: Scoring | None = None, as_recorded: bool = True
     ) -> None:
-        self._config, self._state, self._scoring, self._budget = config, start, scoring, budget
+        self._config, self._state, self._scoring, self._as_recorded = config, start, scoring, as_recorded
         self._trainer: Trainer | None = None
         self._built: Conditions | None = None  # what the trainer was built for
 
@@ -77,19 +78,17 @@ class Learner:
         await self._trainer.save(folder)
 
     def _conditions(self, step: Step) -> Conditions:
-        policy, tokens = step.policy, step.metrics.get("memory/token_budget")
+        policy, budget = step.policy, step.metrics.get("memory/token_budget")
         total = self._config.num_steps if policy is None else policy.total_steps
         if total is None:
             raise ReplayError(
-                f"step {step.number}: the run did not record for how many steps its learning-rate schedule was made; "
-                "give steps=N, its last step"
+                f"step {step.number}: an earlier version of gleaner made this run with epochs, and did not record for "
+                "how many steps its learning-rate schedule was made; it cannot be replayed"
             )
-        return Conditions(
-            total,
-            int(tokens) if self._budget and tokens is not None else None,
-            self._config.cluster.cpus.learner if policy is None else policy.arithmetic.threads,
-            None if policy is None else policy.arithmetic.products,
-        )
+        tokens = int(budget) if self._as_recorded and budget is not None else None
+        if policy is None or not self._as_recorded:
+            return Conditions(total, tokens, self._config.cluster.cpus.learner, None)
+        return Conditions(total, tokens, policy.arithmetic.threads, policy.arithmetic.products)
 
     async def _go_on(self, conditions: Conditions) -> "Trainer":
         if self._trainer is not None and self._built == conditions:
@@ -100,7 +99,10 @@ class Learner:
                 state = Path(folder)
                 await self._trainer.save(state / TRAINER)
                 self._trainer = None  # two of them might not fit
-            self._trainer, self._built = _build(self._config, conditions), conditions
+            try:
+                self._trainer, self._built = _build(self._config, conditions), conditions
+            except ValueError as error:
+                raise ReplayError(str(error)) from error
             if state is not None:
                 await self._trainer.load(state / TRAINER)
         return self._trainer
@@ -114,7 +116,7 @@ class Learner:
         try:
             metrics |= await trainer.step(groups[: len(trained)])
         except ValueError as error:
-            raise ReplayError(f"step {step.number}: {error}; {step.file} was changed since the run") from error
+            raise ReplayError(f"step {step.number}: {error} ({step.file})") from error
         return Taken(step, metrics, await _digest(trainer), groups)
 
 

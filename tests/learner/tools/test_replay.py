@@ -17,8 +17,13 @@ import pytest
 import torch
 
 from learner.tools.cli import main
+from learner.tools.replay.changes import changes_of, check_possible
+from learner.tools.replay.recorded import ReplayError
+from learner.tools.report.build import blocks_of
 from learner.trainer import float32_products
 from rollout import ledger
+from rollout.env.config import EnvConfig
+from rollout.schema import parts_of, rewards_of
 from tests.learner.recorded_run import config_of, record
 
 STEPS = 4
@@ -100,6 +105,64 @@ def test_what_is_written_meanwhile_is_left_out(run: Path, capsys: pytest.Capture
     assert replayed(capsys, run)["to"] == 3
 
 
+def lines_of(run: Path) -> dict[int, dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines}
+
+
+def test_another_rate_differs_from_the_policy_of_the_first_step_on(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "other"
+    assert main(["replay", str(recorded), "learner.learning_rate=5e-2", "--output", str(place)]) == 0
+    out = capsys.readouterr().out
+    then, now = lines_of(recorded), lines_of(place)
+    assert then.keys() == now.keys()
+    assert now[1]["loss/grad_norm"] == then[1]["loss/grad_norm"]  # the policy is still that of the run
+    assert all(now[step]["loss/grad_norm"] != then[step]["loss/grad_norm"] for step in (2, 3, 4))
+    assert now[4]["policy/mismatch_k3"] > 1e-2  # from a sampler that never was this policy
+    assert "from step 1 on the policy was more than 0.01 nats a token" in out
+    for step in (1, 4):
+        name = f"step-{step:06d}.parquet"
+        assert ledger.read(place / "rollouts" / name).equals(ledger.read(recorded / "rollouts" / name))
+    told = json.loads((place / "replay.json").read_text())
+    assert told["changed"] == {"learner.learning_rate": {"run": 1e-3, "replay": 5e-2}}
+    _, blocks = blocks_of(place, recorded, 2**20)
+    assert "step-4" in blocks
+
+
+def test_other_rewards_are_those_of_the_functions(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def letters(completions, **_):\n    return [len(text) for text in completions]\n"
+    )
+    place = tmp_path / "other"
+    words = [f"rewards=[{{use: {tmp_path}/mine.py:letters, weight: 0.5}}]", "--to", "2", "--output", str(place)]
+    assert main(["replay", str(recorded), *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(place)
+    rows = ledger.read(place / "rollouts" / "step-000002.parquet")
+    lengths = [len(ids) for ids in rows.column("completion_ids").to_pylist()]
+    assert rewards_of(rows).tolist() == [length / 2 for length in lengths]
+    assert parts_of(rows) == [{"letters": float(length)} for length in lengths]
+    assert lines_of(place)[2]["reward/letters"] == pytest.approx(sum(lengths) / len(lengths))
+    assert lines_of(place)[1]["loss/grad_norm"] != lines_of(recorded)[1]["loss/grad_norm"]
+
+
+def test_the_adapter_of_any_step_can_be_had(recorded: Path, tmp_path: Path) -> None:
+    assert main(["replay", str(recorded), "--to", "2", "--output", str(tmp_path / "half"), "--json"]) == 0
+    saved = recorded / "checkpoints" / "step-000002" / "trainer" / "adapter_model.safetensors"
+    assert (tmp_path / "half" / "adapter" / "adapter_model.safetensors").read_bytes() == saved.read_bytes()
+
+
+def test_rewards_of_an_environment_stay(tiny_path: str) -> None:
+    then = config_of(Path("run"), tiny_path)
+    env = EnvConfig(use="number_guessing")
+    then, now = (then.model_copy(update={"env": env, "rewards": rewards}) for rewards in (then.rewards, []))
+    with pytest.raises(ReplayError, match="rewards: must be as in the run with env.use"):
+        check_possible(changes_of(then, now), then, now, 0)
+
+
 def spoil_schema(run: Path) -> None:
     file = run / "rollouts" / "step-000001.parquet"
     rows = ledger.read(file)
@@ -124,6 +187,9 @@ def other_base(run: Path) -> None:
     file.write_text(json.dumps(inputs))
 
 
+def nothing(run: Path) -> None: ...
+
+
 def refused_configuration(run: Path) -> None:
     (run / "config.yaml").write_text("no_such_key: 1\n" + (run / "config.yaml").read_text())
 
@@ -131,8 +197,8 @@ def refused_configuration(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words", "said"),
     [
-        (lambda run: None, ["--to", "9"], r"--from, --to: must be 0 <= --from < --to <= 4, .*; got 0 and 9"),
-        (lambda run: None, ["--from", "3"], r"--from: must be 0 or the step of a kept checkpoint \(2\), got 3"),
+        (nothing, ["--to", "9"], r"--from, --to: must be 0 <= --from < --to <= 4, .*; got 0 and 9"),
+        (nothing, ["--from", "3"], r"--from: must be 0 or the step of a kept checkpoint \(2\), got 3"),
         (spoil_schema, [], "step 1: .* cannot be read: .*schema version must be 2, got 0"),
         (drop_a_group, [], "step 1: .* must hold 2 groups, as the step had, and holds 1"),
         (break_a_logprob, [], "step 1: behavior_logprobs: must be finite, row 0 has nan"),
@@ -142,10 +208,17 @@ def refused_configuration(run: Path) -> None:
         (refused_configuration, [], r"RUN: .* another version of gleaner, .*no_such_key: unknown key"),
         (other_base, [], "model.path: must have the content that the run was made with, and config.json differs"),
         (shutil.rmtree, [], "run: must be a run folder"),
+        (nothing, ["rollout.temperature=0.5"], "rollout.temperature: must be as in the run, whose completions"),
+        (nothing, ["learner.groups_per_step=1"], "learner.groups_per_step: must be as in the run"),
+        (nothing, ["--from", "2", "learner.lora.rank=16"], "learner.lora.rank: .* where a replay begins at a checkp"),
+        (nothing, ["learner.lr=1"], "learner.lr: unknown key"),
+        (nothing, ["rewards=[{use: gone.py:f}]"], "reward 'f'.*gone.py"),
+        (nothing, ["--output", "."], "--output: must be a new folder or an empty one"),
     ],
     ids=[
         "a step that is not there", "no such checkpoint", "unknown schema", "a group is missing", "a broken logprob",
         "a gap", "no rollouts", "no configuration", "another version", "another base", "no folder",
+        "generation", "another batch", "another shape", "unknown key", "no such reward", "a folder in use",
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_said(

@@ -1,0 +1,74 @@
+"""The folder of a replay, which gleaner report, gleaner eval and gleaner rollouts show read as that of a run."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+from cluster.files import writing
+from cluster.telemetry import Metrics
+from learner.config import RunConfig
+from learner.driver.config_io import to_yaml
+from learner.driver.publishing import ADAPTER_FILES
+from learner.model.adapter_config import MODEL
+from learner.tools.replay.recorded import ReplayError
+from learner.tools.replay.taking import Learner, Taken
+from rollout import ledger
+
+
+class ReplayFolder:
+    """path: a new folder, or an empty one. facts: for replay.json. rescored: whether the groups have other rewards than
+    the recorded ones; else the run's own files are linked to."""
+
+    def __init__(self, path: Path, config: RunConfig, facts: dict[str, Any], *, rescored: bool) -> None:
+        self.path, self._rescored = path, rescored
+        self._whole = config.learner.mode == "full"
+        rollouts = path / "rollouts"
+        rollouts.mkdir(parents=True)
+        with writing(path):
+            (path / "config.yaml").write_text(to_yaml(config))
+            (path / "replay.json").write_text(json.dumps(facts, indent=1))
+        self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
+
+    def add(self, taken: Taken) -> None:
+        """A step: its metrics and its rollouts."""
+        step = taken.step
+        if self._rescored:
+            ledger.write(self._rollouts, step.number, taken.groups)
+        else:
+            link = self._rollouts / step.file.name
+            link.symlink_to(os.path.relpath(step.file.resolve(), self._rollouts.resolve()))
+        self._metrics.log(step.number, taken.metrics)
+
+    async def finish(self, learner: Learner) -> None:
+        """What was learned, in the form in which a run publishes it."""
+        with tempfile.TemporaryDirectory(dir=self.path) as saved:
+            await learner.save(Path(saved))
+            if self._whole:
+                shutil.move(Path(saved) / MODEL, self.path / MODEL)
+                return
+            for name in ADAPTER_FILES:
+                if (source := Path(saved) / name).exists():
+                    target = self.path / "adapter" / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+
+
+def place_for(run: Path, output: Path | None) -> Path:
+    """The folder that is asked for, or the first that is free beside the run. Raises ReplayError if it holds
+    something."""
+    if output is None:
+        beside = run.resolve()
+        names = (f"{beside.name}-replay{'' if number == 1 else f'-{number}'}" for number in range(1, 10**6))
+        return next(place for name in names if not (place := beside.with_name(name)).exists())
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ReplayError(f"--output: must be a new folder or an empty one, got {output}; give another")
+    return output.absolute()
