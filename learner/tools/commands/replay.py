@@ -11,7 +11,7 @@ from learner.tools.commands.epilog import epilog
 EPILOG = epilog(
     "gleaner replay runs/demo-seed0",
     "gleaner replay runs/demo-seed0 --from 40 --to 45 --json",
-    "gleaner replay runs/demo-seed0 learner.learning_rate=3e-5",
+    "gleaner replay runs/demo-seed0 learner.learning_rate=3e-4 --output runs/faster",
     "gleaner replay runs/demo-seed0 rewards='[{use: my_rewards.py:accuracy}]' --output runs/other-reward",
     failed="a step came out otherwise than it was recorded, or failed",
 )
