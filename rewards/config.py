@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from rewards.secret_values import Arguments
 
 TAKEN = frozenset({"mean", "std", "failed", "ms", "zero_variance_groups"})  # what metrics are called beside rewards
+JUDGE = "judge"  # the `use` of a language model that is asked
 ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
 
 

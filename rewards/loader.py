@@ -14,13 +14,14 @@ from typing import Any, cast
 
 from rewards import pickled
 from rewards.base import Reward, RewardLoadError
-from rewards.config import ADAPTER
+from rewards.config import ADAPTER, JUDGE
 from rewards.described import described
 
 BUILT_INS = {
     "format": "rewards.format:format_",
     "json_match": "rewards.json_match:json_match",
     "json_schema": "rewards.json_schema:json_schema",
+    "judge": "rewards.judge_settings:JudgeSettings",
     "length": "rewards.length:length",
     "math": "rewards.math:math",
     "number": "rewards.number:number",
@@ -38,6 +39,8 @@ def load(use: str) -> Reward:
 
     Raises RewardLoadError with one sentence: what is missing, and what there is instead.
     """
+    if use == JUDGE:
+        raise RewardLoadError(f"{use!r} is no function: rewards.pool asks it; give a function")
     if use in BUILT_INS:
         return _built_in(use)
     if use.startswith(ADAPTER):

@@ -7,16 +7,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rewards import memory
 from rewards.base import RewardError, RewardFailed
 from rewards.call import Group, Status, Verdict
-from rewards.config import RewardConfig, resolved_names
+from rewards.config import JUDGE, RewardConfig, resolved_names
 from rewards.environment import values_of
 from rewards.secret_values import SecretError, resolved
 from rewards.slot import Call, Slot
+
+if TYPE_CHECKING:  # with pydantic models and, once made, a client for HTTP
+    from rewards.judge import Judge
 
 _WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
 NOT_SCORED = "none"  # status of a completion of which every function says None
@@ -25,6 +29,18 @@ _ADVICE = {
     "timeout": "Make the reward function faster or raise its timeout_s",
     "error": "Correct the reward function or its configuration",
 }
+
+
+@dataclass(frozen=True)
+class Judging:
+    """What judges of this pool share with others: where their answers are kept, a folder for each judge (None:
+    nowhere), and this pool's part of the requests a minute."""
+
+    folder: Path | None = None
+    share: float = 1.0
+
+
+NOWHERE = Judging()
 
 
 @dataclass(frozen=True)
@@ -51,22 +67,26 @@ class RewardPool:
     resource limits, not a security boundary.
     """
 
-    def __init__(self, rewards: Sequence[RewardConfig], workers: int = 1, memory_bytes: int = memory.DEFAULT) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        workers: int = 1,
+        memory_bytes: int = memory.DEFAULT,
+        judged: Judging = NOWHERE,
+    ) -> None:
         """`workers`: processes, each scoring one group at a time; none without functions, and nothing is scored then.
         `memory_bytes`: the most that each may hold. Raises ValueError without a worker, RewardError for a variable that
-        is named and not set."""
+        is named and not set, and for wrong args of a judge."""
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
         self.names = resolved_names(rewards)
         self._rewards = tuple(rewards)
-        self._calls = [
-            Call(r.use, _arguments(r, name), values_of(r.env, f"reward {name!r}"), r.timeout_s)
-            for name, r in zip(self.names, rewards, strict=True)
-        ]
+        self._calls = [_call(r, name, judged) for name, r in zip(self.names, rewards, strict=True)]
+        functions = [call for call in self._calls if isinstance(call, Call)]
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
-        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers if rewards else 0)]
+        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers if functions else 0)]
         for slot in self._slots:
-            for call in self._calls:
+            for call in functions:
                 slot.preload(call)
         self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()  # last in, first out: prefer the warm worker
         for slot in self._slots:
@@ -103,9 +123,13 @@ class RewardPool:
         given = {"prompts": prompts, "completion_ids": completion_ids, **columns}
         if uneven := {name: len(values) for name, values in given.items() if len(values) != size}:
             raise ValueError(f"score: each list must have one entry per completion ({size}), got lengths {uneven}")
-        group = pickle.dumps(Group(prompts, completions, completion_ids, dict(columns)), pickle.HIGHEST_PROTOCOL)
+        group = Group(prompts, completions, completion_ids, dict(columns))
+        packed = pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._ask(call, group, size)) for call in self._calls]
+            asked = [
+                tasks.create_task(self._ask(call, packed, size) if isinstance(call, Call) else call.verdict(group))
+                for call in self._calls
+            ]
         return [task.result() for task in asked]
 
     async def _ask(self, call: Call, group: bytes, size: int) -> Verdict:
@@ -158,6 +182,18 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
+        for call in self._calls:
+            if not isinstance(call, Call):
+                await call.close()
+
+
+def _call(reward: RewardConfig, name: str, judged: Judging) -> "Call | Judge":
+    """Raises RewardError."""
+    if reward.use == JUDGE:
+        from rewards.judge import Judge
+
+        return Judge(reward, name, judged.folder and judged.folder / name, judged.share)
+    return Call(reward.use, _arguments(reward, name), values_of(reward.env, f"reward {name!r}"), reward.timeout_s)
 
 
 def _arguments(reward: RewardConfig, name: str) -> dict[str, Any]:

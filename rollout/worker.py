@@ -13,7 +13,7 @@ from cluster.actor import Unusable
 from cluster.telemetry import peak_memory
 from rewards.base import case_of
 from rewards.config import RewardConfig
-from rewards.pool import RewardPool
+from rewards.pool import NOWHERE, Judging, RewardPool
 from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.env.dialogue import ChatDialogue
@@ -46,6 +46,7 @@ class WorkerSpec:
     reward_memory: int  # bytes of each
     make_engine: Callable[[EngineSettings], Engine]
     env: EnvSettings | None = None  # None: single completions
+    judged: Judging = NOWHERE
 
 
 class RolloutWorker(RolloutService):
@@ -61,7 +62,7 @@ class RolloutWorker(RolloutService):
         # Its reward functions load while the engine starts.
         workers, memory = spec.reward_workers, spec.reward_memory
         scores = bool(spec.rewards) or spec.env is None  # a pool without functions says that nothing is scored
-        self.pool = RewardPool(spec.rewards, workers=workers, memory_bytes=memory) if scores else None
+        self.pool = RewardPool(spec.rewards, workers, memory, spec.judged) if scores else None
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None

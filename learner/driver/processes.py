@@ -15,6 +15,7 @@ from learner.driver.preflight import Prepared
 from learner.driver.watched_learner import WatchedLearner
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
+from rewards.pool import Judging
 from rollout.engine import EngineSettings
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # torch and peft load in the learner's process, not in this o
 
 log = logging.getLogger("learner")
 
+JUDGED = "judged"  # folder of a run in which the answers of judges are kept
 # Micro-batches differ in size: with segments of fixed size the allocator keeps blocks that the next one cannot use. Of
 # the learner alone: vLLM's sleep has an allocator of its own, which refuses this.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -109,6 +111,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
         reward_memory=rollout.reward_memory,
         make_engine=vllm_engine,
         env=env_settings(config),
+        judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
     )
 
 

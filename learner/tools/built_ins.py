@@ -38,15 +38,21 @@ def as_text(found: list[BuiltIn]) -> str:
     return "\n".join([*lines, "rewards: [{use: NAME, weight: 1.0, args: {...}}]; docs/rewards.md says more"])
 
 
-def _described(name: str, module: str, function: str) -> BuiltIn:
+def _described(name: str, module: str, what: str) -> BuiltIn:
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text())
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    (node,) = [node for node in tree.body if isinstance(node, kinds) and node.name == function]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    (node,) = [node for node in tree.body if isinstance(node, kinds) and node.name == what]
     summary = (ast.get_docstring(node) or "").partition("\n\n")[0]
-    columns = tuple(one.arg for one in node.args.args if one.arg not in GIVEN)
-    pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    args = {one.arg: "required" if default is None else ast.unparse(default) for one, default in pairs}
+    columns: tuple[str, ...] = ()
+    if isinstance(node, ast.ClassDef):  # settings
+        fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+        pairs = [(ast.unparse(one.target), one.value) for one in fields]
+    else:
+        columns = tuple(one.arg for one in node.args.args if one.arg not in GIVEN)
+        names = [one.arg for one in node.args.kwonlyargs]
+        pairs = list(zip(names, node.args.kw_defaults, strict=True))
+    args = {arg: "required" if default is None else ast.unparse(default) for arg, default in pairs}
     return BuiltIn(name, " ".join(summary.split()), columns, args)

@@ -9,7 +9,7 @@ from rewards.base import RewardLoadError
 from rewards.loader import BUILT_INS, load
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"math", "reasoning_gym"}))
+@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"judge", "math", "reasoning_gym"}))
 def test_built_ins_load(name: str) -> None:
     assert callable(load(name))
 

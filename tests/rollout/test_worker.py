@@ -15,7 +15,7 @@ import pytest
 from cluster.actor import Unusable
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
 from rewards.config import RewardConfig
-from rewards.pool import RewardPool
+from rewards.pool import Judging, RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
@@ -123,9 +123,9 @@ async def test_number_and_memory_of_the_reward_processes_reach_the_pool(
     pools: list[tuple[Any, ...]] = []
 
     class Noted(RewardPool):
-        def __init__(self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int) -> None:
+        def __init__(self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int, judged: Judging) -> None:
             pools.append((rewards, workers, memory_bytes))
-            super().__init__(rewards, workers, memory_bytes)
+            super().__init__(rewards, workers, memory_bytes, judged)
 
     monkeypatch.setattr("rollout.worker.RewardPool", Noted)
     await RolloutWorker(replace(spec, reward_workers=2, reward_memory=3 * 2**30)).close()

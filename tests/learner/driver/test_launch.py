@@ -17,6 +17,7 @@ from learner.driver.processes import make_trainer, worker_spec
 from learner.driver.watched_learner import LearnerLost
 from learner.driver.wiring import sampling_of
 from rewards.config import functions_of
+from rewards.pool import Judging
 from rollout.producer import group_seed
 from rollout.types import Sampling
 from tests.learner import naive
@@ -66,6 +67,7 @@ def test_a_generator_is_built_from_its_settings() -> None:
         ("number", "number", 1.0), ("format", "format", 0.5)
     ]  # fmt: skip
     assert (spec.reward_workers, spec.reward_memory) == (2, 5 * 2**30)
+    assert spec.judged == Judging(config.run_dir / "judged", 1 / config.rollout.workers)
     engine = spec.engine
     assert (engine.model, engine.dtype, engine.stop) == ("m", "float32", ("\n\n",))
     assert (engine.max_model_len, engine.kv_cache_bytes, engine.max_num_seqs) == (40 + MAX_LENGTH, 12345, 11)
