@@ -13,6 +13,7 @@ EPILOG = epilog(
     "gleaner replay runs/demo-seed0 --from 40 --to 45 --json",
     "gleaner replay runs/demo-seed0 learner.learning_rate=3e-4 --output runs/faster",
     "gleaner replay runs/demo-seed0 rewards='[{use: my_rewards.py:accuracy}]' --output runs/other-reward",
+    "gleaner replay runs/demo-seed0 --bisect reward/mean",
     failed="a step came out otherwise than it was recorded, or failed",
 )
 
@@ -32,6 +33,10 @@ def replay(
     output: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="A new folder for what comes out; with other settings else RUN-replay."),
+    ] = None,
+    bisect: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="Only say at which step this metric broke, and what changed before it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as an object.")] = False,
 ) -> int:

@@ -13,6 +13,7 @@ from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.batch_metrics import RewardsFailing
 from learner.tools.replay import shown
+from learner.tools.replay.bisect import bisect
 from learner.tools.replay.changes import (
     Changes,
     changes_of,
@@ -40,6 +41,7 @@ class Asked:
     start: int
     to: int | None
     output: Path | None
+    bisect: str | None
     as_json: bool
 
 
@@ -50,6 +52,13 @@ def run(asked: Asked) -> int:
 
 
 def _replay(asked: Asked) -> int:
+    if asked.bisect is not None:
+        if asked.overrides or asked.output is not None or asked.start or asked.to is not None:
+            raise ReplayError(
+                "--bisect: looks at what the run recorded and takes no step; leave out other settings, --from, --to "
+                "and --output"
+            )
+        return bisect(asked.run, asked.bisect, as_json=asked.as_json)
     recorded = read_recorded(asked.run)
     config = absolute(load_config(asked.run, asked.overrides or ()))
     changes = changes_of(absolute(recorded.config), config)
