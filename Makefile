@@ -1,10 +1,11 @@
-# make setup | demo | demo-tools | check | test | test-browser | test-trackers | docs | test-docs | package | smoke | contracts
-# | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | test-browser | test-trackers | test-lm-eval | docs | test-docs | package
+# | smoke | contracts | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-browser test-trackers docs test-docs package smoke contracts kernels mutants lock clean
+.PHONY: setup demo demo-tools check test test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
+.PHONY: kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -117,6 +118,14 @@ package: setup
 	../../env/bin/gleaner train --config config.yaml steps=2
 	../../env/bin/gleaner report runs/first-run
 	echo "package: build/package/$$(cd ../.. && ls gleaner-*.whl) works"
+
+# lm-evaluation-harness on an exported folder, with a task of its own.
+test-lm-eval: setup
+	@cmp -s requirements/lm-eval.txt build/lm-eval/.requirements || {
+	    rm -rf build/lm-eval
+	    $(INSTALL) --target build/lm-eval -r requirements/lm-eval.txt
+	    cp requirements/lm-eval.txt build/lm-eval/.requirements; }
+	PYTHONPATH=$$PWD/build/lm-eval $(BIN)/pytest -n 0 tests/lm_eval
 
 # What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut). One thread
 # each: mutants run beside each other.

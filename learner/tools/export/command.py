@@ -14,7 +14,7 @@ from learner.driver.publishing import ADAPTER_FILES, TRAINER
 from learner.tools.export import gguf
 from learner.tools.export.card import Exported, card
 from learner.tools.export.errors import ExportError, ExportFailed
-from learner.tools.export.room import Needed, check_room, needed
+from learner.tools.export.room import Needed, check_disk, needed
 from learner.tools.export.scores import Scores, read_scores
 from learner.tools.export.source import Source, check_base, find
 from learner.tools.export.windows import recorded
@@ -66,7 +66,14 @@ def _export(asked: Asked) -> None:
     memory = f", {gib(size.memory)} of memory" if size.memory else ""
     print(f"export   {source.name}, step {source.step}: {gib(size.disk)} on the disk{memory}", flush=True)
     with _whole_or_not(job.out) as folder:
-        exported = _written(job, folder, asked.push_to)
+        try:
+            exported = _written(job, folder, asked.push_to)
+        except (OSError, ValueError) as error:
+            if source.checkpoint.is_dir():
+                raise
+            raise ExportFailed(
+                f"RUN: {source.checkpoint.name} was deleted meanwhile, as the run went on (checkpoint.keep); try again"
+            ) from error
         with writing(folder / CARD):
             (folder / CARD).write_text(card(exported), encoding="utf-8")
     print(f"folder   {job.out}", flush=True)
@@ -99,7 +106,7 @@ def _checked(asked: Asked) -> Job:
         gguf.check_converter(converter, source)
     dtype, outtype = None if asked.adapter_only else asked.dtype or source.config.model.dtype, asked.outtype or OUTTYPE
     size = needed(source, dtype, outtype if asked.gguf else None)
-    check_room(size, asked.out)
+    check_disk(size, asked.out)
     return Job(source, asked.out, dtype, size, scores, converter, outtype)
 
 
@@ -154,7 +161,7 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
         print(
             "merged   into the base as it was in 4 bits, multiplied out: the policy that was trained (docs/export.md)"
         )
-    proof = write_merged(source, folder, job.dtype, shown, job.size.weights)
+    proof = write_merged(source, folder, job.dtype, shown, job.size)
     moved = "" if proof.moved is None else f", where the adapter moves them by {proof.moved:.2g}"
     print(
         f"verified {proof.tokens} tokens: logprobs differ by {proof.rms:.2g} nats rms{moved}; {proof.greedy} of "

@@ -19,27 +19,27 @@ from transformers.utils import logging as transformers_logging
 from learner.config import ModelConfig
 from learner.model.base import load_base
 from learner.tools.export.proof import Proof, Said, ask, check, compare
+from learner.tools.export.room import Needed, check_memory
 from learner.tools.export.source import Source
 from learner.tools.export.tokenizer_files import write_tokenizer
 from learner.tools.export.windows import Window, made_up
 from rollout.data.model_files import read_json
 
 SHARD = "5GB"  # of one file of weights
-ROOM = 1.3  # of the card's memory that float32 weights and logits take, in weights
+ROOM = 1.2  # of a card, for what its allocator does not give back
 GENERATION = "generation_config.json"
 
 
-def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window], weights: int) -> Proof:
+def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window], size: Needed) -> Proof:
     """Writes a folder for transformers and vLLM.
 
     Args:
         dtype: of the weights. windows: of recorded completions; random tokens stand for none.
-        weights: how many there are.
 
-    Raises ExportFailed: what was written is not what was learned.
+    Raises ExportError: there is too little memory. ExportFailed: what was written is not what was learned.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    device = _device(weights)
+    device = _device(size)
     lm = _learned(source, device)
     kept = {name: tensor.dtype for name, tensor in lm.state_dict().items()}
     lm.float()
@@ -61,10 +61,11 @@ def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window
     return proof
 
 
-def _device(weights: int) -> torch.device:
+def _device(size: Needed) -> torch.device:
     """A card, if it has the room."""
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * 4 * weights:
+    if size.weights and torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size.memory:
         return torch.device("cuda")
+    check_memory(size)
     return torch.device("cpu")
 
 

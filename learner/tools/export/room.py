@@ -19,7 +19,7 @@ GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "auto": 2.0, "q8_0": 34 / 32}
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """Bytes on the disk, and in memory; and how many weights the model has, 0 if that is not known yet."""
+    """Bytes on the disk, and in memory, on a card or not; weights that the model has, 0 if that is not known yet."""
 
     disk: int
     memory: int
@@ -37,16 +37,21 @@ def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
     return Needed(int(weights * each) + OTHERS, 4 * weights + PROCESS, weights)
 
 
-def check_room(wanted: Needed, out: Path) -> None:
+def check_disk(wanted: Needed, out: Path) -> None:
     """Raises ExportError."""
     there = next(folder for folder in out.absolute().parents if folder.exists())
-    free, memory = shutil.disk_usage(there).free, available_memory()
+    free = shutil.disk_usage(there).free
     if wanted.disk > free:
         raise ExportError(
             f"OUT: needs {gib(wanted.disk)} on the disk of {there}, which has {gib(free)} left; give another folder"
         )
-    if wanted.memory > memory:
+
+
+def check_memory(wanted: Needed) -> None:
+    """Of a merge on the CPU. Raises ExportError."""
+    free = available_memory()
+    if wanted.memory > free:
         raise ExportError(
-            f"RUN: merging in float32 needs {gib(wanted.memory)} of memory, {gib(memory)} are free; give "
+            f"RUN: merging in float32 needs {gib(wanted.memory)} of memory, {gib(free)} are free; give "
             "--adapter-only, which needs none, or merge on a larger machine"
         )

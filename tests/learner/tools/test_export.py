@@ -20,7 +20,8 @@ from cluster.files import digests_in
 from learner.driver import checkpoint
 from learner.driver.checkpoint import name_of
 from learner.tools.cli import main
-from learner.tools.export import room
+from learner.tools.export import command, room
+from learner.tools.export.windows import Window
 from tests.learner.tools.exports import STEP, run_folder
 
 IDS = torch.tensor([[5, 9, 200, 33, 71, 8]])
@@ -107,6 +108,7 @@ def test_a_model_that_was_trained_whole(tiny_path: str, groups: list[pa.Table], 
 
 def test_the_adapter_alone_byte_for_byte(tiny_path: str, tmp_path: Path) -> None:
     run, out = run_folder(tmp_path, tiny_path, None), tmp_path / "out"
+    out.mkdir()
     assert main(["export", str(run), str(out), "--adapter-only"]) == 0
     assert sorted(file.name for file in out.iterdir()) == [
         "README.md",
@@ -156,6 +158,21 @@ STEP_FOLDER = f"checkpoints/{name_of(STEP)}"
 
 
 def nothing(run: Path) -> None: ...
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "mine"
+    shutil.copytree(made, run)
+
+    def pruned(*_: object) -> list[Window]:
+        shutil.rmtree(run / STEP_FOLDER)
+        return []
+
+    monkeypatch.setattr(command, "recorded", pruned)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 1
+    assert "RUN: step-000008 was deleted meanwhile, as the run went on" in capsys.readouterr().err
 
 
 def cut(run: Path) -> None:
@@ -237,6 +254,7 @@ def test_too_little_room_is_told_in_bytes(
     monkeypatch.setattr(room, "available_memory", lambda: 2**20)
     assert main(words) == 2
     assert "merging in float32 needs 1.9 GiB of memory, 1 MiB are free; give --adapter-only" in capsys.readouterr().err
+    monkeypatch.setattr(room, "available_memory", lambda: 2**40)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
     assert main(words) == 2
     assert f"OUT: needs 48 MiB on the disk of {tmp_path}, which has 1 MiB left" in capsys.readouterr().err
