@@ -22,6 +22,7 @@ from rewards.source import grader_version, source_of
 from rollout.env.loader import code_of
 
 FILE = "inputs.json"  # in a checkpoint
+REVISION = "revision"  # the name of what stands for all files of a hub's model
 KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
 WHOLE_BYTES = 2**30  # a folder of up to so many is read whole
 BLOCKS, BLOCK_BYTES = 64, 2**20  # of a larger one's files: so many blocks of that size, evenly spread
@@ -110,7 +111,7 @@ def content_of(path: str) -> dict[str, str]:
     """File of a model's or adapter's folder -> its digest; of a model of the hub its revision."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        return {"revision": _revision(path)}
+        return {REVISION: _revision(path)}
     files = sorted(file for file in folder.iterdir() if file.suffix in KINDS and file.is_file())
     whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
     return {file.name: str(digest_of(file)["sha256"]) if whole else _sampled(file) for file in files}

@@ -23,6 +23,10 @@ def export(
         int | None,
         typer.Option(parser=natural, metavar="N", help="Of which step, if its checkpoint is kept; else the newest."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Hub name or folder of the base, if it is not where the run had it."),
+    ] = None,
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="The LoRA adapter as it is, not merged into its base.")
     ] = False,

@@ -33,6 +33,7 @@ class Asked:
     run: Path
     out: Path
     step: int | None
+    model: str | None
     adapter_only: bool
     dtype: str | None
     scores: Path | None
@@ -88,7 +89,7 @@ def _export(asked: Asked) -> None:
 def _checked(asked: Asked) -> Job:
     """Raises ExportError, and what else is wrong with a run's inputs."""
     _check_options(asked)
-    source = find(asked.run, asked.step)
+    source = find(asked.run, asked.step, asked.model)
     if source.whole_model and asked.adapter_only:
         raise ExportError(f"--adapter-only: {source.name} trained all weights and has no adapter; leave it out")
     scores = None if asked.scores is None else read_scores(asked.scores)
@@ -144,7 +145,8 @@ def _check_base(source: Source) -> None:
         raise ExportError(
             f"model.path: {path} is quantised, and an adapter is not merged into such weights; give --adapter-only"
         )
-    check_base(source)
+    if not check_base(source):
+        print(f"base     {path}: not known to be that of the run, one being a folder and one the hub's", flush=True)
 
 
 def _written(job: Job, folder: Path, repo: str | None) -> Exported:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from learner.config import RunConfig
 from learner.driver import checkpoint
 from learner.driver.evaluate import Evaluation
-from learner.driver.fingerprints import FILE, Fingerprints, content_of
+from learner.driver.fingerprints import FILE, REVISION, Fingerprints, content_of
 from learner.driver.publishing import TRAINER
 from learner.model.adapter_config import CONFIG_FILE, MODEL
 from learner.model.weight_files import WEIGHTS_FILE
@@ -49,8 +49,11 @@ class Source:
         return self.checkpoint / TRAINER / MODEL if self.whole_model else self.checkpoint / TRAINER
 
 
-def find(run: Path, step: int | None) -> Source:
-    """The newest whole checkpoint of a run's folder, or that of a step. Raises ExportError."""
+def find(run: Path, step: int | None, model: str | None = None) -> Source:
+    """The newest whole checkpoint of a run's folder, or that of a step. Raises ExportError.
+
+    model: the base, where it is no longer at model.path.
+    """
     run = run.resolve()
     if not (run / "config.yaml").is_file():
         raise ExportError(f"RUN: must be a run folder such as runs/demo-seed0, got {run}; check the path")
@@ -66,6 +69,8 @@ def find(run: Path, step: int | None) -> Source:
             f"RUN: {folder} was made by another version of gleaner, of which this one cannot read all ({first}); "
             "export it with that version, or go on with the run for a step"
         ) from None
+    if model is not None:
+        config = _with_base(config, model)
     source = Source(run, config, folder, checkpoint.step_of(folder), evaluations, inputs)
     wanted = "config.json" if source.whole_model else CONFIG_FILE
     if not (source.learned / wanted).is_file() or not (source.whole_model or (source.learned / WEIGHTS_FILE).is_file()):
@@ -73,6 +78,13 @@ def find(run: Path, step: int | None) -> Source:
             f"RUN: {folder} holds no {wanted}, as those of an older version of gleaner; go on with the run for a step"
         )
     return source
+
+
+def _with_base(config: RunConfig, model: str) -> RunConfig:
+    if config.learner.mode == "full":
+        raise ExportError("--model: is the base of an adapter, and this run trained all weights; leave it out")
+    path = str(Path(model).absolute()) if Path(model).is_dir() else model
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def _checkpoint(root: Path, step: int | None) -> Path:
@@ -95,15 +107,19 @@ def _checkpoint(root: Path, step: int | None) -> Path:
     return folder
 
 
-def check_base(source: Source) -> None:
-    """Raises ExportError if the base is not the one that the adapter was trained on."""
+def check_base(source: Source) -> bool:
+    """Whether it is known that the base is the one that the adapter was trained on: a hub's revision says nothing of a
+    folder. Raises ExportError if it is another."""
     path, recorded = source.config.model.path, source.inputs.base
     now = content_of(path)
-    weights = [name for name in {*now, *recorded} if name.endswith(".safetensors") or name == "revision"]
+    if (REVISION in now) != (REVISION in recorded):
+        return False
+    weights = [name for name in {*now, *recorded} if name.endswith(".safetensors") or name == REVISION]
     own = sorted(name for name in weights if not name.startswith(("reference ", "value ")))
     differ = [name for name in own if now.get(name) != recorded.get(name)]
     if differ:
         raise ExportError(
             f"model.path: {path} must be the base that the run was trained on, and has another {', '.join(differ)}; "
-            "put the same model there"
+            "put the same model there, or say with --model where it is"
         )
+    return True

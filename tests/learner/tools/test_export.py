@@ -1,4 +1,4 @@
-"""gleaner export: what it writes is what was learned, a fault of it is noticed, and what it refuses."""
+"""gleaner export: what it writes is what was learned, and a fault of it is noticed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,11 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.files import digests_in
-from learner.driver import checkpoint
 from learner.driver.checkpoint import name_of
 from learner.tools.cli import main
-from learner.tools.export import command, room
-from learner.tools.export.windows import Window
 from tests.learner.tools.exports import STEP, run_folder
 
 IDS = torch.tensor([[5, 9, 200, 33, 71, 8]])
-
-
-@pytest.fixture(scope="module")
-def made(tiny_path: str, groups: list[pa.Table], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_folder(tmp_path_factory.mktemp("made"), tiny_path, groups)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -73,6 +64,18 @@ def test_merged_weights_a_tokenizer_and_a_card(
     assert "```\nBe | brief.\n```" in card.text
     assert "very-secret" not in card.content
     assert str(tmp_path) not in card.content  # nobody's concern
+
+
+def test_a_base_that_is_elsewhere_now(tiny_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, moved = shutil.copytree(tiny_path, tmp_path / "base"), tmp_path / "moved"
+    run = run_folder(tmp_path, str(base), None)
+    base.rename(moved)
+    words = ["export", str(run), str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "model.path: folder must exist, got" in capsys.readouterr().err
+    assert main([*words, "--model", str(moved)]) == 0
+    torch.testing.assert_close(loaded(tmp_path / "out"), adapted(tiny_path, run), rtol=1e-4, atol=1e-4)
+    assert "1008 random tokens (the run's own are gone)" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -152,112 +155,6 @@ def test_rounding_that_takes_away_what_was_learned_is_refused(
     assert main([*words, "bfloat16"]) == 1
     assert "--dtype: bfloat16 weights must hold what was learned, and rounding takes away" in capsys.readouterr().err
     assert main([*words, "float32"]) == 0
-
-
-STEP_FOLDER = f"checkpoints/{name_of(STEP)}"
-
-
-def nothing(run: Path) -> None: ...
-
-
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "mine"
-    shutil.copytree(made, run)
-
-    def pruned(*_: object) -> list[Window]:
-        shutil.rmtree(run / STEP_FOLDER)
-        return []
-
-    monkeypatch.setattr(command, "recorded", pruned)
-    assert main(["export", str(run), str(tmp_path / "out")]) == 1
-    assert "RUN: step-000008 was deleted meanwhile, as the run went on" in capsys.readouterr().err
-
-
-def cut(run: Path) -> None:
-    file = run / STEP_FOLDER / "trainer" / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def of_another_version(run: Path) -> None:
-    file = run / STEP_FOLDER / "config.json"
-    file.write_text(file.read_text().replace('"seed":0', '"sead":0'))
-    _seal(run)
-
-
-def without_config(run: Path) -> None:
-    (run / STEP_FOLDER / "trainer" / "adapter_config.json").unlink()
-    _seal(run)
-
-
-def _seal(run: Path) -> None:
-    manifest = run / STEP_FOLDER / checkpoint.MANIFEST
-    manifest.unlink()
-    manifest.write_text(json.dumps({"step": STEP, "files": digests_in(run / STEP_FOLDER)}))
-
-
-def of_another_base(run: Path) -> None:
-    file = run / STEP_FOLDER / "inputs.json"
-    inputs = json.loads(file.read_text())
-    inputs["base"]["model.safetensors"] = "f" * 64
-    file.write_text(json.dumps(inputs))
-    _seal(run)
-
-
-def taken(run: Path) -> None:
-    (run.parent / "out" / "mine").mkdir(parents=True)
-
-
-REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
-    (lambda run: (run / "config.yaml").unlink(), [], "RUN: must be a run folder such as .*; check the path$"),
-    (lambda run: shutil.rmtree(run / "checkpoints"), [], "RUN: .* has no checkpoint yet; wait for its first"),
-    (cut, [], r"RUN: no checkpoint in .* is whole \(step-000008: trainer/adapter_model.safetensors has .* bytes"),
-    (cut, ["--step", "8"], "--step: .*step-000008 is not whole .*; give another step"),
-    (nothing, ["--step", "4"], r"--step: must be one whose checkpoint is kept \(8\), got 4; raise checkpoint.keep"),
-    (of_another_version, [], r"another version of gleaner, .* cannot read all \(Extra inputs .*go on with the run"),
-    (without_config, [], "holds no adapter_config.json, as those of an older version of gleaner"),
-    (of_another_base, [], "model.path: .* must be the base that .*, and has another model.safetensors; put the same"),
-    (taken, [], "OUT: must be a new or empty folder, and .*/out is not; give another"),
-    (nothing, ["--adapter-only", "--dtype", "float32"], "--dtype: is for merged weights and does not go with --ad"),
-    (nothing, ["--adapter-only", "--gguf"], "--gguf: is for merged weights and does not go with --adapter-only"),
-    (nothing, ["--outtype", "f16"], "--outtype: goes with --gguf, which is not given"),
-    (nothing, ["--public"], "--public: goes with --push-to, which is not given"),
-    (nothing, ["--scores", "absent.json"], "--scores: must be a file of what gleaner eval --json printed, got absent"),
-    (nothing, ["--push-to", "mine"], "--push-to: must be OWNER/NAME, got mine; put your name"),
-    (nothing, ["--push-to", "a/b c"], "--push-to: must be OWNER/NAME, got a/b c: Repo id must"),
-    (nothing, ["--push-to", "a/b"], "--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it"),
-    (nothing, ["--gguf"], "LLAMA_CPP: must be the folder of llama.cpp, got .*, without convert_hf_to_gguf.py; git"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "options", "told"), REFUSED)
-def test_what_is_wrong_is_one_sentence_before_anything_is_written(
-    made: Path, tmp_path: Path, change: Callable[[Path], object], options: list[str], told: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    run = tmp_path / "mine"
-    shutil.copytree(made, run)
-    change(run)
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["export", str(run), str(tmp_path / "out"), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(told, line)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_too_little_room_is_told_in_bytes(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", str(made), str(tmp_path / "out")]
-    monkeypatch.setattr(room, "available_memory", lambda: 2**20)
-    assert main(words) == 2
-    assert "merging in float32 needs 1.9 GiB of memory, 1 MiB are free; give --adapter-only" in capsys.readouterr().err
-    monkeypatch.setattr(room, "available_memory", lambda: 2**40)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
-    assert main(words) == 2
-    assert f"OUT: needs 48 MiB on the disk of {tmp_path}, which has 1 MiB left" in capsys.readouterr().err
 
 
 def test_what_gleaner_eval_measured_is_in_the_card(made: Path, tmp_path: Path) -> None:
