@@ -33,11 +33,12 @@ ROOT = Path(__file__).parents[2]
 TINY = Shape("tiny", "llama", 128, 256, 2, 4, 4, 32, 1024, tied=True)
 SLICES = ["cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5", "memory.layout=slices"]
 TURNS = [*SLICES[:2], "memory.layout=alternating"]
+REWARD = f"{ROOT / 'benchmarks' / 'gpu' / 'even_tokens.py'}:even_share"
 MEAN = ("time/step", "time/generate", "time/train", "time/push", "time/overlap", "rollout/tokens_per_s")
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """What is missing most first: 50 steps of the 1B in two slices, the same taking turns, asynchronous, then 8B."""
+    """What is missing most first: 30 steps of the 1B in two slices, the same taking turns, asynchronous, then 8B."""
     run = partial(system, options)
     if options.tiny:
         return [Row("d-tiny", partial(run, TINY, 3, ["memory.device=3GiB", "model.dtype=float32"]))]
@@ -45,9 +46,9 @@ def rows(options: argparse.Namespace) -> list[Row]:
     whole = ["memory.device=76GiB"]
     capped = ["memory.device=24GiB", "model.base=nf4", "rollout.kv_cache=auto"]
     return [
-        Row("d-1b-slices", partial(run, small, 50, [*SLICES, *whole])),
+        Row("d-1b-slices", partial(run, small, 30, [*SLICES, *whole])),
         Row("d-1b-alternating", partial(run, small, 20, [*TURNS, "memory.device=24GiB"])),
-        Row("d-1b-async", partial(run, small, 20, [*SLICES, *whole, "max_staleness=1"])),
+        Row("d-1b-async", partial(run, small, 12, [*SLICES, *whole, "max_staleness=1"])),
         Row("d-1b-bare-vllm", partial(bare, options, small)),
         Row("e-8b-slices", partial(run, large, 10, [*SLICES, *whole])),
         Row("e-8b-nf4-24gib", partial(run, large, 10, [*SLICES, *capped])),
@@ -63,7 +64,7 @@ def system(options: argparse.Namespace, shape: Shape, steps: int, settings: list
         f"name={options.row}", f"output_dir={folder}", f"steps={steps}", f"model.path={model(options, shape)}",
         "model.dtype=bfloat16", "data.eval.every=0", "data.overlong=drop", "data.system=null", "rollout.kv_cache=auto",
         f"rollout.max_prompt_length={lengths[0]}", f"rollout.max_completion_length={lengths[1]}",
-        "learner.learning_rate=1e-6", "learner.groups_per_step=8", *settings,
+        "learner.learning_rate=1e-6", "learner.groups_per_step=8", f"rewards=[{{use: '{REWARD}'}}]", *settings,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
