@@ -1,4 +1,7 @@
-"""Every recipe of configs/recipes as it is shipped, from rows in its data set's columns to a step, on a tiny model."""
+"""Every recipe of configs/recipes as it is shipped, from rows in its data set's columns to a step, on a tiny model.
+
+GSM8K's takes no step here: data, rewards and sampling are those of the recipe that tests/flow/test_recipe.py runs.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +91,17 @@ def test_the_right_answer_has_all_of_the_reward(name: str, monkeypatch: pytest.M
     assert totals[1] < most
 
 
+def test_gsm8k_is_the_published_recipe_with_an_adapter() -> None:
+    file = ROOT / "configs" / "gsm8k_published_full.yaml"
+    own, published = recipe("gsm8k"), RunConfig.model_validate(yaml.safe_load(file.read_text()))
+    for section in ("epochs", "model", "data", "rewards", "rollout"):
+        assert getattr(own, section) == getattr(published, section), section
+    learner = published.learner.model_copy(update={"mode": "lora", "learning_rate": 5e-5})
+    assert own.learner == learner
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("name", sorted(set(ROWS) - {"gsm8k"}))
 def test_a_step_of_the_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     model = MODEL.get(name, ROOT / "examples" / "tiny-gsm8k")
@@ -117,7 +129,7 @@ def test_a_step_of_the_recipe(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def _rows(name: str) -> list[dict[str, Any]]:
     """Some of them, of different prompts."""
     text = json.dumps(ROWS[name])
-    asked = {"code": "Write a", "json": "About 2", "preference": "Say ", "gsm8k": "Ann "}.get(name, "What is ")
+    asked = {"code": "Write a", "json": "About 2", "preference": "Say "}.get(name, "What is ")
     return [json.loads(text.replace(asked, asked.replace(" ", f" {'very ' * i}", 1))) for i in range(24)]
 
 
