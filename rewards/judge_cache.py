@@ -1,5 +1,6 @@
 """What a judge has said, on disk: an answer that was paid for once is not asked for again, by a resumed run neither."""
 
+import contextlib
 import json
 import os
 import socket
@@ -37,12 +38,10 @@ class JudgeCache:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """The answers in a file, but for a last line that a killed process left unfinished."""
+    """The answers in a file, but for lines that are none, as a killed process leaves its last one unfinished."""
     found = {}
     for line in file.read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
-        except ValueError:
-            continue
-        found[str(row["key"])] = str(row["said"])
+            found[str(row["key"])] = str(row["said"])
     return found

@@ -129,7 +129,7 @@ async def test_what_was_asked_once_is_not_asked_again(endpoint: Endpoint, tmp_pa
     (file,) = (tmp_path / "judge").iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert {(row["answer"], row["score"]) for row in rows} == {("a", 0.75), ("b", 0.75)}
-    file.write_text(f'{file.read_text()}{{"key": "ab", "sa')  # where its process was killed
+    file.write_text(f'{file.read_text()}{{}}\n{{"key": "ab", "sa')  # where its process was killed
     assert (await scored([config], ["b", "a", "c"], Judging(tmp_path))).reward == [0.75] * 3
     assert [text for text, _ in endpoint.asked[2:]] == ["c"]
     await scored([judge(endpoint, column="gold", model="another")], ["a"], Judging(tmp_path))
