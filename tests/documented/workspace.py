@@ -40,7 +40,7 @@ class Workspace:
         (folder / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(MODEL)  # for the model of the README's configuration
         (folder / "my_rewards.py").write_text(REWARD)
         rows = "".join(json.dumps(row) + "\n" for row in ROWS)
-        for name in ("train.jsonl", "test.jsonl"):
+        for name in ("train.jsonl", "test.jsonl", "data.jsonl"):
             (folder / name).write_text(rows)
         pairs = [{"prompt": row["question"], "chosen": row["answer"], "rejected": "no"} for row in ROWS]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
