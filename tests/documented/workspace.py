@@ -15,9 +15,15 @@ from tests.documented.blocks import ROOT, blocks
 from tests.flow.run import environment
 
 MODEL = ROOT / "examples" / "tiny-arithmetic"
-# What a small run has in the place of what the documents name.
-INSTEAD = {"--step 12": "--step 2", "--step 40": "--step 4", "chain_sum-17": "{problem}"}
-# What commands make that stand beside each other in the documents, and of which a reader takes one.
+# What a small run has in the place of what the documents name; and of alternatives a reader takes one, or another name.
+INSTEAD = {
+    "my.yaml --dry-run": "my.yaml --dry-run name=another",
+    "--assume-gpus 2xh100": "--assume-gpus 2xh100 'cluster.gpus={generator: 0.5, learner: 0.5}'",
+    "--step 12": "--step 2",
+    "--step 40": "--step 4",
+    "chain_sum-17": "{problem}",
+}
+# What commands make that stand beside each other in the documents.
 MADE = {
     "gleaner export runs/demo-seed0 my-adapter": "my-adapter",
     "gleaner export runs/demo-seed0 my-model": "my-model",
@@ -42,7 +48,7 @@ class Workspace:
         rows = "".join(json.dumps(row) + "\n" for row in ROWS)
         for name in ("train.jsonl", "test.jsonl", "data.jsonl"):
             (folder / name).write_text(rows)
-        pairs = [{"prompt": row["question"], "chosen": row["answer"], "rejected": "no"} for row in ROWS]
+        pairs = [{"prompt": f"{number} =", "chosen": str(number), "rejected": "no"} for number in range(20)]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
         (folder / "my.yaml").write_text(_small(next(blocks("yaml")).text))
         if run is not None:
@@ -53,7 +59,7 @@ class Workspace:
     def run(self, command: str) -> None:
         """Runs it; it must end well."""
         for documented, here in INSTEAD.items():
-            command = command.replace(documented, here.format(problem=self._problem))
+            command = command.replace(documented, here.replace("{problem}", self._problem))
         for start, made in MADE.items():
             if command.startswith(start) and "--dry-run" not in command:
                 shutil.rmtree(self.folder / made, ignore_errors=True)
