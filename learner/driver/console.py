@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,6 +26,7 @@ COLUMNS = {
     "push s": ("time/push", "{:.2f}"),
 }
 ROWS = 12
+RECENT = 20  # steps whose median says how long those to come will take
 
 
 class Progress:
@@ -36,7 +38,7 @@ class Progress:
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._status = "starting"
         self._live: Live | None = None
-        self._started, self._training_s = time.monotonic(), 0.0
+        self._started, self._seconds = time.monotonic(), list[float]()  # of each step
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
@@ -51,16 +53,23 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step."""
-        self._training_s += metrics.get("time/step", 0.0)
+        left = self._left(step, metrics)
         cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
         where = f"{step}/{self.total_steps}"
         if self._live is None:
             words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
-            self.console.print(f"step {where} {words}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {where} {words}{left}", highlight=False, soft_wrap=True)
         else:
             self._rows.append([where, *cells])
-            self._status = f"step {step} of {self.total_steps}"
+            self._status = f"step {step} of {self.total_steps}{left}"
             self._live.update(self._picture())
+
+    def _left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """How long the steps to come will take; nothing for step 0, an evaluation before the first."""
+        if "time/step" not in metrics:
+            return ""
+        self._seconds.append(metrics["time/step"])
+        return f", {duration((self.total_steps - step) * median(self._seconds[-RECENT:]))} left"
 
     def note(self, text: str) -> None:
         """A remark on a line of its own, above the table on a terminal, where it is the status, too."""
@@ -92,13 +101,21 @@ class Progress:
                     lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
                 self.console.print(lines, soft_wrap=True)
         self.note(
-            f"time     {time.monotonic() - self._started:.0f} s in all, {self._training_s:.0f} s of them training"
+            f"time     {time.monotonic() - self._started:.0f} s in all, {sum(self._seconds):.0f} s of them training"
         )
         if advice is not None:
             self.note(f"advice   {advice}")
         if (learned := learned_in(run_dir)) is not None:
             self.console.print(f"{learned.name:8} {learned}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _short(reward: float | None) -> str:
