@@ -77,6 +77,13 @@ def test_the_same_settings_give_the_same_policies(recorded: Path, capsys: pytest
         assert "every policy has the digest that the run recorded" in out
 
 
+def test_so_they_do_with_a_value_and_several_updates(tmp_path: Path, tiny_path: str) -> None:
+    split = {"updates_per_batch": 2, "loss": {"ratio": "clip", "epsilon": (0.2, 0.2)}}
+    folder = tmp_path / "ppo"
+    asyncio.run(record(folder, config_of(folder, tiny_path, algorithm="ppo", **split), 2, halved_at=9))
+    assert main(["replay", str(folder)]) == 0
+
+
 def test_a_changed_ledger_is_found_at_its_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(run, 3, "reward", [0.0, 0.0, 1.0, 1.0, 0.5, 0.0, 1.0, 1.0])
     told = replayed(capsys, run)
