@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.actor import Actor, RevivableActor
@@ -12,6 +13,7 @@ from cluster.ray_cluster import Session
 from learner.config import RunConfig, roles
 from learner.driver.memory_budget import Budgets
 from learner.driver.preflight import Prepared
+from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
@@ -139,12 +141,11 @@ def make_trainer(
     # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
-    from learner.trainer.float32_products import choose_library
     from learner.trainer.trainer import Trainer
 
     on_card = config.cluster.gpus.learner > 0
     if not on_card:
-        choose_library()
+        settle_products(config.run_dir)
     return Trainer(
         config.model,
         config.learner,
@@ -157,3 +158,14 @@ def make_trainer(
         base=base,
         reward_adapters=[str(reward.adapter) for reward in adapters_of(config.rewards)],
     )
+
+
+def settle_products(run_dir: Path) -> None:
+    """Of this process's float32 products: the library that the run had before it was resumed, so that it goes on with
+    the same bits; for a new run the faster one."""
+    from learner.trainer.float32_products import choose_library, use_library
+
+    if recorded := read_policies(run_dir):
+        use_library(recorded[-1].arithmetic.products)
+    else:
+        choose_library()

@@ -10,7 +10,7 @@ torch gives float32 products to oneDNN only where it is told that less than floa
 units for bfloat16 computes in float32 all the same; one that has them may round. So one product is compared with
 float64, and the setting stays only if nothing was rounded and time is saved.
 
-It holds for every product of the process: only learner.driver.processes.make_trainer calls this, for a process that is
+It holds for every product of the process: only learner.driver.processes calls this, for a process that is
 the learner's alone.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger("learner")
 LESS = "bf16"  # torch.backends.mkldnn.matmul.fp32_precision: products may go to oneDNN
 ONEDNN = "oneDNN"
 EXACT = 1e-6  # relative norm of a product's error; float32 has 2e-7 to 5e-7, bfloat16 3e-3
-FASTER = 1.2  # a gain worth having; on Zen 5 it is 2.2, so that noise does not choose
+FASTER = 1.8  # on Zen 5 the gain is 2.2; a busy Zen 4 measured 1.0 to 1.6, which is noise
 SHAPE = 1024, 512, 1024  # rows, summed, columns: a small layer's products
 TURNS = 5
 
@@ -74,7 +74,7 @@ def library() -> str:
 
 
 def use_library(name: str) -> None:
-    """Without a trial, for a replay: the one that `library` named in the process that is replayed."""
+    """Without a trial: the one that `library` named in the process whose steps go on or are replayed."""
     backend: Any = torch.backends.mkldnn
     backend.matmul.fp32_precision = LESS if name == ONEDNN else "none"
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from learner.config import RunConfig
-from learner.driver.processes import make_trainer
+from learner.driver.processes import make_trainer, settle_products
+from learner.driver.step_record import POLICIES
 from learner.trainer import float32_products
-from learner.trainer.float32_products import LESS, choose_library
+from learner.trainer.float32_products import LESS, ONEDNN, choose_library
+from learner.trainer.service import Arithmetic
 from tests.learner.trainers import make_trainer as trainer_of_a_test
 
 SETTING: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -70,3 +74,17 @@ def test_only_the_learners_process_chooses(
     make_trainer(config, 1, None)
     assert SETTING.fp32_precision == LESS
     assert "float32 products: oneDNN" in caplog.text
+
+
+@pytest.mark.parametrize(("recorded", "faster"), [(ONEDNN, 1e9), ("default", 0.0)])
+def test_a_resumed_run_keeps_the_library_that_it_had(
+    recorded: str, faster: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a trial would choose the other one now."""
+    monkeypatch.setattr(float32_products, "FASTER", faster)
+    monkeypatch.setattr(float32_products, "EXACT", 1.0)
+    monkeypatch.setattr(float32_products, "_made_by_amd", lambda: True)
+    line = {"step": 1, "sha256": "", "total_steps": 2, "arithmetic": Arithmetic("2", "CPU", 1, recorded)._asdict()}
+    (tmp_path / POLICIES).write_text(json.dumps(line) + "\n")
+    settle_products(tmp_path)
+    assert float32_products.library() == recorded
