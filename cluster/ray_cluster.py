@@ -17,7 +17,8 @@ from cluster.actor import DeadlineExceeded, S
 from cluster.exit_reason import ExitReasons
 from cluster.placement import Placement, PlacementError, Role, place
 from cluster.ray_actor import Host, Remote
-from cluster.ray_private import SYSTEM_CONFIG, check_doors, close_doors
+from cluster.ray_metrics import metrics_address
+from cluster.ray_private import check_doors, close_doors, system_config
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
@@ -143,9 +144,9 @@ def in_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def connect(address: str, min_cpus: float, policy_bytes: int = 0) -> Session:
+def connect(address: str, min_cpus: float, policy_bytes: int = 0, shows_metrics: bool = False) -> Session:
     """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`, with an object
-    store for policies of that many bytes.
+    store for policies of that many bytes. shows_metrics: the page that Prometheus reads is wanted.
 
     Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
     """
@@ -158,6 +159,8 @@ def connect(address: str, min_cpus: float, policy_bytes: int = 0) -> Session:
         import ray
 
         ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
+        if shows_metrics:
+            metrics_address()  # or it says why there is none
         return Session("joined", None)
     close_doors()
     import ray
@@ -172,7 +175,7 @@ def connect(address: str, min_cpus: float, policy_bytes: int = 0) -> Session:
             logging_level=logging.WARNING,
             log_to_driver=True,
             _temp_dir=str(folder.ray),
-            _system_config=SYSTEM_CONFIG,
+            _system_config=system_config(shows_metrics),
         )
     except BaseException:
         folder.remove()

@@ -1,4 +1,4 @@
-"""What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics.
+"""What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics unless asked for.
 
 Ray reads all of it from the environment, once, as it is imported here and in each process that it starts.
 """
@@ -19,12 +19,6 @@ _ENV = {
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-SYSTEM_CONFIG = {
-    "enable_metrics_collection": False,  # the third such page, of the node's agent
-    # A process for each core, started at once for tasks; every role has a process of its own.
-    "enable_worker_prestart": False,
-    "prestart_worker_first_driver": False,
-}
 
 
 def close_doors() -> None:
@@ -33,6 +27,17 @@ def close_doors() -> None:
     # The token is in this process's environment alone, not in the home folder. Ray keeps the first one that it sees.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def system_config(shows_metrics: bool) -> dict[str, Any]:
+    """Settings of Ray's own processes. shows_metrics: a tracker wants the page of the node's agent, which answers
+    without a token; on 127.0.0.1, as all else."""
+    return {
+        "enable_metrics_collection": shows_metrics,
+        # A process for each core, started at once for tasks; every role has a process of its own.
+        "enable_worker_prestart": False,
+        "prestart_worker_first_driver": False,
+    }
 
 
 def check_doors(ray: Any) -> None:

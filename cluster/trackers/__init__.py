@@ -4,18 +4,22 @@ from importlib.util import find_spec
 
 from cluster.trackers.background import Background
 from cluster.trackers.mlflow import MLflow
+from cluster.trackers.prometheus import Prometheus
 from cluster.trackers.tensorboard import TensorBoard
 from cluster.trackers.tracker import Sample, Tracker
 from cluster.trackers.trackio import Trackio
 from cluster.trackers.wandb import WandB
 
-__all__ = ["TRACKERS", "Background", "Sample", "Tracker", "known_tracker"]
+__all__ = ["PROMETHEUS", "TRACKERS", "Background", "Sample", "Tracker", "known_tracker"]
+
+PROMETHEUS = "prometheus"  # for which Ray has to show its metrics
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
     "trackio": Trackio,
+    PROMETHEUS: Prometheus,
 }
 
 

@@ -111,7 +111,8 @@ class Settings(Frozen):
     guard: GuardConfig = GuardConfig()
     cluster: ClusterConfig = ClusterConfig()
     trackers: tuple[Annotated[str, AfterValidator(known_tracker)], ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio (docs/running.md); `[]`: nowhere."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, prometheus (docs/running.md); `[]`:
+    nowhere."""
 
     @property
     def kv_dtype(self) -> str:

@@ -10,6 +10,7 @@ from cluster.actor import RevivableActor
 from cluster.files import writing
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
+from cluster.trackers import PROMETHEUS
 from learner.config import RunConfig, roles
 from learner.driver import checkpoint
 from learner.driver.config_io import to_yaml
@@ -49,7 +50,9 @@ async def run(prepared: Prepared) -> int:
             progress.note(note)
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
         cpus = sum(role.cpus for role in roles(config))
-        session = connect(config.cluster.address, cpus, prepared.budgets.policy_bytes)
+        session = connect(
+            config.cluster.address, cpus, prepared.budgets.policy_bytes, shows_metrics=PROMETHEUS in config.trackers
+        )
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
             while (loop := await _attempt(restarts, session, progress, stop)) is None:

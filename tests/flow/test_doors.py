@@ -23,11 +23,17 @@ from tests.flow.run import wait_until
 TOKEN = secrets.token_hex(32)
 CLUSTER = """
 import json, sys
+from cluster.placement import PlacementError
 from cluster.ray_cluster import connect
+from cluster.ray_metrics import metrics_address
 session = connect("local", min_cpus=1)
 import asyncio, ray
 ray.get(ray.remote(lambda: None).remote())  # a worker process, with its port
-print(json.dumps({"folder": str(session._folder.path)}), flush=True)
+try:
+    metrics = metrics_address()
+except PlacementError as error:
+    metrics = str(error)
+print(json.dumps({"folder": str(session._folder.path), "metrics": metrics}), flush=True)
 sys.stdin.readline()
 asyncio.run(session.close())
 """
@@ -45,12 +51,14 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[psutil.Process, Path]]:
-    """The driver of a private cluster and its runtime folder."""
+    """The driver of a private cluster, which shows no metrics, and its runtime folder."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_AUTH_TOKEN": TOKEN}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", CLUSTER], env=env, **pipes) as process:
         assert process.stdout is not None
-        folder = Path(json.loads(process.stdout.readline())["folder"])
+        told = json.loads(process.stdout.readline())
+        folder = Path(told["folder"])
+        assert told["metrics"].startswith("trackers: prometheus needs Ray's metrics, and the cluster's node 127.0.0.1")
         driver = psutil.Process(process.pid)
         wait_until(lambda: 200 in [_page(port, HEALTH) for port in _ports(driver)], "the last agent to listen", 60)
         yield driver, folder

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("overrides", [ON_ONE_BASE, ("learner.push=merged", "rollout.in_flight=continue")])
+@pytest.mark.parametrize(
+    "overrides", [ON_ONE_BASE, ("learner.push=merged", "rollout.in_flight=continue", "trackers=[prometheus]")]
+)
 def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overrides: tuple[str, ...]) -> None:
     run = Run(tmp_path, model, steps=100_000, max_staleness=1)
     process = run.start(*overrides)
@@ -113,12 +116,15 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overri
     generator = _holder(run, "generator-0")
     if overrides == ON_ONE_BASE:
         assert (_base(generator), _base(_holder(run, "learner"))) == (["rw-s"], ["r--s"])
+    else:
+        _its_metrics_are_shown(run)
     os.kill(generator, signal.SIGKILL)
     wait_until(lambda: run.metrics()[-1].get("rollout/restarts") == 1, "a step after the restart", process=process)
     ctrl_c(process)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert re.search(r"generator-0: process died .*; starting a fresh process \(1 of 3\)", output)
+    assert "trackers: prometheus failed" not in output
     lines = run.metrics()
     newest, skipped = checkpoint.newest(run.folder / "checkpoints")
     assert newest is not None
@@ -133,6 +139,12 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overri
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
     if overrides == ON_ONE_BASE:
         _lose_the_driver(run, lines[-1]["step"], overrides)
+
+
+def _its_metrics_are_shown(run: Run) -> None:
+    (group,) = json.loads((run.folder / "prometheus.json").read_text())
+    page = f"http://{group['targets'][0]}/metrics"
+    wait_until(lambda: b"ray_gleaner_step" in urllib.request.urlopen(page, timeout=10).read(), "a step at Ray's agent")
 
 
 def _lose_the_driver(run: Run, step: int, overrides: tuple[str, ...]) -> None:
