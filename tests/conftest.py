@@ -33,8 +33,9 @@ hypothesis.settings.register_profile(
 
 
 class InTwo(LoadScopeScheduling):  # type: ignore[misc]
-    """Two processes (`-n 2 --dist loadscope`): whole runs in one, which mostly wait for processes to start, the rest in
-    the other. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
+    """Two processes (`-n 2 --dist loadscope`) that take about as long: whole runs in one, which mostly wait for
+    processes to start; the rest in the other, with those of the recipes. Each keeps the order of one process, in which
+    what a test leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "whole runs" if nodeid.startswith("tests/flow/") else "the rest"

@@ -1,6 +1,6 @@
 """Every recipe of configs/recipes as it is shipped, from rows in its data set's columns to a step, on a tiny model.
 
-GSM8K's takes no step here: data, rewards and sampling are those of the recipe that tests/flow/test_recipe.py runs.
+GSM8K's takes no step here: data, rewards and sampling are those of the recipe of tests/recipes/test_published.py.
 """
 
 from __future__ import annotations
