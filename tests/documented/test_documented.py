@@ -15,6 +15,7 @@ import yaml
 from learner.driver.config_io import validated
 from tests.documented.blocks import ROOT, Block, blocks, commands_of
 from tests.documented.exceptions import LONG, NOT_RUN, PYTHON
+from tests.documented.harmless import Refused, check, harm
 from tests.documented.workspace import Workspace
 
 ALL = os.environ.get("DOCUMENTED") == "all"
@@ -62,6 +63,30 @@ def test_the_reasons_are_of_commands_that_are_documented() -> None:
     assert {page for page, _ in PYTHON} <= named.keys()
     told = " ".join([*NOT_RUN.values(), *PYTHON.values()])
     assert [path for path in re.findall(r"tests/[\w/]+\.py", told) if not (ROOT / path).is_file()] == []
+
+
+def test_commands_that_change_the_machine_are_declared() -> None:
+    for found in COMMANDS.values():
+        for command in found:
+            if command not in NOT_RUN and not command.startswith("make "):
+                check(command)
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("pip install gleaner", "pip"), ("cd my-run && touch a; .venv/bin/pip uninstall -y ray", "pip"),
+        ("HF_HUB_OFFLINE=1 python3.11 -m pip install x", "pip"), ("sudo apt-get install chromium", "sudo"),
+        ("cd gleaner && make setup", "make"), ("echo $(curl localhost)", "curl"), ("ray stop", "ray"),
+    ],
+)  # fmt: skip
+def test_such_a_command_is_refused_before_any_of_it_runs(command: str, program: str, tmp_path: Path) -> None:
+    space = Workspace(tmp_path)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(Refused, match=f"{program} is not run in the environment of the tests; say in .*, why this"):
+        space.run(command)
+    assert set(tmp_path.iterdir()) == before
+    assert harm("gleaner train --config pip.yaml 'rewards=[{use: make}]' && python -m learner.main --config uv") == ""
 
 
 def test_the_targets_of_make_are_there() -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from learner.tools.init_files import REWARD, ROWS
 from tests.documented.blocks import ROOT, blocks
+from tests.documented.harmless import check
 from tests.flow.run import environment
 
 MODEL = ROOT / "examples" / "tiny-arithmetic"
@@ -57,7 +58,8 @@ class Workspace:
             self._problem = _a_problem(run)
 
     def run(self, command: str) -> None:
-        """Runs it; it must end well."""
+        """Runs it; it must end well. Raises Refused for what must never run here."""
+        check(command)
         for documented, here in INSTEAD.items():
             command = command.replace(documented, here.replace("{problem}", self._problem))
         for start, made in MADE.items():
