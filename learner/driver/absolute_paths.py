@@ -1,4 +1,5 @@
-"""Paths of a configuration made absolute, since the processes of the run have working directories of their own."""
+"""Paths of a configuration made absolute: the processes of the run have working directories of their own, and who reads
+the configuration in the run folder may stand elsewhere."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from rollout.env.loader import NAMES, PATHS
 
 
 def absolute(config: RunConfig) -> RunConfig:
-    """The configuration with whole paths to the model, its adapters, and the files of the user's functions, where these
-    exist here; what does not is left for the check of that setting to say."""
+    """The configuration with whole paths to the model, its adapters, the data, and the files of the user's functions,
+    where these exist here; what does not is left for the check of that setting to say."""
     model = config.model.model_copy(
         update={name: _whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
     )
+    held_out = config.data.eval.model_copy(update={"path": _whole(config.data.eval.path)})
+    data = config.data.model_copy(update={"path": _whole(config.data.path), "eval": held_out})
     rewards = [
         reward.model_copy(update={"use": _function(reward.use), "args": _arguments(reward)})
         for reward in config.rewards
@@ -24,7 +27,7 @@ def absolute(config: RunConfig) -> RunConfig:
     value = config.learner.value.model_copy(update={"start": _whole(config.learner.value.start)})
     learner = config.learner.model_copy(update={"loss": loss, "value": value})
     env = config.env if config.env.use is None else config.env.model_copy(update=_environment(config.env))
-    return config.model_copy(update={"model": model, "rewards": rewards, "learner": learner, "env": env})
+    return config.model_copy(update={"model": model, "data": data, "rewards": rewards, "learner": learner, "env": env})
 
 
 def _environment(env: EnvConfig) -> dict[str, Any]:

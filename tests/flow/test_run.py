@@ -31,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(400)
 def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
-    run = Run(tmp_path, model)
+    data = os.path.relpath(tmp_path / "data.jsonl")  # of where it is started
+    run = Run(tmp_path, model, data={"path": data, "eval": {"size": 2, "every": 2}})
     with run.watched() as (shared_memory, addresses):
         output = run.finish()
     assert all(word in output for word in (str(run.folder), "adapter", "before"))
@@ -70,11 +71,12 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
 
 
 def _evaluated_alone_it_scores_as_in_the_run(run: Run, accuracy: float) -> None:
+    """From another folder than that in which it was started."""
     words = ["-m", "learner.tools.cli", "eval", "--run", str(run.folder), "--samples", "2", "--json"]
     rows = run.folder / "eval.parquet"
     told = subprocess.run(
         [sys.executable, *words, "--save", str(rows)], capture_output=True, text=True, check=True,
-        env=run.environment(), timeout=200,
+        env=run.environment(), timeout=200, cwd=run.folder,
     )  # fmt: skip
     found = json.loads(told.stdout)
     assert found["metrics"]["greedy"]["value"] == pytest.approx(accuracy, abs=1e-6)

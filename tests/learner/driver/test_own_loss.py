@@ -56,6 +56,7 @@ def test_preflight_tries_it(here: Path) -> None:
     Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}"}) + "\n" for i in range(20)))
     prepared = preflight.prepare(config_of())
     assert prepared.config.learner.loss.ratio == f"{here}/my_loss.py:mine"
+    assert prepared.config.data.path == f"{here}/data.jsonl"  # gleaner eval --run may be started elsewhere
     assert list(prepared.fingerprints.loss) == ["mine of my_loss.py"]
     Path("wrong.py").write_text("def mine(tokens):\n    return tokens.ratio * float('nan'), tokens.ratio > 2\n")
     with pytest.raises(PreflightError) as caught:
