@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import specification_with
+
 from rewards.json_text import NoJson, json_of
 from rewards.text import check_tag, column_of, text_of
 
@@ -30,7 +33,7 @@ def json_schema(
         validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
         try:
             scores.append(float(validator.is_valid(json_of(text_of(completion), tag))))
-        except (NoJson, RecursionError):
+        except (NoJson, RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
             scores.append(0.0)
     return scores
 
@@ -39,9 +42,25 @@ def json_schema(
 def _validator(text: str) -> Any:
     try:
         schema = json.loads(text)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("it must be a mapping, true or false")
         kind = _jsonschema.validators.validator_for(schema, default=_jsonschema.Draft202012Validator)
         kind.check_schema(schema)
-    except (ValueError, _jsonschema.SchemaError) as error:
+        _check_references(schema, kind)
+    except (ValueError, _jsonschema.SchemaError, Unresolvable) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"args.column: {text[:80]!r} is no JSON schema ({reason}); leave such problems out") from None
     return kind(schema, registry=_KNOWN)
+
+
+def _check_references(schema: Any, kind: Any) -> None:
+    """Follows each, those too that only some completions would lead to. Raises Unresolvable."""
+    root = specification_with(kind.ID_OF(kind.META_SCHEMA)).create_resource(schema)
+    waiting = [(root, _KNOWN.resolver_with_root(root))]
+    while waiting:
+        one, resolver = waiting.pop()
+        if isinstance(one.contents, dict):
+            for key in ("$ref", "$dynamicRef"):
+                if key in one.contents:
+                    resolver.lookup(one.contents[key])
+        waiting += [(part, resolver.in_subresource(part)) for part in one.subresources()]

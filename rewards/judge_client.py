@@ -36,14 +36,15 @@ class RequestRate:
     def __init__(self, per_minute: float | None) -> None:
         self._gap = 60.0 / per_minute if per_minute else 0.0
         self._next = 0.0
+        self._turn = asyncio.Lock()  # first come, first served
 
     async def wait(self, *_: Any) -> None:
-        """Returns when the next request may go."""
-        now = time.monotonic()
-        turn = max(now, self._next)
-        self._next = turn + self._gap
-        if turn > now:
-            await asyncio.sleep(turn - now)
+        """Returns when the next request may go. Who gives up meanwhile has used no turn: those of a group that is late
+        would keep the next one waiting."""
+        async with self._turn:
+            if (early := self._next - time.monotonic()) > 0:
+                await asyncio.sleep(early)
+            self._next = max(time.monotonic(), self._next) + self._gap
 
 
 class JudgeClient:

@@ -33,9 +33,20 @@ def test_a_schema_is_kept_by_json_and_nothing_else(text: str, keeps: int) -> Non
 
 
 def test_a_schema_that_is_none_is_no_score() -> None:
-    for schema in ("{", '{"type": "nothing"}'):
+    unresolved = '{"properties": {"n": {"$ref": "%s"}}}'  # which no completion has led to yet
+    for schema in ("{", "1", '{"type": "nothing"}', unresolved % "#/$defs/n", unresolved % "http://h/n"):
         with pytest.raises(ValueError, match="is no JSON schema"):
             json_schema(["{}"], schema=[schema])
+
+
+def test_references_within_a_schema_are_followed() -> None:
+    tree = '{"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}'
+    assert json_schema(["[[[]], []]", "[[1]]"], schema=[tree] * 2) == [1, 0]
+
+
+def test_a_number_that_cannot_be_divided_costs_its_own_completion_only() -> None:
+    texts = [f'{{"n": 1{"0" * 400}}}', '{"n": 1e999}', '{"n": 3}']
+    assert json_schema(texts, schema=['{"properties": {"n": {"multipleOf": 0.5}}}'] * 3) == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -180,18 +181,31 @@ async def test_others_do_not_wait_while_it_does_and_no_more_are_asked_than_may_b
 
 
 async def test_requests_go_at_even_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept = []
+    now, started = 100.0, asyncio.Event()
 
     async def sleep(seconds: float) -> None:
-        slept.append(seconds)
+        nonlocal now
+        if now > 100:
+            started.set()
+            await asyncio.Event().wait()  # for ever
+        now += seconds
 
     monkeypatch.setattr("rewards.judge_client.asyncio.sleep", sleep)
-    monkeypatch.setattr("rewards.judge_client.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("rewards.judge_client.time.monotonic", lambda: now)
     rate, free = RequestRate(30), RequestRate(None)
     for _ in range(4):
-        await rate.wait()
         await free.wait()
-    assert slept == [2.0, 4.0, 6.0]
+    await rate.wait()
+    assert now == 100
+    await rate.wait()
+    assert now == 102
+    group = [asyncio.ensure_future(rate.wait()) for _ in range(16)]
+    await started.wait()
+    for one in group:  # the group is late
+        one.cancel()
+    await asyncio.gather(*group, return_exceptions=True)
+    now = 104.0
+    await asyncio.wait_for(rate.wait(), 5)  # and has not taken the turns of the next
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from safetensors import SafetensorError
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from learner.config import ModelConfig
 from learner.model.base import load_base
+from learner.tools.export.errors import ExportFailed
 from learner.tools.export.proof import Proof, Said, ask, check, compare
 from learner.tools.export.room import Needed, check_memory
 from learner.tools.export.source import Source
@@ -73,9 +75,7 @@ def _learned(source: Source, device: torch.device) -> Any:
     """The base as the learner computes with it, or the model that was trained as a whole."""
     model = source.config.model
     if source.whole_model:
-        dtype: torch.dtype = getattr(torch, model.dtype)
-        lm: Any = AutoModelForCausalLM.from_pretrained(source.learned, dtype=dtype, trust_remote_code=False)
-        return lm.to(device)
+        return load_base(ModelConfig(path=str(source.learned), dtype=model.dtype), device, lora=False)
     base = load_base(ModelConfig(path=model.path, dtype=model.dtype, base=model.base), device, lora=True)
     return base if model.base == "none" else base.dequantize()
 
@@ -97,7 +97,10 @@ def _round(lm: Any, kept: dict[str, torch.dtype], trained: torch.dtype, wanted: 
 def _save(lm: Any, source: Source, out: Path) -> None:
     path = str(source.learned) if source.whole_model else source.config.model.path
     lm.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    lm.save_pretrained(out, max_shard_size=SHARD)
+    try:
+        lm.save_pretrained(out, max_shard_size=SHARD)
+    except SafetensorError as error:  # of a full disk, say, without the path
+        raise ExportFailed(f"OUT: {out.parent} does not take the weights: {error}; nothing was written") from error
     # As the base has it: transformers refuses to save some that it loads.
     (out / GENERATION).unlink()
     if own := read_json(path, GENERATION):

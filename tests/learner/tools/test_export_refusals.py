@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -121,3 +122,17 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
     monkeypatch.setattr(command, "recorded", pruned)
     assert main(["export", str(run), str(tmp_path / "out")]) == 1
     assert "RUN: step-000008 was deleted meanwhile, as the run went on" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_meanwhile_is_one_sentence(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes of a file
+    try:
+        assert main(["export", str(made), str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "Loading weights" not in one]
+    assert line.startswith(f"error: OUT: {tmp_path} does not take the weights: ")
+    assert list(tmp_path.iterdir()) == []
