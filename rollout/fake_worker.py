@@ -9,6 +9,7 @@ from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
+from rollout.side_by_side import side_by_side
 from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
@@ -30,6 +31,14 @@ class FakeWorker(RolloutService):
             "reward_ms": [0.0] * len(rewards),
         }
         return build_group(rows)
+
+    async def rollouts(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
+    ) -> pa.Table | None:
+        asked = zip(problems, samplings, strict=True)
+        groups = await side_by_side(self.rollout(problem, sampling, attempt) for problem, sampling in asked)
+        made = [group for group in groups if group is not None]
+        return pa.concat_tables(made).combine_chunks() if len(made) == len(groups) else None
 
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
         if isinstance(policy, Weights):

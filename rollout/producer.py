@@ -16,7 +16,7 @@ A lost process (rollout.supervised_worker) loses only the groups it had in fligh
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -128,6 +128,18 @@ class Producer:
     async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         """One group; None if the process was lost meanwhile (it is alive again when this returns)."""
         return await self.worker.attempt(partial(self._rollout, problem, sampling, attempt))
+
+    async def _rollouts(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
+    ) -> pa.Table:
+        with self.pipes.timeline.span("generate", self.name, concurrent=True, problems=len(problems)):
+            return await self.worker.rollouts(problems, samplings, attempt, rounds)
+
+    async def requests(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
+    ) -> pa.Table | None:
+        """Groups of several problems, as of SupervisedWorker.rollouts; None as of `request`."""
+        return await self.worker.attempt(partial(self._rollouts, problems, samplings, attempt, rounds))
 
     async def sleep(self) -> None:
         """The engine frees its device memory (memory.layout: alternating); no group may be running."""

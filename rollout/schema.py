@@ -187,6 +187,13 @@ def lasts(table: pa.Table) -> npt.NDArray[np.bool_]:
     return np.append(~same, True)
 
 
+def groups_of(table: pa.Table) -> list[pa.Table]:
+    """The groups that follow each other in a table, as views of it."""
+    ids = table.column("group_id").to_pylist()
+    starts = [i for i, own in enumerate(ids) if i == 0 or own != ids[i - 1]]
+    return [table.slice(a, b - a) for a, b in pairwise([*starts, len(ids)])]
+
+
 def masks_of(table: pa.Table) -> list[npt.NDArray[np.bool_]]:
     """One [T] array per row, true where the policy sampled the token."""
     lengths = pc.list_value_length(table.column("completion_ids")).to_pylist()

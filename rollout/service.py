@@ -18,6 +18,13 @@ class RolloutService(Protocol):
         """One group of `sampling.n` completions of the problem, scored, as a table of rollout.schema; None from a
         process that has no policy yet."""
 
+    async def rollouts(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
+    ) -> pa.Table | None:
+        """The groups of several problems, in their order, as rows of one table; otherwise as `rollout`. However many
+        are asked for in however many calls, no more of them are generated at once than the engine decodes, or plays, at
+        once: groups of `rollout` find a place beside them."""
+
     async def take_policy(self, policy: Adapter | Weights) -> Receipt:
         """Takes a newer policy (requests under way: see EngineSettings.in_flight)."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
@@ -108,7 +108,19 @@ class SupervisedWorker:
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
         """One group; losses before it are not held against the worker. Raises ActorDied or DeadlineExceeded if the
         process is lost meanwhile."""
-        group = await self.actor.call(RolloutService.rollout, self.deadlines.group, problem, sampling, attempt)
+        return self._finished(
+            await self.actor.call(RolloutService.rollout, self.deadlines.group, problem, sampling, attempt)
+        )
+
+    async def rollouts(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
+    ) -> pa.Table:
+        """The groups of several problems, of which the last begins once others have ended, `rounds` times; otherwise as
+        `rollout`."""
+        deadline_s = rounds * self.deadlines.group
+        return self._finished(await self.actor.call(RolloutService.rollouts, deadline_s, problems, samplings, attempt))
+
+    def _finished(self, group: pa.Table | None) -> pa.Table:
         if group is None:  # another call was lost just before, and a fresh process got this one
             raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
         self._losses.forget()

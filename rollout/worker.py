@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from rollout.schema import Problem, build_group
 from rollout.sentences import Sentences
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
+from rollout.side_by_side import Room, side_by_side
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt
 
@@ -71,25 +73,44 @@ class RolloutWorker(RolloutService):
             dialogue = ChatDialogue(self.chat, config.tool_parser, stop_ids)
             player = Player(dialogue, spec.env.limits, config.history)
             self.trajectories = Trajectories(spec.env, self.engine, player)
+        concurrency = spec.env.concurrency if spec.env is not None else spec.engine.max_num_seqs
+        self._room = Room(min(spec.engine.max_num_seqs, concurrency))  # of `rollouts`
         self._version = 0  # of the newest policy
         self._sentences = Sentences(log)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+        try:
+            with self._engine_alive():
+                return build_group(await self._group(problem, sampling, attempt))
+        except NoAdapter:
+            return None
+
+    async def rollouts(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
+    ) -> pa.Table | None:
+        async def group(problem: Problem, sampling: Sampling) -> Columns:
+            async with self._room.taken(sampling.n):
+                return await self._group(problem, sampling, attempt)
+
+        try:
+            with self._engine_alive():
+                groups = await side_by_side(group(*each) for each in zip(problems, samplings, strict=True))
+        except NoAdapter:
+            return None
+        return build_group({name: [*chain.from_iterable(one[name] for one in groups)] for name in groups[0]})
+
+    async def _group(self, problem: Problem, sampling: Sampling, attempt: int) -> Columns:
         begun = time.perf_counter()
 
         def by() -> Origin:
             elapsed = (time.perf_counter() - begun) * 1e3
             return Origin(self.spec.run_id, self.spec.rank, attempt, sampling.seed, elapsed, self._version)
 
-        try:
-            with self._engine_alive():
-                if self.trajectories is None:
-                    completions = await self.engine.generate(problem.prompt_ids, sampling)
-                    return build_group(await self._of_completions(problem, completions, by()))
-                played = await self.trajectories.group(problem, sampling)
-                return build_group(await self._of_trajectories(problem, played, by()))
-        except NoAdapter:
-            return None
+        if self.trajectories is None:
+            completions = await self.engine.generate(problem.prompt_ids, sampling)
+            return await self._of_completions(problem, completions, by())
+        played = await self.trajectories.group(problem, sampling)
+        return await self._of_trajectories(problem, played, by())
 
     async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Origin) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]

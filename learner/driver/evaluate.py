@@ -1,10 +1,9 @@
 """Held-out score: greedy completions of held-out problems, through the workers and reward functions of the training."""
 
-import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,8 +11,8 @@ from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver.batch_metrics import reward_means
 from learner.driver.env_metrics import env_metrics
+from learner.driver.held_out_calls import Asks, generate
 from rewards.config import RewardConfig, functions_of, resolved_names
-from rollout.producer import Producer
 from rollout.schema import Problem, failed, parts_of, whole
 from rollout.types import Sampling
 
@@ -55,7 +54,7 @@ class HeldOut:
     """The held-out problems, and the evaluations of the run so far."""
 
     def __init__(
-        self, producers: Sequence[Producer], problems: Sequence[Problem], config: RunConfig, timeline: Timeline
+        self, producers: Sequence[Asks], problems: Sequence[Problem], config: RunConfig, timeline: Timeline
     ) -> None:
         self._producers, self._problems, self._config, self._timeline = producers, problems, config, timeline
         self.evaluations: list[Evaluation] = []
@@ -69,43 +68,12 @@ class HeldOut:
         return self.evaluations[-1].metrics
 
 
-class Asks(Protocol):
-    """What generates groups, one at a time for each call: a Producer."""
-
-    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """One group; None if the process was lost meanwhile (it is alive again when this returns)."""
-
-
 def greedy(config: RunConfig) -> Sampling:
     """One completion, of the likeliest tokens."""
     return Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
 
 
-async def generate(
-    asked: Sequence[Asks],
-    problems: Sequence[Problem],
-    config: RunConfig,
-    sampling: Callable[[int], Sampling],
-    attempt: int = 0,
-) -> list[pa.Table]:
-    """A group of each problem, in their order. sampling: how that of the i-th is sampled, all of one size."""
-    # As many at once as run at once: the deadline of a group is for the group, not for the queue before it.
-    at_once = config.rollout.sequences if config.env.use is None else min(config.rollout.sequences, config.trajectories)
-    places = [asyncio.Semaphore(max(at_once // sampling(0).n, 1)) for _ in asked]
-
-    async def answer(index: int, problem: Problem) -> pa.Table:
-        mine = index % len(asked)
-        async with places[mine]:
-            while (group := await asked[mine].request(problem, sampling(index), attempt)) is None:
-                pass  # the process was lost and is alive again
-            return group
-
-    return await asyncio.gather(*(answer(i, problem) for i, problem in enumerate(problems)))
-
-
-async def evaluate(
-    producers: Sequence[Producer], problems: Sequence[Problem], config: RunConfig, step: int
-) -> Evaluation:
+async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], config: RunConfig, step: int) -> Evaluation:
     """One greedy completion per problem. Where the reward function of accuracy fails, it counts as wrong; where it has
     no score, it is left out of eval/accuracy and counted in eval/unscored."""
     rows = pa.concat_tables(await generate(producers, problems, config, lambda _: greedy(config)))

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,13 @@ from cluster.config import DeadlineConfig
 from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig, roles
-from learner.driver.evaluate import generate
+from learner.driver.held_out_calls import generate
 from learner.driver.launch import CLOSE_S
 from learner.driver.memory_budget import Budgets
 from learner.driver.processes import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_adapter, read_content, served
 from learner.model.weight_files import WEIGHTS_FILE, adapter_weights
-from rollout.schema import Problem
+from rollout.schema import Problem, groups_of
 from rollout.service import RolloutService
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Sampling, Weights
@@ -50,9 +51,11 @@ class EvaluatedWorker:
         """Brings it the policy."""
         await self._worker.attempt(self._deliver)  # a process that is lost in it gets the policy as it is revived
 
-    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """As Producer.request."""
-        return await self._worker.attempt(partial(self._worker.rollout, problem, sampling, attempt))
+    async def requests(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
+    ) -> pa.Table | None:
+        """As Producer.requests."""
+        return await self._worker.attempt(partial(self._worker.rollouts, problems, samplings, attempt, rounds))
 
     async def _deliver(self) -> None:
         worker = self._worker
@@ -83,7 +86,9 @@ async def groups(
 
     async def generated() -> list[list[pa.Table]]:
         async with _workers(session, config, budgets, policy) as workers:
-            return [await generate(workers, problems, config, one.sampling, one.attempt) for one in asked]
+            return [
+                [*chain.from_iterable(map(groups_of, await generate(workers, problems, config, *one)))] for one in asked
+            ]
 
     try:
         return await session.ray_processes.beside(generated())

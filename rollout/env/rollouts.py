@@ -15,6 +15,7 @@ from rollout.env.processes.process import EnvironmentProcess
 from rollout.env.tools.tool_parser import ToolParserError
 from rollout.env.trajectory import Trajectory
 from rollout.schema import Problem
+from rollout.side_by_side import side_by_side
 from rollout.types import Completion, EngineError, Sampling
 
 
@@ -49,12 +50,7 @@ class Trajectories:
 
     async def group(self, problem: Problem, sampling: Sampling) -> list[Trajectory]:
         """sampling.n trajectories of the problem. Raises UnequalStart, TrajectoryFailed, and EngineError."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                played = [tasks.create_task(self._play(problem, sampling, j)) for j in range(sampling.n)]
-        except BaseExceptionGroup as several:  # the first is the cause; the others were cancelled for it
-            raise several.exceptions[0] from None
-        trajectories = [task.result() for task in played]
+        trajectories = await side_by_side(self._play(problem, sampling, j) for j in range(sampling.n))
         _check_start(problem, trajectories)
         return trajectories
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pytest
 
 from cluster.actor import Unusable
@@ -19,7 +21,7 @@ from rewards.pool import Judging, RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
-from rollout.types import Adapter, Sampling, Weights
+from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.worker import RolloutWorker, WorkerSpec
 
 ADAPTER = Adapter.build(3, b"three", {})
@@ -103,6 +105,46 @@ async def test_every_fact_of_the_group_is_recorded(worker: RolloutWorker) -> Non
     assert 10 <= table.column("generate_ms")[0].as_py() < 10_000  # the fake engine takes 10 ms
     assert 0 < table.column("reward_ms")[0].as_py() < 10_000
     assert before <= table.column("created_at")[0].as_py() <= time.time()
+
+
+async def test_several_problems_at_once_give_the_rows_that_each_gives_alone(spec: WorkerSpec) -> None:
+    made: list[Crowded] = []
+
+    def crowded(settings: EngineSettings) -> Crowded:
+        made.append(Crowded(settings))
+        return made[-1]
+
+    worker = RolloutWorker(replace(spec, make_engine=crowded))
+    await worker.take_policy(ADAPTER)
+    problems = [replace(problem(gold), id=f"train-{i}", position=i) for i, gold in enumerate([0.25, 0.5, 4.0] * 3)]
+    samplings = [replace(SAMPLING, n=2, seed=100 * i) for i in range(9)]
+    every, beside = await asyncio.gather(
+        worker.rollouts(problems, samplings, 1), worker.rollout(problem(), SAMPLING, 0)
+    )
+    assert every is not None
+    assert beside is not None
+    alone = pa.concat_tables([await worker.rollout(p, s, 1) for p, s in zip(problems, samplings, strict=True)])
+    await worker.close()
+    timed = ["generate_ms", "reward_ms", "created_at"]
+    assert every.drop_columns(timed).equals(alone.drop_columns(timed).combine_chunks())
+    assert made[0].most == spec.engine.max_num_seqs + SAMPLING.n  # the group beside them waited for none of them
+    assert beside.num_rows == SAMPLING.n
+
+
+class Crowded(FakeEngine):
+    """Counts the completions that run at once."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(VOCAB_SIZE, stop_ids=settings.stop_ids, delay_s=0.01)
+        self.running = self.most = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+        self.running += sampling.n
+        self.most = max(self.most, self.running)
+        try:
+            return await super().generate(prompt_ids, sampling)
+        finally:
+            self.running -= sampling.n
 
 
 async def test_end_tokens_of_the_model_and_of_stop_reach_the_engine(spec: WorkerSpec) -> None:

@@ -1,7 +1,7 @@
 """The held-out score where a reward function fails, or gives no score."""
 
-import asyncio
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -22,8 +22,13 @@ class Generator:
     def __init__(self, said: list[tuple[float | None, str]]) -> None:
         self.said = said
 
-    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        assert sampling.temperature == 0
+    async def requests(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
+    ) -> pa.Table:
+        assert [sampling.temperature for sampling in samplings] == [0] * len(problems)
+        return pa.concat_tables(map(self.group, problems))
+
+    def group(self, problem: Problem) -> pa.Table:
         value, status = self.said[problem.position]
         reward = None if value is None or math.isnan(value) else value
         parts = [[("vowels", value), ("other", 5.0)]]
@@ -49,20 +54,3 @@ async def test_without_any_score_there_is_no_accuracy_and_where_all_have_one_no_
     assert "eval/accuracy" not in found
     assert found["eval/unscored"] == 2
     assert "eval/unscored" not in await score((1.0, "ok"))
-
-
-async def test_no_more_trajectories_run_at_once_than_a_generator_plays() -> None:
-    class Counting(Generator):
-        running = most = 0
-
-        async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-            self.running += 1
-            self.most = max(self.most, self.running)
-            await asyncio.sleep(0)
-            self.running -= 1
-            return await super().request(problem, sampling, attempt)
-
-    generator: Any = Counting([(1.0, "ok")] * 6)
-    config = configure(rewards=[{"use": "vowels"}], env={"use": "tools", "concurrency": 2, "timeout_s": 9})
-    await evaluate([generator], [make_problem(position) for position in range(6)], config, step=0)
-    assert generator.most == 2

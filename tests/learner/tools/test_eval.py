@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.actor import Local, Unusable
 from cluster.config import DeadlineConfig
 from learner.config import RunConfig
-from learner.driver.evaluate import generate
+from learner.driver.held_out_calls import generate
 from learner.tools.cli import main
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import EvaluatedWorker
@@ -24,7 +24,7 @@ from learner.tools.evaluation import metrics_of
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
 from rollout.fake_worker import FakeWorker
-from rollout.schema import Problem
+from rollout.schema import Problem, groups_of
 from rollout.types import Sampling, Weights
 
 
@@ -121,7 +121,8 @@ async def test_a_lost_generator_comes_back_with_the_policy_and_no_group_is_missi
     worker = EvaluatedWorker(Local("generator-0", LostOnce, []), Weights.unchanged(0), DeadlineConfig())
     await worker.begin()
     problems = [make_problem(position) for position in range(5)]
-    groups = await generate([worker], problems, config, lambda i: Sampling(n=3, max_tokens=4, seed=10 * i), attempt=1)
+    tables = await generate([worker], problems, config, lambda i: Sampling(n=3, max_tokens=4, seed=10 * i), attempt=1)
+    groups = [group for table in tables for group in groups_of(table)]
     assert LostOnce.lives == 2
     assert [table.column("position")[0].as_py() for table in groups] == [0, 1, 2, 3, 4]
     assert [table.num_rows for table in groups] == [3] * 5

@@ -1,0 +1,116 @@
+"""Held-out problems in calls of several: by hand, against one problem a call, and with generators that are lost."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pytest
+
+from cluster.actor import Local, Unusable
+from cluster.config import DeadlineConfig
+from learner.config import RunConfig
+from learner.driver import held_out_calls
+from learner.driver.evaluate import Evaluation, evaluate
+from learner.driver.held_out_calls import Calls, calls_of, generate
+from learner.tools.eval_generators import EvaluatedWorker
+from rollout.fake_engine import FakeEngine
+from rollout.fake_groups import make_problem
+from rollout.fake_worker import FakeWorker
+from rollout.schema import Problem, groups_of
+from rollout.types import Sampling, Weights
+from tests.learner.loops import configure
+
+PROBLEMS = [make_problem(position, (1, 5, position % 8)) for position in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("problems", "generators", "running", "calls"),
+    [
+        (200, 1, 128, Calls(size=16, at_once=16, rounds=2)),
+        (100, 1, 128, Calls(size=16, at_once=16, rounds=1)),  # all run at once: none waits for another
+        (200, 8, 128, Calls(size=6, at_once=42, rounds=2)),  # 34 calls, four or five for each generator
+        (1000, 1, 5, Calls(size=5, at_once=2, rounds=2)),  # environments: never more in a call than are played
+        (3, 2, 128, Calls(size=1, at_once=256, rounds=1)),
+        (7, 1, 1, Calls(size=1, at_once=2, rounds=2)),
+    ],
+)
+def test_how_problems_are_asked_for(problems: int, generators: int, running: int, calls: Calls) -> None:
+    assert calls_of(problems, generators, running) == calls
+    assert calls.size * calls.at_once <= calls.rounds * running or calls.rounds * running >= problems
+
+
+def generator(rank: int, worker: type[FakeWorker] = FakeWorker) -> EvaluatedWorker:
+    actor = Local(f"generator-{rank}", worker, [FakeEngine(8, stop_ids=(0, 2, 4), delay_s=1e-3), rank])
+    return EvaluatedWorker(actor, Weights.unchanged(0), DeadlineConfig())
+
+
+async def begun(*generators: EvaluatedWorker) -> list[EvaluatedWorker]:
+    await asyncio.gather(*(one.begin() for one in generators))
+    return [*generators]
+
+
+async def evaluated(generators: int, config: RunConfig) -> Evaluation:
+    return await evaluate(await begun(*map(generator, range(generators))), PROBLEMS, config, 0)
+
+
+async def test_the_evaluation_is_that_of_one_problem_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(rollout={"max_num_seqs": 12})
+    several = await evaluated(3, config)
+    monkeypatch.setattr(held_out_calls, "LARGEST", 1)
+    assert several == await evaluated(1, config)
+    assert 0 < several.metrics["eval/accuracy"] < 1
+
+
+class Counting(FakeWorker):
+    """Notes what is asked; the process of the first generator ends amid its second call, and the fresh one at once."""
+
+    asked: Counter[int]
+    lost: set[int]
+    calls = 0
+
+    async def rollouts(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
+    ) -> pa.Table | None:
+        groups = await super().rollouts(problems, samplings, attempt)
+        positions = [problem.position for problem in problems]
+        type(self).asked.update(positions)
+        if self._rank == 0:
+            type(self).calls += 1
+            if type(self).calls in (2, 4):
+                type(self).lost |= set(positions)
+                raise Unusable(f"lost for the {type(self).calls}th time")
+        return groups
+
+
+async def test_what_a_lost_generator_had_is_asked_again_and_nothing_is_missing_or_double() -> None:
+    Counting.asked, Counting.lost = Counter(), set()
+    workers = await begun(generator(0, Counting), generator(1, Counting))
+    told: list[int] = []
+    config = configure(rollout={"max_num_seqs": 4})
+    tables = await generate(
+        workers, PROBLEMS, config, lambda i: Sampling(n=2, max_tokens=4, seed=10 * i), attempt=1, done=told.append
+    )
+    groups = [group for table in tables for group in groups_of(table)]
+    assert [group.column("position")[0].as_py() for group in groups] == [*range(40)]
+    assert [group.column("seed").to_pylist() for group in groups] == [[10 * i] * 2 for i in range(40)]
+    assert {group.column("worker")[0].as_py() for group in groups} == {0, 1}
+    assert Counting.lost
+    assert all(count == 1 for position, count in Counting.asked.items() if position not in Counting.lost)
+    assert all(Counting.asked[position] > 1 for position in Counting.lost)
+    assert sum(told) == 40
+
+
+async def test_a_generator_that_is_free_takes_what_a_slow_one_would_have_had() -> None:
+    class Slow(FakeWorker):
+        async def rollouts(
+            self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
+        ) -> pa.Table | None:
+            await asyncio.sleep(0.2)
+            return await super().rollouts(problems, samplings, attempt)
+
+    workers = await begun(generator(0, Slow), generator(1))
+    config = configure(rollout={"max_num_seqs": 4})
+    tables = await generate(workers, PROBLEMS, config, lambda _: Sampling(n=1, max_tokens=4))
+    ranks = Counter(rank for table in tables for rank in table.column("worker").to_pylist())
+    assert ranks[0] == 2 * 4  # what it had at once; the other took all the rest meanwhile
