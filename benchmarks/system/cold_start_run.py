@@ -15,11 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from rollout.engine import Engine, EngineSettings
 from rollout.weight_sync import Receipt
-from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
+from rollout.worker import Columns, RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer
@@ -47,9 +45,9 @@ class MarkedWorker(RolloutWorker):
         super().__init__(spec)
         mark("generator: ready")
 
-    async def rollout(self, *args: Any) -> pa.Table:
+    async def _group(self, *args: Any) -> Columns:
         mark("generator: first group asked for")
-        group = await super().rollout(*args)
+        group = await super()._group(*args)
         mark("generator: first group done")
         return group
 
