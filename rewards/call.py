@@ -27,11 +27,12 @@ class Group:
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
-    status is ok, what was wrong, in words."""
+    status is ok, what was wrong, in words. ms: that an answer took, without loading; 0 where there is none."""
 
     status: Status
     values: list[float | None]
     problem: str = ""
+    ms: float = 0.0
 
 
 def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:

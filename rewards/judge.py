@@ -9,7 +9,9 @@ import asyncio
 import hashlib
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ class Judge:
     async def verdict(self, group: Group) -> Verdict:
         """Of a group, within the reward's timeout_s. Completions that are alike are asked about once. One that the
         judge gives no number for is nan, and the others keep theirs."""
-        size = len(group.completions)
+        size, begin = len(group.completions), time.perf_counter()
         try:
             asked = [self._question(group, i) for i in range(size)]
         except ValueError as error:
@@ -55,7 +57,8 @@ class Judge:
                 task.cancel()
         found = await asyncio.gather(*tasks.values(), return_exceptions=True)
         by_key = dict(zip(tasks, found, strict=True))
-        return _verdict([by_key[one.key] for one in asked])
+        verdict = _verdict([by_key[one.key] for one in asked])
+        return replace(verdict, ms=(time.perf_counter() - begin) * 1e3)
 
     def _question(self, group: Group, i: int) -> "_Asked":
         settings = self._settings

@@ -6,7 +6,9 @@ import pickle
 import resource
 import signal
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rewards import call, environment, memory
@@ -62,7 +64,9 @@ def score(use: str, args: Mapping[str, Any], env: Mapping[str, str], group: byte
     """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe."""
     unpickled: call.Group = pickle.loads(group)
     with environment.lent(env):
-        return call.score(_loaded(use), unpickled, args, built_in=use in BUILT_INS)
+        reward, begin = _loaded(use), time.perf_counter()
+        verdict = call.score(reward, unpickled, args, built_in=use in BUILT_INS)
+    return replace(verdict, ms=(time.perf_counter() - begin) * 1e3)
 
 
 def _loaded(use: str) -> Reward:

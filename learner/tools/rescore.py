@@ -50,8 +50,8 @@ def rescore(
         raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
     groups = [whole(group) for file in files for group in ledger.groups(_read(file))]
     try:
-        memory_bytes = _size(memory)
-        config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(_argument, arguments)), env=tuple(env))
+        memory_bytes = size_of(memory)
+        config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))
         try_rewards([config], **case_of_group(groups[0]), memory_bytes=memory_bytes)
         scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
@@ -69,14 +69,16 @@ def _read(file: Path) -> pa.Table:
         raise RescoreError(f"--rollouts: {file} cannot be read: {reason}; take it away") from error
 
 
-def _size(text: str | int) -> int:
+def size_of(text: str | int) -> int:
+    """Bytes of what --memory says. Raises RescoreError."""
     try:
         return parse_size(text)
     except ValueError as error:
         raise RescoreError(f"--memory: {error}") from None
 
 
-def _argument(text: str) -> tuple[str, Any]:
+def argument(text: str) -> tuple[str, Any]:
+    """Of --arg. Raises RescoreError."""
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise RescoreError(f"--arg: must be written KEY=VALUE, got {text!r}")

@@ -49,6 +49,7 @@ class Workspace:
         rows = "".join(json.dumps(row) + "\n" for row in ROWS)
         for name in ("train.jsonl", "test.jsonl", "data.jsonl"):
             (folder / name).write_text(rows)
+        (folder / "said.jsonl").write_text('"<answer>42</answer>"\n["7", ""]\n')
         pairs = [{"prompt": f"{number} =", "chosen": str(number), "rejected": "no"} for number in range(20)]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
         (folder / "my.yaml").write_text(_small(next(blocks("yaml")).text))

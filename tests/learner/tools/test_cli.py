@@ -43,7 +43,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["plan", "--gpu", "24", "--model", "x", "--all"], "--all: does not go with --model, .*; leave one"),
         (["reward-model", "train", "p", "--model", "m", "--out", "o", "--learning-rate", "-1"],
          "--learning-rate: must be a finite number above 0, got '-1'$"),
-        (["rewards", "try"], "REWARD: required, but not given$"),
+        (["rewards", "try"], "--config, --data or --rollouts: one is required"),
         (["doctor", "\x1b[2J"], r"^error: gleaner doctor: [^\x1b]+$"),
     ],
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""gleaner rewards try on rows of the data: what reward functions say before any run exists."""

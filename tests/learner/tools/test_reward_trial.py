@@ -1,0 +1,133 @@
+"""`gleaner rewards try` on data: what reward functions say to reference answers, to nothing, and to what is given."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import yaml
+
+from learner.tools import evaluation
+from learner.tools.cli import main
+from rollout.fake_groups import make_group
+from tests.documented.blocks import ROOT
+
+REWARDS = """
+def exact(prompts, completions, answer, **columns):
+    return [float(completion[0]["content"] == str(right)) for completion, right in zip(completions, answer)]
+
+
+def tokens(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
+def no_seven(completions, answer, **columns):
+    if answer[0] == 7:
+        raise ValueError("seven")
+    return [None] * len(completions)
+"""
+Told = dict[str, Any]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(REWARDS)
+    rows = [{"question": f"What is {i} + 4?", "answer": i + 4} for i in range(7)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"path": str(ROOT / "examples" / "tiny-arithmetic")},
+        "data": {"path": "train.jsonl"},
+        "rewards": [{"use": "mine.py:exact", "weight": 2.0}, {"use": "mine.py:tokens", "weight": 0.5}],
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def tried(capsys: pytest.CaptureFixture[str], *words: str) -> Told:
+    assert main(["rewards", "try", *words, "--json"]) == 0
+    found: Told = json.loads(capsys.readouterr().out)
+    return found
+
+
+def rewards_of(found: Told, kind: str) -> list[float]:
+    return [one["reward"] for one in found["completions"] if one["kind"] == kind]
+
+
+def test_a_run_to_come(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weighted sums; the ids are those of the model's tokenizer, in which <answer> is one token."""
+    lines = ['"5"', '["4", "<answer>"]', '{"completion": ""}']
+    (here / "said.jsonl").write_text("\n".join(lines))
+    found = tried(capsys, "--config", "run.yaml", "--completions", "said.jsonl", "--completion", "6")
+    assert [one["id"] for one in found["completions"] if one["kind"] == "empty"] == ["train-0", "train-1", "train-2"]
+    assert (rewards_of(found, "reference"), rewards_of(found, "empty")) == ([2.5] * 3, [0.0] * 3)
+    assert rewards_of(found, "given") == [0.5, 0.5, 0.5, 0.5, 0.5, 2.5, 0.0]
+    assert all(ms > 0 for one in found["functions"].values() for ms in one["ms"])
+    alone = tried(capsys, "exact", "--config", "run.yaml", "--samples", "1", "--reference", "a{answer}")
+    assert (rewards_of(alone, "reference"), alone["completions"][0]["completion"]) == ([0.0], "a4")
+    assert list(alone["functions"]) == ["exact"]
+
+
+def test_one_function_on_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", "try", "number", "--data", "train.jsonl", "--reference", "{answer} or 1"]) == 0
+    told = capsys.readouterr().out
+    assert "train-4  user: What is 4 + 4?\n  reference  number 0       reward 0       8 or 1\n" in told
+    assert "number  mean: reference 0  empty 0; a call: " in told
+    assert "no reward function tells a reference answer from an empty completion; give it the form" in told
+    assert "completion_ids are the bytes of the texts here" in told
+
+
+def test_what_fails_is_shown_in_its_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", "try", "mine.py:no_seven", "--data", "train.jsonl", "--samples", "4"]) == 1
+    told = capsys.readouterr().out
+    assert "reference  no_seven none    reward none    6" in told
+    assert "reference  no_seven failed  reward error   7" in told
+    assert told.count("ValueError: seven (mine.py, line 12)") == 1
+
+
+def test_what_the_model_says_is_tried_too(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generators are those of gleaner eval; here stands what they answer."""
+    asked: dict[str, Any] = {}
+
+    class Answered:
+        rows = pa.concat_tables(
+            make_group(i, rewards=[0.0] * 2, problem_id=[f"train-{i}"] * 2, completion=[said, "x"])
+            for i, said in enumerate("45")
+        )
+
+    def evaluate(config: Any, **options: Any) -> Answered:
+        asked.update(options, size=config.data.size)
+        return Answered()
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    found = tried(capsys, "exact", "--config", "run.yaml", "--samples", "2", "--generate", "2")
+    assert rewards_of(found, "generated") == [2.0, 0.0, 2.0, 0.0]
+    assert (asked["size"], asked["samples"], asked["held_out"]) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("number", "--config, --data or --rollouts: one is required"),
+        ("--data train.jsonl", "REWARD: required without --config"),
+        ("--config run.yaml --timeout 3", "--timeout: is of one function"),
+        ("number --data train.jsonl --steps 2", "--steps: goes with --rollouts alone"),
+        ("number --rollouts r --data d --samples 3", "--data, --samples: does not go with --rollouts"),
+        ("number --data train.jsonl --reference solution", "--reference: must be a column .* no column 'solution'"),
+        ("number --data train.jsonl --completions mine.py", "--completions: line 1 of mine.py must be in JSON a text"),
+        ("number --data train.jsonl --completions none", "--completions: none cannot be read"),
+        ("number --data train.jsonl --generate 2", "--generate: wants --config"),
+        ("number --data gone.jsonl", "data.path: file must exist, got gone.jsonl; did you mean train.jsonl"),
+        ("nubmer --data train.jsonl", "'nubmer' is no built-in reward; did you mean 'number'"),
+        ("number --data train.jsonl --arg x", "--arg: must be written KEY=VALUE, got 'x'"),
+    ],
+)
+def test_what_is_wrong_is_said(here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str) -> None:
+    assert main(["rewards", "try", *words.split()]) == 2
+    told = capsys.readouterr()
+    assert re.search(f"^error: .*{sentence}", told.err), told.err
+    assert told.out == ""
