@@ -11,19 +11,19 @@ from rewards.text import column_of, text_of
 
 _FENCED = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 # What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
-# tests; `exit()` in it, or output of its own, leaves the last line unsaid.
+# tests; `exit()` in it, or output of its own, leaves the last line unsaid, and built-ins that it replaces are its own.
 _PROGRAM = """\
 import sys
-said, names, passed = sys.stdout, {{"__name__": "answer"}}, 0
-exec(compile({setup!r}, "<setup>", "exec"), names)
-exec(compile({code!r}, "<answer>", "exec"), names)
+said, run, read, tell, names, passed = sys.stdout, exec, compile, print, {{"__name__": "answer"}}, 0
+run(read({setup!r}, "<setup>", "exec"), names)
+run(read({code!r}, "<answer>", "exec"), names)
 for test in {tests!r}:
     try:
-        exec(compile(test, "<test>", "exec"), names)
+        run(read(test, "<test>", "exec"), names)
         passed += 1
     except Exception:
         pass
-print("\\n{mark}", passed, file=said, flush=True)
+tell("\\n{mark}", passed, file=said, flush=True)
 """
 
 

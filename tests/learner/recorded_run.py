@@ -24,6 +24,7 @@ REWARDS = [[0.0, 1.0, 1.0, 0.5], [1.0, 1.0, 0.0, 1.0]]
 
 
 def config_of(folder: Path, model: str, **learner: Any) -> RunConfig:
+    lora = {"lora": {"rank": 8}} if learner.get("mode") != "full" else {}
     return RunConfig.model_validate(
         {
             "name": folder.name,
@@ -31,9 +32,9 @@ def config_of(folder: Path, model: str, **learner: Any) -> RunConfig:
             "steps": 10,
             "model": {"path": model, "dtype": "float32"},
             "data": {"path": "none.jsonl"},
-            "rewards": [{"use": "length"}],
+            "rewards": [{"use": "length", "args": {"target": 5}}],
             "rollout": {"num_generations": 4, "max_completion_length": 16},
-            "learner": {"groups_per_step": 2, "learning_rate": 1e-3, "lora": {"rank": 8}, **learner},
+            "learner": {"groups_per_step": 2, "learning_rate": 1e-3, **lora, **learner},
             "trackers": [],
         }
     )

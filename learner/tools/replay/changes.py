@@ -1,12 +1,14 @@
 """Which settings a replay may have other than the run, since the run's completions are what they are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from learner.config import RunConfig
 from learner.driver.resume import FIXED, leaves
 from learner.tools.replay.recorded import ReplayError
 
-POSSIBLE = ("learner", "rewards", "cluster.cpus.learner", "cluster.gpus.learner")
+REWARDS = "rewards"
+POSSIBLE = ("learner", REWARDS, "cluster.cpus.learner", "cluster.gpus.learner")
 NOT_ALONE = ("learner.groups_per_step", "learner.push", "learner.restarts")  # of the run's other processes too
 WHERE = (
     "cluster.cpus.learner", "cluster.gpus.learner", "learner.checkpointing", "learner.offload_boundaries",
@@ -20,6 +22,16 @@ def changes_of(then: RunConfig, now: RunConfig) -> Changes:
     """What differs."""
     old, new = (dict(_leaves(one)) for one in (then, now))
     return {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)}
+
+
+def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> Changes:
+    """With the rewards among them where they are named with the value that they have: the functions in their files may
+    be others now."""
+    named = any(word.partition("=")[0].strip().partition(".")[0] == REWARDS for word in overrides)
+    if not named or rescored(changes):
+        return changes
+    uses = [reward.use for reward in then.rewards]
+    return changes | {REWARDS: (uses, uses)}
 
 
 def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int) -> None:
@@ -37,7 +49,7 @@ def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int
             for key in changes
             if _within(key, FIXED)
         ]
-    if now.env.use is not None and _within_any(changes, "rewards"):
+    if now.env.use is not None and _within_any(changes, REWARDS):
         wrong.append(
             "rewards: must be as in the run with env.use, since what an environment gave for a turn cannot be taken "
             "out of a reward again; for others start a run"
@@ -53,7 +65,7 @@ def decides(changes: Changes) -> bool:
 
 def rescored(changes: Changes) -> bool:
     """Whether the completions get other rewards."""
-    return _within_any(changes, "rewards")
+    return _within_any(changes, REWARDS)
 
 
 def computes_elsewhere(changes: Changes) -> bool:

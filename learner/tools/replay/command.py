@@ -16,6 +16,7 @@ from learner.tools.replay import shown
 from learner.tools.replay.bisect import bisect
 from learner.tools.replay.changes import (
     Changes,
+    asked_again,
     changes_of,
     check_possible,
     computes_elsewhere,
@@ -61,12 +62,11 @@ def _replay(asked: Asked) -> int:
         return bisect(asked.run, asked.bisect, as_json=asked.as_json)
     recorded = read_recorded(asked.run)
     config = absolute(load_config(asked.run, asked.overrides or ()))
-    changes = changes_of(absolute(recorded.config), config)
+    changes = asked_again(changes_of(absolute(recorded.config), config), asked.overrides or (), recorded.config)
     check_possible(changes, recorded.config, config, asked.start)
     steps, state = recorded.chosen(asked.start, asked.to), recorded.checkpoint(asked.start)
     recorded.check_inputs(own_loss=not own_loss(changes))
-    # Before torch loads, as in the learner's process of a run.
-    os.environ |= {"OMP_NUM_THREADS": str(config.cluster.cpus.learner), "TQDM_DISABLE": "1"}
+    os.environ["OMP_NUM_THREADS"] = str(config.cluster.cpus.learner)  # before torch loads, as in a run's learner
     if decides(changes) or asked.output is not None:
         return _what_if(asked, recorded, config, changes, steps, state)
     learner = Learner(config, state, as_recorded=not computes_elsewhere(changes))

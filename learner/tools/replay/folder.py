@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,7 @@ class ReplayFolder:
     the recorded ones; else the run's own files are linked to."""
 
     def __init__(self, path: Path, config: RunConfig, facts: dict[str, Any], *, rescored: bool) -> None:
-        self.path, self._rescored = path, rescored
+        self.path, self._rescored, self._steps = path, rescored, 0
         self._whole = config.learner.mode == "full"
         rollouts = path / "rollouts"
         rollouts.mkdir(parents=True)
@@ -41,6 +42,7 @@ class ReplayFolder:
             link = self._rollouts / step.file.name
             link.symlink_to(os.path.relpath(step.file.resolve(), self._rollouts.resolve()))
         self._metrics.log(step.number, taken.metrics)
+        self._steps += 1
 
     async def finish(self, learner: Learner) -> None:
         """What was learned, in the form in which a run publishes it."""
@@ -58,8 +60,18 @@ class ReplayFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._metrics.close()
+        if kind is None:
+            return
+        if self._steps == 0:
+            shutil.rmtree(self.path)
+        else:
+            print(
+                f"unfinished {self.path} has {self._steps} steps and not what was learned; for another try delete it, "
+                "or give another --output",
+                file=sys.stderr,
+            )
 
 
 def place_for(run: Path, output: Path | None) -> Path:

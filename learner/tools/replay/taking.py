@@ -128,10 +128,12 @@ async def _digest(trainer: "Trainer") -> str:
 def _build(config: RunConfig, conditions: Conditions) -> "Trainer":
     """As a run's learner is built. Threads and library hold for the whole process."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from learner.driver.processes import make_trainer
     from learner.trainer.float32_products import use_library
 
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(conditions.threads)
     if conditions.tokens is not None:
         settled = config.learner.model_copy(update={"token_budget": conditions.tokens})

@@ -32,8 +32,7 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What holds for the whole process."""
-    for name in ("OMP_NUM_THREADS", "TQDM_DISABLE"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(float32_products, "FASTER", 1e9)  # no trial, which noise may decide
     library: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = library.fp32_precision
@@ -77,11 +76,15 @@ def test_the_same_settings_give_the_same_policies(recorded: Path, capsys: pytest
         assert "every policy has the digest that the run recorded" in out
 
 
-def test_so_they_do_with_a_value_and_several_updates(tmp_path: Path, tiny_path: str) -> None:
-    split = {"updates_per_batch": 2, "loss": {"ratio": "clip", "epsilon": (0.2, 0.2)}}
-    folder = tmp_path / "ppo"
-    asyncio.run(record(folder, config_of(folder, tiny_path, algorithm="ppo", **split), 2, halved_at=9))
-    assert main(["replay", str(folder)]) == 0
+PPO = {"algorithm": "ppo", "updates_per_batch": 2, "loss": {"ratio": "clip", "epsilon": (0.2, 0.2)}}
+
+
+@pytest.mark.parametrize("learner", [PPO, {"mode": "full"}], ids=["a value and several updates", "all weights"])
+def test_so_they_do_with(tmp_path: Path, tiny_path: str, learner: dict[str, Any]) -> None:
+    folder = tmp_path / "run"
+    asyncio.run(record(folder, config_of(folder, tiny_path, **learner), 3, halved_at=9))
+    for start in (0, 2):
+        assert main(["replay", str(folder), "--from", str(start)]) == 0
 
 
 def test_a_changed_ledger_is_found_at_its_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +157,36 @@ def test_other_rewards_are_those_of_the_functions(
     assert parts_of(rows) == [{"letters": float(length)} for length in lengths]
     assert lines_of(place)[2]["reward/letters"] == pytest.approx(sum(lengths) / len(lengths))
     assert lines_of(place)[1]["loss/grad_norm"] != lines_of(recorded)[1]["loss/grad_norm"]
+
+
+def test_rewards_that_are_named_are_asked_again(recorded: Path, tmp_path: Path) -> None:
+    """Their file may have changed since; the rewards that the steps were recorded with are no function's."""
+    place = tmp_path / "again"
+    assert main(["replay", str(recorded), "rewards.0.use=length", "--to", "1", "--output", str(place), "--json"]) == 0
+    rows = [ledger.read(one / "rollouts" / "step-000001.parquet") for one in (place, recorded)]
+    assert rewards_of(rows[0]).tolist() != rewards_of(rows[1]).tolist()
+    assert json.loads((place / "replay.json").read_text())["changed"] == {
+        "rewards": {"run": ["length"], "replay": ["length"]}
+    }
+
+
+def test_what_is_broken_off_says_what_it_leaves(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def few(completions, at, **_):\n"
+        "    file = __import__('pathlib').Path(at)\n"
+        "    file.write_text(file.read_text() + '.')\n"
+        "    return [1.0] * len(completions) if len(file.read_text()) <= int(file.stem) else None\n"
+    )
+    for calls, left in ((1, []), (3, [1])):  # the first call is the trial, and each step has two groups
+        place, counted = tmp_path / "other", tmp_path / f"{calls}.txt"
+        counted.write_text("")
+        rewards = f"rewards=[{{use: {tmp_path}/mine.py:few, args: {{at: {counted}}}}}]"
+        assert main(["replay", str(recorded), rewards, "--output", str(place)]) == 1
+        err = capsys.readouterr().err
+        assert (f"unfinished {place} has 1 steps and not what was learned" in err) == bool(left)
+        assert sorted(lines_of(place) if place.exists() else []) == left
 
 
 def test_the_adapter_of_any_step_can_be_had(recorded: Path, tmp_path: Path) -> None:
