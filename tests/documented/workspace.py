@@ -18,6 +18,7 @@ from tests.flow.run import environment
 MODEL = ROOT / "examples" / "tiny-arithmetic"
 # What a small run has in the place of what the documents name; and of alternatives a reader takes one, or another name.
 INSTEAD = {
+    "arithmetic_pairs runs/pairs.jsonl": "arithmetic_pairs runs/pairs.jsonl --sums 800",
     "my.yaml --dry-run": "my.yaml --dry-run name=another",
     "--assume-gpus 2xh100": "--assume-gpus 2xh100 'cluster.gpus={generator: 0.5, learner: 0.5}'",
     "--step 12": "--step 2",
