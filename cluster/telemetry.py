@@ -147,7 +147,7 @@ class Timeline:
     def busy(self, what: str, start: float, end: float) -> list[Interval]:
         """When at least one role was at work of that kind inside [start, end], in seconds of time.perf_counter; a span
         that is still open counts up to `end`."""
-        return _union(itertools.chain.from_iterable(self.busy_by_role(what, start, end).values()))
+        return union(itertools.chain.from_iterable(self.busy_by_role(what, start, end).values()))
 
     def busy_by_role(self, what: str, start: float, end: float) -> dict[str, list[Interval]]:
         """The same for each role that has such spans."""
@@ -156,7 +156,7 @@ class Timeline:
         for span in itertools.chain(self._spans, still):
             if span.what == what and span.end > start and span.start < end:
                 spans.setdefault(span.role, []).append((max(span.start, start), min(span.end, end)))
-        return {role: _union(own) for role, own in spans.items()}
+        return {role: union(own) for role, own in spans.items()}
 
     def forget_before(self, moment: float) -> None:
         """Drops spans that ended before `moment`, so that memory does not grow with the run; and flushes the file.
@@ -175,7 +175,8 @@ class Timeline:
             self._file.close()
 
 
-def _union(spans: Iterable[Interval]) -> list[Interval]:
+def union(spans: Iterable[Interval]) -> list[Interval]:
+    """The same moments as disjoint spans, in order."""
     merged: list[Interval] = []
     for a, b in sorted(spans):
         if merged and a <= merged[-1][1]:

@@ -1,6 +1,5 @@
 """What a person sees of a run: a live table on a terminal, plain lines elsewhere, a summary at the end."""
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.driver.evaluate import Evaluation
+from learner.driver.phases import Phases
 from learner.driver.publishing import learned_in
 
 COLUMNS = {
@@ -38,7 +38,7 @@ class Progress:
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._status = "starting"
         self._live: Live | None = None
-        self._started, self._seconds = time.monotonic(), list[float]()  # of each step
+        self._seconds: list[float] = []  # of each step
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
@@ -84,8 +84,8 @@ class Progress:
             table.add_row(*row)
         return Group(table, Text(self._status))
 
-    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, advice: str | None) -> None:
-        """Before and after: scores, three completions, the time, and where what was trained is."""
+    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, phases: Phases, advice: str | None) -> None:
+        """Before and after: scores, three completions, where the time went, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             later = [f"step {last.step}", "change"] if last is not first else []
@@ -100,9 +100,7 @@ class Progress:
                 if last is not first:  # a run stopped before its second evaluation has no after
                     lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
                 self.console.print(lines, soft_wrap=True)
-        self.note(
-            f"time     {time.monotonic() - self._started:.0f} s in all, {sum(self._seconds):.0f} s of them training"
-        )
+        self.note(f"time     {phases.sentence()}")
         if advice is not None:
             self.note(f"advice   {advice}")
         if (learned := learned_in(run_dir)) is not None:

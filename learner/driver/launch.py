@@ -17,6 +17,7 @@ from learner.driver.config_io import to_yaml
 from learner.driver.console import Progress
 from learner.driver.idle_advice import advice
 from learner.driver.loop import Loop
+from learner.driver.phases import Phases
 from learner.driver.plan_file import PlanFile
 from learner.driver.preflight import Prepared
 from learner.driver.processes import start_processes
@@ -31,7 +32,8 @@ CLOSE_S = 20.0
 
 async def run(prepared: Prepared) -> int:
     """The exit code, once all steps are done or the run was asked to stop. Raises what ended it otherwise."""
-    config = prepared.config
+    config, phases = prepared.config, Phases()
+    phases.until_now("preflight")
     with Progress(prepared.total_steps) as progress:
         # Set up in here, where lines for the terminal go around the live table.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
@@ -53,32 +55,41 @@ async def run(prepared: Prepared) -> int:
         session = connect(
             config.cluster.address, cpus, prepared.budgets.policy_bytes, shows_metrics=PROMETHEUS in config.trackers
         )
+        phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
-            while (loop := await _attempt(restarts, session, progress, stop)) is None:
+            while (loop := await _attempt(restarts, session, progress, phases, stop)) is None:
                 await session.release()
         except BaseException:
             progress.note(_where_it_goes_on(config))
             raise
         finally:
             await session.close()
-    progress.summary(loop.held_out.evaluations, config.run_dir, advice(loop.metrics.idle, config))
+    phases.until_now("end")
+    phases.record(config.run_dir, resumed=prepared.resume_from is not None)
+    progress.summary(loop.held_out.evaluations, config.run_dir, phases, advice(loop.metrics.idle, config))
     return 0
 
 
-async def _attempt(restarts: Restarts, session: Session, progress: Progress, stop: asyncio.Event) -> Loop | None:
+async def _attempt(
+    restarts: Restarts, session: Session, progress: Progress, phases: Phases, stop: asyncio.Event
+) -> Loop | None:
     """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
     workers: list[RevivableActor[RolloutService]] = []
     loop: Loop | None = None
     try:
         workers, trainer = await ray_processes.beside(start_processes(prepared, session, progress.note))
-        sinks = _sinks(prepared, progress)
+        phases.until_now("processes")
+        sinks = _sinks(prepared, progress, phases)
         with closing(sinks.timeline), closing(sinks.metrics):
             loop, _ = wire(_inputs(prepared), workers, trainer, sinks)
             loop.stop = stop
             _obey_signals(stop, progress.note)
-            await loop.run(prepared.resume_from, ray_processes.watch())
+            try:
+                await loop.run(prepared.resume_from, ray_processes.watch())
+            finally:
+                phases.split(sinks.timeline, "other")
         return loop
     except Exception as error:
         saved = loop.checkpoints.saved if loop is not None else None  # lost in the rehearsal, it has saved nothing
@@ -101,7 +112,7 @@ def _inputs(prepared: Prepared) -> Inputs:
     )
 
 
-def _sinks(prepared: Prepared, progress: Progress) -> Sinks:
+def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     """From here on the run folder exists."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +120,7 @@ def _sinks(prepared: Prepared, progress: Progress) -> Sinks:
         (folder / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(folder / "timeline.json", prepared.finished_steps)
     metrics = Metrics(folder, config.trackers, prepared.finished_steps)
-    return Sinks(folder, metrics, timeline, progress, PlanFile(folder, prepared.budgets))
+    return Sinks(folder, metrics, timeline, progress, phases, PlanFile(folder, prepared.budgets))
 
 
 def _publish(prepared: Prepared, progress: Progress) -> None:

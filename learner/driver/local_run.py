@@ -5,6 +5,7 @@ logic tests, for the benchmark of the controller, and for trying a change of the
 """
 
 import io
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from learner.driver.console import Progress
 from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.fingerprints import Fingerprints
 from learner.driver.loop import Loop
+from learner.driver.phases import Phases
 from learner.driver.step_metrics import Sinks
 from learner.driver.wiring import Inputs, wire
 from learner.trainer.service import TrainerService
@@ -94,6 +96,7 @@ def local_run(
         Metrics(folder, [], resumed_step),
         Timeline(folder / "timeline.json"),
         Progress(total_steps, Console(file=io.StringIO())),
+        Phases(time.perf_counter()),
     )
     inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), alternating)
     loop, pipes = wire(inputs, generators, trainer, sinks)

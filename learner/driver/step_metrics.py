@@ -9,6 +9,7 @@ from typing import Any
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
 from learner.driver.console import Progress
 from learner.driver.idle_advice import IdleTimes
+from learner.driver.phases import Phases
 from learner.driver.plan_file import PlanFile
 from rollout.producer import Pipes, Producer
 from rollout.weight_sync import Answer, Receipt
@@ -24,6 +25,7 @@ class Sinks:
     metrics: Metrics
     timeline: Timeline
     progress: Progress
+    phases: Phases
     plan: PlanFile | None = None
 
 
@@ -37,7 +39,8 @@ class StepMetrics:
         self._held: dict[str, float] | None = None  # of the newest step, not written yet
 
     def start(self) -> None:
-        """Seconds are counted from here."""
+        """The seconds of steps are counted from here."""
+        self._sinks.phases.split(self._sinks.timeline, "processes")
         self._accounted = time.perf_counter()
 
     def times(self, tokens: float) -> dict[str, float]:
@@ -51,6 +54,7 @@ class StepMetrics:
         busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
         generating = timeline.busy_by_role("generate", start, now)
         learning = seconds(busy["train"]) + seconds(timeline.busy("policy", start, now))
+        self._sinks.phases.split(timeline, "other")
         timeline.forget_before(start)
         self._accounted, step = now, now - start
         receipts = self._receipts()

@@ -13,6 +13,7 @@ from learner.algo.loss_config import LossConfig
 from learner.config import RunConfig
 from learner.driver import launch
 from learner.driver.memory_budget import Budgets
+from learner.driver.phases import Phases
 from learner.driver.processes import make_trainer, worker_spec
 from learner.driver.watched_learner import LearnerLost
 from learner.driver.wiring import sampling_of
@@ -93,7 +94,7 @@ async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypat
 
     monkeypatch.setattr(launch, "start_processes", processes)
     session, progress = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside)), SimpleNamespace(note=print)
-    arguments = cast(Any, (Allowed(), session, progress, asyncio.Event()))
+    arguments = cast(Any, (Allowed(), session, progress, Phases(0.0), asyncio.Event()))
     assert await launch._attempt(*arguments) is None
     assert [(type(error), saved) for error, saved in told] == [(LearnerLost, None)]
     with pytest.raises(LearnerLost):

@@ -1,0 +1,70 @@
+"""Where the wall time of a run goes: each second is of one phase, so the phases add up to the whole."""
+
+import json
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from cluster.files import writing
+from cluster.telemetry import Timeline, seconds, union
+
+FILE = "phases.jsonl"
+STARTING = ("preflight", "Ray", "processes")
+# Of what goes on at once, the first one counts: with max_staleness above 0, generation is what training waited for.
+KINDS = {
+    "evaluation": ("evaluate",),
+    "checkpoints": ("checkpoint",),
+    "training": ("train", "policy"),
+    "generation": ("generate",),
+    "weight sync": ("push",),
+}
+
+
+class Phases:
+    """seconds: of each phase so far. began: in seconds of time.perf_counter; without it, when this process did."""
+
+    def __init__(self, began: float | None = None) -> None:
+        self._began = self._counted = time.perf_counter() - age() if began is None else began
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def until_now(self, name: str) -> None:
+        """What has not been counted yet is of this phase."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self._counted
+        self._counted = now
+
+    def split(self, timeline: Timeline, name: str) -> None:
+        """What has not been counted yet is of what the timeline says; of that phase, where it says nothing."""
+        now, known, spans = time.perf_counter(), 0.0, list[tuple[float, float]]()
+        for phase, kinds in KINDS.items():
+            for kind in kinds:
+                spans = union([*spans, *timeline.busy(kind, self._counted, now)])
+            self.seconds[phase] += seconds(spans) - known
+            known = seconds(spans)
+        self.seconds[name] += now - self._counted - known
+        self._counted = now
+
+    @property
+    def wall(self) -> float:
+        """Seconds that have been counted, which is the sum of all phases."""
+        return self._counted - self._began
+
+    def record(self, run_dir: Path, resumed: bool) -> None:
+        """Writes a line to the run's folder; a resumed run has another for each time that it was started."""
+        line = {"at": round(time.time(), 3), "wall": self.wall, **self.seconds}
+        with writing(run_dir / FILE), (run_dir / FILE).open("a" if resumed else "w") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def sentence(self) -> str:
+        """`65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
+        parts = ", ".join(f"{name} {self.seconds[name]:.1f}" for name in STARTING)
+        start = sum(self.seconds[name] for name in STARTING)
+        others = [f"{name} {spent:.1f}" for name, spent in self.seconds.items() if name not in STARTING]
+        return f"{self.wall:.1f} s: " + ", ".join([f"start-up {start:.1f} ({parts})", *others])
+
+
+def age() -> float:
+    """Seconds since this process began. Linux."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])  # since the machine's start
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
