@@ -14,6 +14,7 @@ from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
+from learner.tools.eval_progress import EvalProgress
 from learner.tools.evaluation import Evaluated, evaluate
 from learner.tools.reported import reported
 from rollout.data import hub
@@ -48,10 +49,11 @@ def run(asked: Asked) -> int:
 def _evaluate(asked: Asked) -> None:
     config, adapter = _meant(asked)
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
-    result = evaluate(
-        config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,
-        threshold=asked.threshold, note=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    with EvalProgress() as progress:
+        result = evaluate(
+            config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,
+            threshold=asked.threshold, note=progress.note, done=progress.done,
+        )  # fmt: skip
     if asked.save is not None:
         with writing(asked.save):
             pq.write_table(result.rows, asked.save)

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,20 +79,40 @@ async def groups(
     policy: Adapter | Weights,
     problems: Sequence[Problem],
     asked: Sequence[Asked],
+    done: Callable[[int, int], None],
 ) -> list[list[pa.Table]]:
-    """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended."""
+    """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended.
+
+    done: is told how many more completions there are, of how many in all.
+    """
     session = connect(config.cluster.address, sum(role.cpus for role in _generators(config)), len(policy.payload))
 
     async def generated() -> list[list[pa.Table]]:
         async with _workers(session, config, budgets, policy) as workers:
-            return [
-                [*chain.from_iterable(map(groups_of, await generate(workers, problems, config, *one)))] for one in asked
-            ]
+            return await _generated(workers, problems, config, asked, done)
 
     try:
         return await session.ray_processes.beside(generated())
     finally:
         await session.close()
+
+
+async def _generated(
+    workers: Sequence[EvaluatedWorker],
+    problems: Sequence[Problem],
+    config: RunConfig,
+    asked: Sequence[Asked],
+    done: Callable[[int, int], None],
+) -> list[list[pa.Table]]:
+    sizes = [one.sampling(0).n for one in asked]
+    total = len(problems) * sum(sizes)
+    done(0, total)
+    found: list[list[pa.Table]] = []
+    for one, size in zip(asked, sizes, strict=True):
+        more = partial(lambda size, groups: done(groups * size, total), size)
+        tables = await generate(workers, problems, config, one.sampling, one.attempt, more)
+        found.append([group for table in tables for group in groups_of(table)])
+    return found
 
 
 def _generators(config: RunConfig) -> list[Role]:

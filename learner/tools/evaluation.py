@@ -73,6 +73,7 @@ def evaluate(
     limit: int | None = None,
     threshold: float = 1.0,
     note: Callable[[str], None] = print,
+    done: Callable[[int, int], None] = lambda more, total: None,
 ) -> Evaluated:
     """Evaluates config.model.path, with an adapter on it where one is given. Not from inside an event loop.
 
@@ -84,6 +85,7 @@ def evaluate(
         limit: the first so many problems.
         threshold: the score from which on a completion is correct for pass@k.
         note: gets lines for the user.
+        done: is told how many more completions there are, of how many in all; first of 0, as generation begins.
 
     Raises:
         PreflightError: something given is wrong; one line per mistake.
@@ -99,7 +101,7 @@ def evaluate(
         asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
     told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
     note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
-    tables = asyncio.run(groups(config, budgets, policy, problems, asked))
+    tables = asyncio.run(groups(config, budgets, policy, problems, asked, done))
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)
     rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
     return Evaluated(
