@@ -4,7 +4,7 @@ import asyncio
 import math
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # with pydantic models and, once made, a client for HTTP
     from rewards.judge import Judge
 
 _WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
+LONGEST_ERROR = 1000  # characters of what failed on a completion
 NOT_SCORED = "none"  # status of a completion of which every function says None
 _ADVICE = {
     "nan": "Return a finite number for each completion",
@@ -57,6 +58,8 @@ class Scores:
     """Milliseconds from asking to answer, waiting for a free worker included."""
     failures: tuple[str, ...]
     """One sentence for each function that failed."""
+    errors: list[str | None]
+    """The sentences of the functions that failed on this completion; None: none did."""
 
 
 class RewardPool:
@@ -142,12 +145,14 @@ class RewardPool:
     def combine(self, verdicts: Sequence[Verdict], size: int, ms: float) -> Scores:
         """The scores of one group of `size`, from the outcomes of all reward functions; they took `ms` milliseconds."""
         rows = [self._row(verdicts, i) for i in range(size)]
+        sentences = {i: self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"}
         return Scores(
             reward=[reward for reward, _ in rows],
             parts={name: verdict.values for name, verdict in zip(self.names, verdicts, strict=True)},
             status=[status for _, status in rows],
             ms=ms,
-            failures=tuple(self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"),
+            failures=tuple(sentences.values()),
+            errors=[_joined(said for i, said in sentences.items() if _failed(verdicts[i], at)) for at in range(size)],
         )
 
     def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, str]:
@@ -194,6 +199,15 @@ def _call(reward: RewardConfig, name: str, judged: Judging) -> "Call | Judge":
 
         return Judge(reward, name, judged.folder and judged.folder / name, judged.share)
     return Call(reward.use, _arguments(reward, name), values_of(reward.env, f"reward {name!r}"), reward.timeout_s)
+
+
+def _failed(verdict: Verdict, at: int) -> bool:
+    value = verdict.values[at]
+    return value is not None and math.isnan(value)
+
+
+def _joined(sentences: Iterable[str]) -> str | None:
+    return " ".join(sentences)[:LONGEST_ERROR] or None
 
 
 def _arguments(reward: RewardConfig, name: str) -> dict[str, Any]:

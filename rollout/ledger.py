@@ -1,7 +1,7 @@
 """Rollout rows at rest: one Parquet file a step, read back for replay, reports and re-scoring.
 
 The columns are those of rollout.schema. Files of its version 1, which knew no turns, are read as trajectories of one
-completion each.
+completion each; those of versions 1 and 2 say that a reward function failed, and not its words.
 """
 
 import os
@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 from cluster.files import writing
 from rollout.schema import SCHEMA, check
 
+NEW_IN_3 = ("reward_error",)
 NEW_IN_2 = ("loss_mask", "turns", "messages", "env_metrics")  # and reward_parts was a map in flight
+SINCE = {b"1": (*NEW_IN_2, *NEW_IN_3), b"2": NEW_IN_3}  # an older version -> the columns that it has not
 
 
 def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
@@ -32,8 +34,8 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
 
 
 def read(path: Path) -> pa.Table:
-    """One step file as a table of rollout.schema; files of version 1 are read too. Raises ValueError."""
-    return check(_of_version_2(pq.read_table(path)))
+    """One step file as a table of rollout.schema; files of older versions are read too. Raises ValueError."""
+    return check(_of_today(pq.read_table(path)))
 
 
 def steps(folder: Path) -> list[Path]:
@@ -55,12 +57,14 @@ def forget_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def _of_version_2(rows: pa.Table) -> pa.Table:
-    """A whole table of version 1 in the columns of today; any other as it is, for `check` to judge."""
-    version = (rows.schema.metadata or {}).get(b"gleaner.schema")
-    if version != b"1" or {*rows.column_names, *NEW_IN_2} != {*SCHEMA.names}:
+def _of_today(rows: pa.Table) -> pa.Table:
+    """A whole table of an older version in the columns of today; any other as it is, for `check` to judge."""
+    version = (rows.schema.metadata or {}).get(b"gleaner.schema", b"")
+    new = SINCE.get(version, ())
+    if not new or {*rows.column_names, *new} != {*SCHEMA.names}:
         return rows
-    values: dict[str, Any] = {name: [None if SCHEMA.field(name).nullable else []] * len(rows) for name in NEW_IN_2}
-    values["reward_parts"] = rows.column("reward_parts").to_pylist()  # pairs in flight, structs at rest
+    values: dict[str, Any] = {name: [None if SCHEMA.field(name).nullable else []] * len(rows) for name in new}
+    if version == b"1":
+        values["reward_parts"] = rows.column("reward_parts").to_pylist()  # pairs in flight, structs at rest
     made = {name: pa.array(column, SCHEMA.field(name).type) for name, column in values.items()}
     return pa.table({name: made[name] if name in made else rows.column(name) for name in SCHEMA.names}, schema=SCHEMA)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-VERSION = "2"
+VERSION = "3"
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -63,6 +63,7 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none scores it
         pa.field("reward_parts", pa.list_(PART), nullable=False),  # each function's own number; see parts_of
         pa.field("reward_status", pa.string(), nullable=False),  # ok, none, error, timeout, nan, environment
+        pa.field("reward_error", pa.string()),  # what failed, in words; null where nothing did
         pa.field("reward_ms", pa.float32(), nullable=False),
         pa.field("generate_ms", pa.float32(), nullable=False),
         pa.field("worker", pa.int32(), nullable=False),
@@ -131,7 +132,7 @@ def check(table: pa.Table) -> pa.Table:
     if found != VERSION:
         raise ValueError(
             f"rollout table: schema version must be {VERSION}, got {found}; rollout.ledger reads "
-            "those of version 1, re-record others"
+            "those of versions 1 and 2, re-record others"
         )
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")

@@ -11,13 +11,13 @@ from rewards.base import counts
 from rewards.pool import Scores
 from rollout.schema import SCHEMA
 
-KEYS = ("reward", "reward_status", "reward_parts")
+KEYS = ("reward", "reward_status", "reward_parts", "reward_error")
 
 
 def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
     """The rows of a group of single completions, with these rewards in the place of what they had."""
     parts = [[{"name": name, "value": values[i]} for name, values in scores.parts.items()] for i in range(len(rows))]
-    rows = _with(rows, dict(zip(KEYS, (scores.reward, scores.status, parts), strict=True)))
+    rows = _with(rows, dict(zip(KEYS, (scores.reward, scores.status, parts, scores.errors), strict=True)))
     return _with(rows, {"reward_ms": [scores.ms] * len(rows)})
 
 
@@ -29,15 +29,15 @@ def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float])
 
     Raises ValueError: an environment has given a part of that name.
     """
-    rewards, status, parts = (rows.column(key).to_pylist() for key in KEYS)
+    rewards, status, parts, errors = (rows.column(key).to_pylist() for key in KEYS)
     if any(part["name"] == name for row in parts for part in row):
         raise ValueError(
             f"rewards: each part must have a name of its own, and the environment gives {name} as well; set "
             "rewards.<i>.name"
         )
     summed = [
-        _summed(reward, said, own, name, weight, score)
-        for reward, said, own, score in zip(rewards, status, parts, scores, strict=True)
+        _summed(reward, said, own, error, name, weight, score)
+        for reward, said, own, error, score in zip(rewards, status, parts, errors, scores, strict=True)
     ]
     return _with(rows, dict(zip(KEYS, zip(*summed, strict=True), strict=True)))
 
@@ -50,11 +50,17 @@ def _with(rows: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 
 def _summed(
-    reward: float | None, status: str, parts: list[dict[str, Any]], name: str, weight: float, score: float
-) -> tuple[float | None, str, list[dict[str, Any]]]:
+    reward: float | None,
+    status: str,
+    parts: list[dict[str, Any]],
+    error: str | None,
+    name: str,
+    weight: float,
+    score: float,
+) -> tuple[float | None, str, list[dict[str, Any]], str | None]:
     parts = [*parts, {"name": name, "value": score if counts(score) else math.nan}]
     if status not in ("ok", "none"):
-        return None, status, parts
+        return None, status, parts, error
     if not counts(score):
-        return None, "nan", parts
-    return (reward or 0.0) + weight * score, "ok", parts
+        return None, "nan", parts, f"reward {name!r}: nan: the reward model gave {score}, which is no finite number."
+    return (reward or 0.0) + weight * score, "ok", parts, None

@@ -20,7 +20,7 @@ from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.env.dialogue import ChatDialogue
 from rollout.env.play import Player
 from rollout.env.rollouts import EnvSettings, Trajectories
-from rollout.env.rows import rows_of, scored
+from rollout.env.rows import rows_of, scored, sentence_of
 from rollout.env.trajectory import Trajectory
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
@@ -123,11 +123,12 @@ class RolloutWorker(RolloutService):
             "reward": scores.reward,
             "reward_parts": [[(k, v[i]) for k, v in scores.parts.items()] for i in range(len(texts))],
             "reward_status": scores.status,
+            "reward_error": scores.errors,
             "reward_ms": [scores.ms] * len(texts),
         }
 
     async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Origin) -> Columns:
-        self._sentences.warn(f"environment: {t.outcome}: {t.fault}" for t in played if t.faulted)
+        self._sentences.warn(sentence_of(t) for t in played if t.faulted)
         scores = await scored(self.pool, problem, played)
         self._sentences.warn(scores.failures if scores is not None else ())
         return rows_of(problem, played, self.chat.decode, scores, by)

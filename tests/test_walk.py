@@ -100,6 +100,9 @@ class RealStep(FakeTrainer):
         self.version += 1
         return await self._real.step(groups)
 
+    async def mismatch(self) -> pa.Array:
+        return await self._real.mismatch()
+
 
 async def test_a_prompt_passes_the_files_of_the_walk_and_no_others(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")

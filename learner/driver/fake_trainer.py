@@ -20,11 +20,17 @@ class FakeTrainer(TrainerService):
 
     def __init__(self, vocab_size: int, seconds: float = 0.0) -> None:
         self.version, self.seconds, self._vocab_size = 0, seconds, vocab_size
+        self._rows = 0  # of the newest step
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         await asyncio.sleep(self.seconds)
         self.version += 1
+        self._rows = sum(map(len, groups))
         return {"loss/total": float(self.version)}
+
+    async def mismatch(self) -> pa.Array:
+        """It computes no logprobs."""
+        return pa.nulls(self._rows, pa.list_(pa.float16()))
 
     async def score(self, groups: list[pa.Table]) -> list[list[float]]:
         """Of one reward model, which counts tokens."""

@@ -1,4 +1,5 @@
-"""What each step of a run leaves behind, so that it can be taken again: its rollouts, and the digest of its policy."""
+"""What each step of a run leaves behind: its rollouts and the digest of its policy, so that it can be taken again, and
+the mismatch of its tokens for people."""
 
 import json
 import os
@@ -10,6 +11,7 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.files import writing
+from learner.driver import mismatch_files
 from learner.trainer.service import Arithmetic, TrainerService
 from rollout import ledger
 from rollout.types import Adapter, Weights
@@ -31,13 +33,14 @@ class PolicyLine(NamedTuple):
 
 
 class StepRecord:
-    """Waits for: the learner, as a run begins.
+    """Waits for: the learner.
 
     folder: of the run. total_steps: of the learning-rate schedule. deadline_s: for the learner's answer.
     """
 
     def __init__(self, folder: Path, total_steps: int, trainer: Actor[TrainerService], deadline_s: float) -> None:
-        self._rollouts, self._policies, self._total_steps = folder / "rollouts", folder / POLICIES, total_steps
+        self._folder, self._total_steps = folder, total_steps
+        self._rollouts, self._policies = folder / "rollouts", folder / POLICIES
         self._trainer, self._deadline_s = trainer, deadline_s
         self._arithmetic: Arithmetic | None = None
         self._known = -1  # newest version that has its line
@@ -45,6 +48,7 @@ class StepRecord:
     async def begin(self, step: int) -> None:
         """The run goes on from that step: what is left of later ones is deleted, since those will be taken again."""
         ledger.forget_after(self._rollouts, step)
+        mismatch_files.forget_after(self._folder, step)
         kept = [line for line in read_policies(self._policies.parent) if line.step <= step and step > 0]
         partial = self._policies.with_suffix(".partial")
         with writing(partial):
@@ -56,6 +60,14 @@ class StepRecord:
     def rollouts(self, step: int, groups: Sequence[pa.Table]) -> None:
         """Those that the step consumes."""
         ledger.write(self._rollouts, step, groups)
+
+    async def mismatch(self) -> pa.Array:
+        """That of the newest step's tokens, from the learner."""
+        return await self._trainer.call(TrainerService.mismatch, self._deadline_s)
+
+    def keep_mismatch(self, step: int, groups: Sequence[pa.Table], mismatch: pa.Array) -> None:
+        """groups: those that the step trained on."""
+        mismatch_files.write(self._folder, step, groups, mismatch)
 
     def policy(self, sent: Adapter | Weights) -> None:
         """The policy after a step; one that a resumed run began with has its line already."""

@@ -99,8 +99,9 @@ class Updates:
             self.agrees = True
             self._metrics.hold(metrics)
             with self._pipes.timeline.span("policy", "learner", version=self.step):
-                push, spent = await self._sync.fetch(tasks)
+                (push, spent), mismatch = await asyncio.gather(self._sync.fetch(tasks), self._record.mismatch())
             self._record.policy(push.adapter)
+            tasks.create_task(asyncio.to_thread(self._record.keep_mismatch, self.step, groups, mismatch))
         finally:
             await at_rest
         return metrics | spent, push

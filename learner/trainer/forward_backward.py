@@ -13,6 +13,7 @@ from learner.batch.whole import WholeBatch
 from learner.config.learner import LearnerConfig
 from learner.model.logprob import policy_logprobs, token_logprobs
 from learner.model.policy import Policy
+from learner.trainer.token_mismatch import TokenMismatch
 
 
 class Passes:
@@ -21,6 +22,9 @@ class Passes:
     Args:
         temperature: the sampler's.
         scale: of the loss, before the backward pass (float16).
+
+    Attributes:
+        passed: micro-batches so far. mismatch: what `learn` noted of the tokens of this batch.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class Passes:
     ) -> None:
         self._policy, self._loss, self._split = policy, config.loss, config.updates_per_batch > 1
         self._temperature, self._device, self._scale = temperature, device, scale
-        self.passed = 0  # micro-batches so far
+        self.passed, self.mismatch = 0, TokenMismatch()
         function_of(config.loss.ratio)  # a user's file that does not load ends the start, not the first step
 
     def learn(
@@ -55,6 +59,7 @@ class Passes:
                 logits=self._policy.logits,
             )  # fmt: skip
             near = logprobs if proximal is None else proximal[batch.places].to(self._device)
+            self.mismatch.note(batch.places, near, moved.behavior)
             slopes, part = token_loss(
                 logprobs, entropy, moved, self._loss, reference=reference, version=version,
                 proximal=near if self._split else None,

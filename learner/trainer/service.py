@@ -52,6 +52,11 @@ class TrainerService(Protocol):
             RuntimeError: loss or gradient was not finite in three steps in a row.
         """
 
+    async def mismatch(self) -> pa.Array:
+        """Of the newest step, for people who look at the run: a list for each row of its groups, by how many nats the
+        logprob of each token with the policy that the step began with is above the sampler's. nan: the policy did not
+        sample the token. null: the row was not trained on, and its logprobs were not computed."""
+
     async def score(self, groups: list[pa.Table]) -> list[list[float]]:
         """What each reward model on the base (`rewards` with `use: adapter:...`) says of each row of the groups, in
         their order; not finite where its hidden states are not. Prompt and completion are read as they are, special

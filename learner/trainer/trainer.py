@@ -101,6 +101,9 @@ class Trainer(TrainerService):
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         return await self._thread.compute(lambda: self._step(groups))
 
+    async def mismatch(self) -> pa.Array:
+        return await self._thread.run(self._updates.mismatch)
+
     async def score(self, groups: list[pa.Table]) -> list[list[float]]:
         return await self._thread.compute(lambda: self._score(groups))
 

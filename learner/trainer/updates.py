@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -63,6 +64,10 @@ class Updates:
         """True while a loss scale, not the model, may be to blame for a gradient that is not finite."""
         return any(updater.may_overflow for updater in self.updaters)
 
+    def mismatch(self) -> pa.Array:
+        """[R] of the newest batch (TokenMismatch.rows)."""
+        return self._passes.mismatch.rows()
+
     def rate(self, version: int) -> float:
         """The learning rate of the batch that the policy of that version learns from."""
         return self._config.learning_rate * rate_factor(version, self._total_steps, self._config.schedule)
@@ -74,6 +79,7 @@ class Updates:
         With a value each of the policy's updates is followed by one of the value, on the same completions. In the first
         learner.value.warmup versions the value alone learns.
         """
+        self._passes.mismatch.begin(rows.lengths)
         known = None if self.value is None else self.value.assess(rows)
         targets = targets_of(
             rows, self._config, self._max_completion_length, None if known is None else known.advantages

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rewards.pool import NOT_SCORED, RewardPool, Scores
+from rewards.pool import LONGEST_ERROR, NOT_SCORED, RewardPool, Scores
 from rollout.env.trajectory import FAULT, Trajectory
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem
@@ -61,19 +61,21 @@ def rows_of(
         "reward": [rewards[i][0] for i, _ in places],
         "reward_status": [rewards[i][1] for i, _ in places],
         "reward_parts": [list(rewards[i][2].items()) for i, _ in places],
+        "reward_error": [rewards[i][3] for i, _ in places],
         "reward_ms": [0.0 if scores is None else scores.ms] * len(places),
     }
 
 
 def _rewards(
     trajectories: Sequence[Trajectory], scores: Scores | None
-) -> list[tuple[float | None, str, dict[str, float | None]]]:
-    """(reward, status, parts by name) of each. The environment's own parts count with weight 1."""
-    found: list[tuple[float | None, str, dict[str, float | None]]] = []
+) -> list[tuple[float | None, str, dict[str, float | None], str | None]]:
+    """(reward, status, parts by name, what failed in words) of each. The environment's own parts count with weight
+    1."""
+    found: list[tuple[float | None, str, dict[str, float | None], str | None]] = []
     asked = 0
     for trajectory in trajectories:
         if trajectory.faulted:
-            found.append((None, FAULT, {}))
+            found.append((None, FAULT, {}, sentence_of(trajectory)))
             continue
         own: dict[str, float | None] = dict(trajectory.parts)
         if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
@@ -82,13 +84,19 @@ def _rewards(
                 "set rewards.<i>.name"
             )
         reward, status = (sum(trajectory.parts.values()), "ok") if own else (None, NOT_SCORED)
+        error = None
         if scores is not None:
-            given = scores.status[asked]
+            given, error = scores.status[asked], scores.errors[asked]
             own |= {name: values[asked] for name, values in scores.parts.items()}
             if given not in ("ok", NOT_SCORED):
                 reward, status = None, given
             elif given == "ok":
                 reward, status = (reward or 0.0) + (scores.reward[asked] or 0.0), "ok"
             asked += 1
-        found.append((reward, status, own))
+        found.append((reward, status, own, error))
     return found
+
+
+def sentence_of(trajectory: Trajectory) -> str:
+    """What an environment's fault was, for people."""
+    return f"environment: {trajectory.outcome}: {trajectory.fault}"[:LONGEST_ERROR]

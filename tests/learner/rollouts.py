@@ -54,6 +54,7 @@ def make_group(
             "messages": [None] * n,
             "env_metrics": [[]] * n,
             "reward_status": ["error" if r is None else "ok" for r in rewards],
+            "reward_error": [None] * n,
             "reward_ms": zeros,
             "generate_ms": zeros,
             "worker": [0] * n,

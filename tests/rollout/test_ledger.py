@@ -47,7 +47,7 @@ def test_what_is_read_is_what_was_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("type_of_parts", [pa.map_(pa.string(), pa.float32()), SCHEMA.field("reward_parts").type])
 def test_rollouts_of_version_1_are_read(type_of_parts: pa.DataType, tmp_path: Path) -> None:
     """It had maps in flight and, for a while, at rest."""
-    first = group().drop_columns(list(ledger.NEW_IN_2))
+    first = group().drop_columns(list(ledger.SINCE[b"1"]))
     place = first.schema.get_field_index("reward_parts")
     first = first.set_column(
         place, pa.field("reward_parts", type_of_parts, nullable=False), pa.array(PARTS, type_of_parts)
@@ -57,15 +57,21 @@ def test_rollouts_of_version_1_are_read(type_of_parts: pa.DataType, tmp_path: Pa
     assert ledger.read(old).equals(group())
 
 
+def test_rollouts_of_version_2_are_read(tmp_path: Path) -> None:
+    old = tmp_path / "step-000001.parquet"
+    pq.write_table(group().drop_columns(["reward_error"]).replace_schema_metadata({"gleaner.schema": "2"}), old)
+    assert ledger.read(old).equals(group())
+
+
 def test_what_is_not_whole_of_version_1_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.parquet"
     pq.write_table(group().drop_columns(["seed"]).replace_schema_metadata({"gleaner.schema": "1"}), path)
-    with pytest.raises(ValueError, match="must be 2, got 1"):
+    with pytest.raises(ValueError, match="must be 3, got 1"):
         ledger.read(path)
 
 
 def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "step-000001.parquet"
     pq.write_table(pa.table({"reward_parts": [[1.0]], "x": [1]}), other)
-    with pytest.raises(ValueError, match="schema version must be 2, got none"):
+    with pytest.raises(ValueError, match="schema version must be 3, got none"):
         ledger.read(other)

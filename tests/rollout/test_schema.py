@@ -85,7 +85,7 @@ def test_the_ledger_keeps_every_row(tmp_path: Path) -> None:
 
 def test_another_version_is_refused() -> None:
     for metadata, found in (({"gleaner.schema": "1"}, "1"), (None, "none")):
-        with pytest.raises(ValueError, match=f"must be 2, got {found}"):
+        with pytest.raises(ValueError, match=f"must be 3, got {found}"):
             check(make_group().replace_schema_metadata(metadata))
 
 

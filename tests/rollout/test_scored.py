@@ -17,6 +17,9 @@ def test_a_score_counts_as_a_function_s_would() -> None:
     scored = check(with_part(group, "helpful", 2.0, [0.25, -1.5, 3.0, math.inf, 1e31]))
     assert scored.column("reward").to_pylist() == [1.5, -3.0, None, None, None]
     assert scored.column("reward_status").to_pylist() == ["ok", "ok", "error", "nan", "nan"]
+    errors = scored.column("reward_error").to_pylist()
+    assert errors[:3] == [None] * 3
+    assert errors[3] == "reward 'helpful': nan: the reward model gave inf, which is no finite number."
     with pytest.raises(ValueError, match="the environment gives helpful as well; set rewards.<i>.name"):
         with_part(scored, "helpful", 1.0, [0.0] * 5)
     said = [parts["helpful"] for parts in parts_of(scored)]

@@ -181,6 +181,9 @@ async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
         table = await table_of(worker, problem("no number"))
         assert table.column("reward").to_pylist() == [None] * SAMPLING.n
         assert table.column("reward_status").to_pylist() == ["error"] * SAMPLING.n
+        (error,) = {*table.column("reward_error").to_pylist()}
+        assert error.startswith("reward 'tail'")
+        assert "error: TypeError: " in error
         assert [parts["count"] for parts in parts_of(table)] == [float(len(i)) for i in ragged(table, "completion_ids")]
     assert ["TypeError" in record.getMessage() for record in caplog.records if "tail" in record.getMessage()] == [True]
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from cluster.files import writing
 from cluster.telemetry import Metrics
 from learner.config import RunConfig
+from learner.driver import mismatch_files
 from learner.driver.config_io import to_yaml
 from learner.driver.publishing import ADAPTER_FILES
 from learner.model.adapter_config import MODEL
@@ -34,13 +35,14 @@ class ReplayFolder:
         self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
 
     def add(self, taken: Taken) -> None:
-        """A step: its metrics and its rollouts."""
+        """A step: its metrics, its rollouts, and the mismatch of their tokens with this learner."""
         step = taken.step
         if self._rescored:
             ledger.write(self._rollouts, step.number, taken.groups)
         else:
             link = self._rollouts / step.file.name
             link.symlink_to(os.path.relpath(step.file.resolve(), self._rollouts.resolve()))
+        mismatch_files.write(self.path, step.number, taken.groups[: taken.trained], taken.mismatch)
         self._metrics.log(step.number, taken.metrics)
         self._steps += 1
 

@@ -23,12 +23,14 @@ Scoring = Callable[["Trainer", list[pa.Table]], Awaitable[list[pa.Table]]]
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A step that was taken again. groups: all that it consumed, as they were trained on. sha256: of the policy that it
-    led to, as it would be sent to generators."""
+    led to, as it would be sent to generators. trained: how many of them, the first, were. mismatch: of their tokens."""
 
     step: Step
     metrics: dict[str, float]
     sha256: str
     groups: list[pa.Table]
+    trained: int
+    mismatch: pa.Array
 
 
 class Conditions(NamedTuple):
@@ -117,7 +119,7 @@ class Learner:
             metrics |= await trainer.step(groups[: len(trained)])
         except ValueError as error:
             raise ReplayError(f"step {step.number}: {error} ({step.file})") from error
-        return Taken(step, metrics, await _digest(trainer), groups)
+        return Taken(step, metrics, await _digest(trainer), groups, len(trained), await trainer.mismatch())
 
 
 async def _digest(trainer: "Trainer") -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from learner.algo.advantage import ADVANTAGES
+from learner.driver import mismatch_files
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.run_folder import ReportError
 from rollout import ledger
@@ -18,6 +20,7 @@ from rollout.schema import lasts, rewards_of
 
 SHOWN = 160  # characters of a prompt in the list
 LOGPROB_PARTS = 100  # a logprob is kept in hundredths of a nat, as a whole number
+Mismatch = Mapping[str, Sequence[list[float] | None]]  # learner.driver.mismatch_files.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Step:
     Attributes:
         step: its number.
         block: packed list [N] of what the page shows of a group.
-        lines: [N] of the index: problem, beginning of the prompt, rewards (None: none), statuses.
+        lines: [N] of the index: problem, beginning of the prompt, rewards (None: none), statuses, what failed in words.
         token_ids: those that occur.
     """
 
@@ -49,16 +52,23 @@ def read_step(file: Path, most: int | None = None, *, advantage: str | None, tok
         said = " ".join(str(error).split())[:200]
         raise ReportError(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
     tables = ledger.groups(rows)
+    mismatch = _mismatch(file) if tokens else {}
     whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
     rewards = [rewards_of(table)[kept] for table, kept in zip(tables, whole, strict=True)]
     scaled = ADVANTAGES[advantage](rewards) if advantage and rewards else [None] * len(rewards)
-    groups = [_group(*parts, tokens) for parts in zip(tables[:most], whole[:most], scaled[:most], strict=True)]
+    groups = [
+        _group(*parts, tokens, mismatch) for parts in zip(tables[:most], whole[:most], scaled[:most], strict=True)
+    ]
     used = {i for group in groups for one in group["completions"] for i in one.get("ids", ())}
     return Step(int(file.stem.removeprefix("step-")), packed(groups), [_line(group) for group in groups], used)
 
 
 def _group(
-    table: pa.Table, whole: npt.NDArray[np.int64], advantages: npt.NDArray[np.float64] | None, tokens: bool
+    table: pa.Table,
+    whole: npt.NDArray[np.int64],
+    advantages: npt.NDArray[np.float64] | None,
+    tokens: bool,
+    mismatch: Mismatch,
 ) -> dict[str, Any]:
     rows = table.to_pylist()
     problem = _json(rows[0]["problem"], {})
@@ -68,6 +78,10 @@ def _group(
         for one, value in zip(made, advantages.tolist(), strict=True):
             one["advantage"] = round(value, 3)
     first = rows[0]
+    if len(differences := mismatch.get(first["group_id"], ())) == len(rows):
+        for i, one in zip(whole, made, strict=True):
+            if (values := differences[i]) is not None:
+                one["mismatch"] = [_finite(value, 2) for value in values]
     return {
         "id": first["group_id"], "problem": first["problem_id"], "epoch": first["epoch"], "attempt": first["attempt"],
         "prompt": problem.get("messages", ""), "columns": problem.get("columns", {}), "completions": made,
@@ -82,6 +96,8 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
         "parts": [[part["name"], _finite(part["value"])] for part in row["reward_parts"]],
         "versions": [row["policy_version_min"], row["policy_version_max"]],
     }  # fmt: skip
+    if row["reward_error"] is not None:
+        made["error"] = row["reward_error"]
     if row["messages"] is not None:
         made["messages"] = _json(row["messages"], [])
     if row["turns"]:
@@ -98,6 +114,15 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
     return made
 
 
+def _mismatch(file: Path) -> Mismatch:
+    """Of the step that the rollouts are of; empty where the run kept none, or its file is being written."""
+    beside = file.parent.parent / mismatch_files.FOLDER / file.name
+    try:
+        return mismatch_files.read(beside)
+    except (OSError, ValueError, pa.ArrowException):
+        return {}
+
+
 def _line(group: dict[str, Any]) -> dict[str, Any]:
     prompt = group["prompt"]
     if isinstance(prompt, list):
@@ -107,6 +132,7 @@ def _line(group: dict[str, Any]) -> dict[str, Any]:
         "prompt": " ".join(str(prompt).split())[:SHOWN],
         "rewards": [one["reward"] for one in group["completions"]],
         "statuses": [one["status"] for one in group["completions"]],
+        "errors": [one["error"] for one in group["completions"] if "error" in one],
     }
 
 
@@ -118,8 +144,8 @@ def _json(text: str, otherwise: Any) -> Any:
     return found if type(found) is type(otherwise) else otherwise
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+def _finite(value: float | None, digits: int = 5) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
 def _hundredths(logprob: float) -> int | None:

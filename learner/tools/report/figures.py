@@ -41,6 +41,11 @@ FIGURES = (
         ("reward/zero_variance_groups",),
     ),
     Figure("Failed rewards", "share of completions", ("reward/failed",)),
+    Figure(
+        "Failed completions by kind",
+        "how many; what failed stands above the completions, in words",
+        tuple(f"reward/status_{kind}" for kind in ("error", "timeout", "nan", "environment")),
+    ),
     Figure("Turns and calls", "of a trajectory", ("env/turns", "env/calls", "env/malformed", "env/errors")),
     Figure("Value function", "PPO", ("value/explained_variance", "value/loss")),
 )

@@ -9,6 +9,8 @@ from learner.tools.report.completions import Step
 from learner.tools.report.packing import Block
 from learner.tools.report.run_folder import ReportError
 
+MOST_ERRORS = 50  # different sentences of what failed
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -81,4 +83,15 @@ def _index(steps: Sequence[Step]) -> dict[str, list[Any]]:
         "rewards": [line["rewards"] for *_, line in rows],
         "failed": [sum(status not in ("ok", "none") for status in line["statuses"]) for *_, line in rows],
         "problems": [list(text) for text in texts],
+        "errors": _errors(rows),
     }
+
+
+def _errors(rows: Sequence[tuple[int, int, dict[str, Any]]]) -> list[list[Any]]:
+    """[sentence, completions, first step, last step] of what failed, most first."""
+    found: dict[str, list[int]] = {}
+    for step, _, line in rows:
+        for error in line["errors"]:
+            found.setdefault(error, []).append(step)
+    most = sorted(found.items(), key=lambda one: -len(one[1]))[:MOST_ERRORS]
+    return [[error, len(steps), min(steps), max(steps)] for error, steps in most]

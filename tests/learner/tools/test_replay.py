@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from learner.driver import mismatch_files
 from learner.tools.cli import main
 from learner.tools.replay.changes import changes_of, check_possible
 from learner.tools.replay.recorded import ReplayError
@@ -135,6 +136,9 @@ def test_another_rate_differs_from_the_policy_of_the_first_step_on(
     for step in (1, 4):
         name = f"step-{step:06d}.parquet"
         assert ledger.read(place / "rollouts" / name).equals(ledger.read(recorded / "rollouts" / name))
+        groups = mismatch_files.read(place / "mismatch" / name).values()
+        of_tokens = [value for rows in groups for row in rows if row is not None for value in row]
+        assert max(map(abs, of_tokens)) == pytest.approx(now[step]["policy/mismatch_max"], rel=1e-3)
     told = json.loads((place / "replay.json").read_text())
     assert told["changed"] == {"learner.learning_rate": {"run": 1e-3, "replay": 5e-2}}
     _, blocks = blocks_of(place, recorded, 2**20)
@@ -239,7 +243,7 @@ def refused_configuration(run: Path) -> None:
     [
         (nothing, ["--to", "9"], r"--from, --to: must be 0 <= --from < --to <= 4, .*; got 0 and 9"),
         (nothing, ["--from", "3"], r"--from: must be 0 or the step of a kept checkpoint \(2\), got 3"),
-        (spoil_schema, [], "step 1: .* cannot be read: .*schema version must be 2, got 0"),
+        (spoil_schema, [], "step 1: .* cannot be read: .*schema version must be 3, got 0"),
         (drop_a_group, [], "step 1: .* must hold 2 groups, as the step had, and holds 1"),
         (break_a_logprob, [], "step 1: behavior_logprobs: must be finite, row 0 has nan"),
         (lambda run: (run / "rollouts" / "step-000002.parquet").unlink(), [], "step 2: .* has not both its rollouts"),

@@ -10,9 +10,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from learner.driver import mismatch_files
 from learner.tools.cli import main
 from learner.tools.report.completions import read_step
 from learner.tools.report.live import LiveServer, Watched
@@ -68,6 +70,25 @@ def test_a_page_holds_the_run(run: Path) -> None:
     assert (second["ids"], second["logprobs"]) == ([0, 1], [-50, -50])
 
 
+def test_what_failed_and_how_far_learner_and_sampler_are_apart_is_shown_where_it_was_kept(run: Path) -> None:
+    said = "reward 'tail': error: TypeError: <b>boom"
+    groups = [
+        make_group(4, rewards=[1.0, None], reward_error=[None, said]),
+        make_group(5, rewards=[None, None], reward_error=[said, said]),
+    ]
+    ledger.write(run / "rollouts", 2, groups)
+    kept = pa.array([[0.5], [-3e-6, float("nan")], [0.0], None], pa.list_(pa.float16()))
+    mismatch_files.write(run, 2, groups, kept)
+    found = blocks(page_of(run))
+    assert [one.get("mismatch") for one in found["step-1"][0]["completions"]] == [None, None]
+    shown = [one.get("mismatch") for group in found["step-2"] for one in group["completions"]]
+    assert shown == [[0.5], [-3e-6, None], [0.0], None]
+    assert found["step-2"][0]["completions"][1]["error"] == said
+    assert found["index"]["errors"] == [[said, 3, 2, 2]]
+    (run / "mismatch" / "step-000002.parquet").write_bytes(b"PAR1")  # being written
+    assert "mismatch" not in blocks(page_of(run))["step-2"][0]["completions"][0]
+
+
 def test_nothing_but_the_page_s_own_script_may_run(run: Path) -> None:
     text = page_of(run)
     assert "alert(" not in text
@@ -87,7 +108,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
     (run / "plan.json").write_text('{"learner": ')
     (run / "config.yaml").unlink()
     (run / "rollouts" / "step-000003.parquet").write_bytes(b"PAR1")
-    other = make_group(0).replace_schema_metadata({"gleaner.schema": "3"})
+    other = make_group(0).replace_schema_metadata({"gleaner.schema": "4"})
     pq.write_table(other, run / "rollouts" / "step-000004.parquet")
     head = blocks(page_of(run))["head"]
     assert head["runs"][0]["steps"] == [1, 2]
@@ -97,7 +118,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
         "plan.json cannot be read; it may be half written",
         "config.yaml is missing",
         "step-000003.parquet cannot be read",
-        "step-000004.parquet cannot be read: rollout table: schema version must be 2, got 3",
+        "step-000004.parquet cannot be read: rollout table: schema version must be 3, got 4",
         "Tokens are not coloured: tokenizer.json of the model is not on this machine",
     ):
         assert sentence in said

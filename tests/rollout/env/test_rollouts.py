@@ -187,6 +187,7 @@ async def test_a_fault_has_no_reward_and_the_rest_of_the_group_stays(started: An
     assert table.column("finish_reason").to_pylist() == ["env_error"] * 5
     assert table.column("reward").to_pylist() == [None] * 5
     assert table.column("reward_status").to_pylist() == ["environment"] * 5
+    assert table.column("reward_error")[0].as_py().startswith("environment: env_error: ")
     assert read([table]).counts.min() > 0
     before = await started("reset raises")
     table = await before.rollout(PROBLEM, SAMPLING, 0)

@@ -11,7 +11,15 @@ function browse(index, pieces) {
   const steps = [...new Set(index.step)], chosen = byId("step").value;
   byId("step").replaceChildren(el("option", {value: ""}, "all"), ...steps.map((step) => el("option", {value: step}, String(step))));
   byId("step").value = steps.includes(Number(chosen)) ? chosen : "";
+  byId("errors").replaceChildren(...errors(index.errors));
   search();
+}
+
+// What failed, in words, of all completions that the page holds.
+function errors(found) {
+  if (!found.length) return [];
+  const rows = found.map(([sentence, many, first, last]) => [sentence, many, first === last ? first : `${first} to ${last}`]);
+  return [el("details", {}, el("summary", {}, "what failed"), table(["sentence", "completions", "steps"], rows))];
 }
 
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);

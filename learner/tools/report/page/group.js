@@ -1,8 +1,11 @@
 // A group: its prompt, and its completions side by side.
 
+const OF_SOME = ["advantage", "mismatch"]; // not known of every group
+const UNTRAINED = "By how much learner and sampler differ was not recorded: the group was not trained on (all of it scored alike, or none), or an earlier gleaner made this run.";
+
 function groupView(group, step, pieces, state, redraw) {
   const colours = Object.keys(COLOURS).filter((colour) => colour === "text" || (Object.keys(pieces).length
-    && (colour !== "advantage" || group.completions.some((one) => "advantage" in one))));
+    && (!OF_SOME.includes(colour) || group.completions.some((one) => colour in one))));
   const colour = colours.includes(state.colour) ? state.colour : "text";
   const choice = el("select", {id: "colour", onchange: () => { state.colour = choice.value; redraw(); }},
     ...colours.map((name) => el("option", {value: name, selected: name === colour}, COLOURS[name])));
@@ -14,7 +17,7 @@ function groupView(group, step, pieces, state, redraw) {
     Object.keys(group.columns).length ? el("details", {}, el("summary", {}, "columns of the data"),
       table(["column", "value"], Object.entries(group.columns).map(([name, value]) => [name, asText(value)]))) : null,
     el("label", {class: "shown"}, "Show as ", choice),
-    colour === "text" ? null : el("p", {class: "quiet"}, "A click or the arrow keys tell of a token."),
+    colour === "text" ? null : el("p", {class: "quiet"}, "A click or the arrow keys tell of a token. " + (colours.includes("mismatch") ? "" : UNTRAINED)),
     el("div", {class: "cards"}, ...group.completions.map((one, i) => card(one, i, pieces, colour))),
   ].filter(Boolean);
 }
@@ -28,7 +31,7 @@ function card(one, i, pieces, colour) {
     el("h4", {}, `${i + 1}. `, el("strong", {}, one.reward === null ? "no reward" : "reward " + number(one.reward)),
       "advantage" in one ? el("span", {class: "quiet"}, ` advantage ${number(one.advantage)}`) : null),
     el("p", {class: "facts quiet"}, ...parts),
-    failed ? el("p", {class: "remark"}, reason(one)) : null,
+    failed ? hostile("p", one.error || reason(one), {class: "remark"}) : null,
     colour === "text" ? said(one) : tokenView(one, pieces, colour),
     turns(one),
     el("p", {class: "facts quiet"}, el("span", {}, count(one.length, "token")), el("span", {}, "ended: " + one.end),
@@ -37,7 +40,7 @@ function card(one, i, pieces, colour) {
       ...(one.env || []).map(([name, value]) => el("span", {}, `${name} ${number(value)}`))));
 }
 
-// The words of a failure are in the run's log; rollouts keep its kind and which functions gave no number.
+// Runs before schema version 3 kept the kind of a failure and which functions gave no number, and not its words.
 function reason(one) {
   const kinds = {error: "a reward function raised", timeout: "a reward function took too long",
     nan: "a reward function returned a number that is not finite", environment: "the environment failed"};

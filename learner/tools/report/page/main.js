@@ -14,7 +14,7 @@ async function draw() {
   const [index, pieces] = await Promise.all([block("index"), block("pieces")]);
   if (LIVE) opened.clear();
   const open = state.open === null ? null : [state.index.step[state.open], state.index.place[state.open]];
-  browse({step: [], place: [], problem: [], rewards: [], failed: [], problems: [], ...index}, pieces);
+  browse({step: [], place: [], problem: [], rewards: [], failed: [], problems: [], errors: [], ...index}, pieces);
   state.open = open && index.step ? index.step.findIndex((step, i) => step === open[0] && index.place[i] === open[1]) : null;
   if (first) document.body.dataset.drawn = performance.now().toFixed(0);
 }

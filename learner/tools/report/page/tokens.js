@@ -4,6 +4,7 @@ const COLOURS = {
   text: "plain text",
   logprob: "logprob: the stronger, the less likely when it was sampled",
   advantage: "advantage: blue above its group, orange below",
+  mismatch: "learner minus sampler: blue where the learner finds it likelier, orange less likely; the stronger, the more (1e-4 to 1 nat)",
   version: "policy version: the stronger, the newer",
 };
 
@@ -45,6 +46,11 @@ function shadeOf(completion, i, colour) {
     const advantage = completion.advantage ?? 0;
     return (advantage < 0 ? "below" : "above") + level(Math.abs(advantage) / 2);
   }
+  if (colour === "mismatch") {
+    const mismatch = completion.mismatch ? completion.mismatch[i] : null;
+    if (!mismatch) return null;
+    return (mismatch < 0 ? "below" : "above") + level((Math.log10(Math.abs(mismatch)) + 5) / 5);
+  }
   const [oldest, newest] = completion.versions;
   const version = completion.token_versions ? completion.token_versions[i] : newest;
   return "newer" + (newest === oldest ? 1 : 1 + level((0.8 * (version - oldest)) / (newest - oldest)));
@@ -56,5 +62,7 @@ function sentence(completion, i, pieces, observed) {
   const logprob = completion.logprobs[i];
   const version = completion.token_versions ? completion.token_versions[i] : completion.versions[1];
   const chance = logprob === null ? "logprob not finite" : `logprob ${(logprob / 100).toFixed(2)}, probability ${number(Math.exp(logprob / 100))}`;
-  return name + `${chance}, policy version ${version}.`;
+  const mismatch = completion.mismatch ? completion.mismatch[i] : null;
+  const differs = mismatch === null ? "" : `, learner minus sampler ${mismatch === 0 ? "0" : mismatch.toExponential(1)} nats`;
+  return name + `${chance}, policy version ${version}${differs}.`;
 }
