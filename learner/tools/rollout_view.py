@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
@@ -31,21 +31,27 @@ def _escape(character: str) -> str:
 def show(rows: Sequence[dict[str, Any]], source: str) -> None:
     """Groups below one another; the completions of a group side by side as far as the terminal is wide."""
     console = Console(highlight=False)
-    beside = max(console.width // NARROW, 1)
     for (group, problem), own in groupby(rows, key=lambda row: (row["group_id"], row["problem_id"])):
         several = list(own)
         console.rule(Text(f"{source}  problem {escaped(problem)}  group {group}"), align="left")
-        for message in several[0]["prompt"]:
-            console.print(_message(message))
-        if several[0]["answer"] is not None:
-            console.print(Text.assemble(("answer  ", "bold"), escaped(str(several[0]["answer"]))))
-        width = console.width // min(beside, len(several)) - 1
-        console.print(Columns([_panel(row) for row in several], width=width, padding=(0, 0, 0, 1)))
+        console.print(of_group(several, console.width))
+
+
+def of_group(rows: Sequence[dict[str, Any]], width: int) -> Group:
+    """A prompt, and its completions side by side as far as `width` columns allow. rows: learner.tools.rollouts.rows_of,
+    at least one."""
+    asked: list[RenderableType] = [_message(message) for message in rows[0]["prompt"]]
+    if rows[0]["answer"] is not None:
+        asked.append(Text.assemble(("answer  ", "bold"), escaped(str(rows[0]["answer"]))))
+    beside = min(max(width // NARROW, 1), len(rows))
+    return Group(*asked, Columns([_panel(row) for row in rows], width=width // beside - 1, padding=(0, 0, 0, 1)))
 
 
 def _panel(row: dict[str, Any]) -> Panel:
     said = row["messages"]
     turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]), overflow="fold")]
+    if row["error"] is not None:
+        turns.append(Text(escaped(row["error"]), style="red", overflow="fold"))
     return Panel(Group(*turns), title=Text(_title(row)), subtitle=Text(_parts(row)), title_align="left")
 
 

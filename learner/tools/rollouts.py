@@ -44,7 +44,7 @@ def run(asked: Asked) -> int:
     """Exit code: 0; 2 where there is nothing to show."""
     try:
         file = _file(asked)
-        rows = chosen(_rows(file), asked)
+        rows = chosen(rows_of(file), asked)
     except RolloutsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,13 +91,23 @@ def _file(asked: Asked) -> Path:
     return files[max(files) if asked.step is None else asked.step]
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The completions of a step file, in its order, as they are shown. Raises RolloutsError."""
     try:
         table = whole(ledger.read(file))
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
         raise RolloutsError(f"DIR: {file} cannot be read: {reason}; give another --step") from error
-    columns = [*COLUMNS, "problem", "messages", "turns", "completion_ids", "policy_version_min", "policy_version_max"]
+    columns = [
+        *COLUMNS,
+        "reward_error",
+        "problem",
+        "messages",
+        "turns",
+        "completion_ids",
+        "policy_version_min",
+        "policy_version_max",
+    ]
     pairs = zip(table.select(columns).to_pylist(), parts_of(table), strict=True)
     return [_row(row, parts) for row, parts in pairs]
 
@@ -112,5 +122,6 @@ def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
         "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
         "answer": problem["columns"].get("answer"),
         "messages": None if said is None else json.loads(said),
+        "error": row["reward_error"],
         "turn_rewards": [turn["reward"] for turn in row["turns"]],
     }

@@ -62,11 +62,12 @@ def _found(wanted: tuple[str, ...], known: list[str]) -> list[str]:
     found: dict[str, None] = {}
     for name in wanted:
         start = name.removesuffix("*")
-        same = [one for one in known if one == name or (start != name and one.startswith(start) and _scores(one))]
+        same = [one for one in known if one == name or (start != name and one.startswith(start) and is_score(one))]
         found |= dict.fromkeys(same)
     return list(found)
 
 
-def _scores(name: str) -> bool:
+def is_score(name: str) -> bool:
+    """Whether a metric under reward/ or eval/ is a number that a function gave."""
     own = name.partition("/")[2]
     return own not in NO_SCORE and not own.startswith("status_")
