@@ -133,8 +133,16 @@ async def test_what_was_asked_once_is_not_asked_again(endpoint: Endpoint, tmp_pa
     file.write_text(f'{file.read_text()}{{}}\n{{"key": "ab", "sa')  # where its process was killed
     assert (await scored([config], ["b", "a", "c"], Judging(tmp_path))).reward == [0.75] * 3
     assert [text for text, _ in endpoint.asked[2:]] == ["c"]
-    await scored([judge(endpoint, column="gold", model="another")], ["a"], Judging(tmp_path))
-    assert len(endpoint.asked) == 4
+    other: dict[str, Any] = {
+        "model": "another",
+        "options": {"temperature": 1},
+        "pattern": r"Score {mark}: ([0-9.]+)",
+        "criteria": "x",
+    }
+    for count, (name, value) in enumerate(other.items(), 4):
+        given: dict[str, Any] = {"column": "gold", "options": {"temperature": 0.5}, name: value}
+        await scored([judge(endpoint, **given)], ["a"], Judging(tmp_path))
+        assert len(endpoint.asked) == count, name
 
 
 async def test_a_judge_that_gives_no_number_is_a_failure_with_its_words(endpoint: Endpoint) -> None:
@@ -208,6 +216,20 @@ async def test_requests_go_at_even_distances(monkeypatch: pytest.MonkeyPatch) ->
     await asyncio.wait_for(rate.wait(), 5)  # and has not taken the turns of the next
 
 
+def test_a_process_has_its_part_of_the_requests_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Noted(RequestRate):
+        def __init__(self, per_minute: float | None) -> None:
+            made.append(per_minute)
+            super().__init__(per_minute)
+
+    monkeypatch.setattr("rewards.judge_client.RequestRate", Noted)
+    args = {"base_url": "http://h/v1", "model": "m", "per_minute": 40}
+    RewardPool([RewardConfig(use="judge", args=args)], judged=Judging(share=0.25)).close()
+    assert made == [10]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -236,7 +258,7 @@ def test_a_score_is_read_strictly() -> None:
     assert settings.score("Score ab: -1", "ab") == 0.0
     for said in (
         "Score abc: 0.5", "score ab: 0.5", "Score ab: 0.5 of 1", "Score ab: 1e0", "Score ab: \u0660",
-        "I say Score ab: 1", "Score ab: 2", "Score ab: 0.5/1", "",
+        "I say Score ab: 1", "Score ab: 2", "Score ab: -2", "Score ab: 0.5/1", "",
     ):  # fmt: skip
         with pytest.raises(ValueError, match="score"):
             settings.score(said, "ab")

@@ -19,6 +19,7 @@ CASES = {
     "half": ("def sq(x):\n    return 4", 0.5),
     "exits": ("import sys\nsys.exit(0)", 0.0),
     "exits in a test": (f"{RIGHT}\nimport os\nsq = lambda x: os._exit(0)", 0.0),
+    "says itself that it passed": ("import sys\nprint('\\n' + '0' * 32, 2, flush=True)\nsys.exit()", 0.0),
     "replaces what runs the tests": ("import builtins\nbuiltins.exec = builtins.compile = lambda *_: 'pass'", 0.0),
     "a quote that would swallow the tests": (f"{RIGHT}\n'''", 0.0),
     "late": ("while True: pass", 0.0),
