@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from rewards import gym_tasks
 from rewards.secret_values import SecretError, resolved, scrubbed
 from rollout.data import files
 from rollout.data.files import DATA, Names, ProblemsError, Row
@@ -111,20 +112,20 @@ def _named(args: Mapping[str, Any]) -> str:
 
 def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, deadline_s: float) -> list[Row]:
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        factory = gym_tasks.factory(task)
     except ImportError as error:
         raise ProblemsError(
             f"data.path: rg:{task} needs reasoning_gym, which cannot be imported ({error}); run make setup, or "
             "pip install 'gleaner[demo]'"
         ) from error
-    if task not in DATASETS:
-        near = ", ".join(get_close_matches(task, DATASETS, n=3)) or f"{len(DATASETS)} tasks, see reasoning_gym"
+    if task not in factory.DATASETS:
+        tasks = factory.DATASETS
+        near = ", ".join(get_close_matches(task, tasks, n=3)) or f"{len(tasks)} tasks, see reasoning_gym"
         raise ProblemsError(
             f"data.path: rg: must be followed by a task of reasoning_gym, got {task!r}; nearest: {near}"
         )
     try:
-        made = reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
+        made = factory.create_dataset(task, size=size, seed=seed, **args)
     except Exception as error:  # the task's own, about values that it did not expect
         raise ProblemsError(
             f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: "
