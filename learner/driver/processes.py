@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
+from learner.model.bitsandbytes_import import left_out
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
 from rewards.pool import Judging
+from rollout.data.model_files import read_json
 from rollout.engine import EngineSettings
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
@@ -141,7 +144,8 @@ def make_trainer(
     # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
-    from learner.trainer.trainer import Trainer
+    with nullcontext() if _has_4_bit_layers(config) else left_out():
+        from learner.trainer.trainer import Trainer
 
     on_card = config.cluster.gpus.learner > 0
     if not on_card:
@@ -158,6 +162,11 @@ def make_trainer(
         base=base,
         reward_adapters=[str(reward.adapter) for reward in adapters_of(config.rewards)],
     )
+
+
+def _has_4_bit_layers(config: RunConfig) -> bool:
+    """Made from the base, or in its files already."""
+    return config.model.base == "nf4" or "quantization_config" in read_json(config.model.path, "config.json")
 
 
 def settle_products(run_dir: Path) -> None:
