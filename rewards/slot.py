@@ -51,6 +51,7 @@ class Slot:
         self._closed = False
         self._running: Future[Any] | None = None
         self._pid: int | None = None
+        self._loaded: list[Call] = []  # by the process of that pid
         self._pool = self._start()
 
     def _start(self) -> ProcessPool:
@@ -69,17 +70,31 @@ class Slot:
 
     async def score(self, call: Call, group: bytes, size: int) -> Verdict:
         """Scores one pickled group of `size` samples within `call.timeout_s` seconds; loading is not charged."""
-        problem = await self._prepare(call)
-        if problem:
-            return failed("error", size, problem)
+        death = ""
+        for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
+            if call not in self._loaded and (problem := await self._prepare(call)):
+                return failed("error", size, problem)
+            try:
+                return await self._answer(call, group, size)
+            except BrokenProcessPool as error:
+                self._sweep()
+                death = _death(error)
+        return failed("error", size, f"its process died: {death}")
+
+    async def _answer(self, call: Call, group: bytes, size: int) -> Verdict:
+        """Of a process that has loaded the reward. Raises BrokenProcessPool where that ended before pebble had noted
+        that it took the task."""
         try:
             return await self._run(worker.score, (call.use, call.args, call.env, group), call.timeout_s)
         except TimeoutError:
             self._sweep()
             return failed("timeout", size, f"no answer within {call.timeout_s:g} s, so its process was killed")
-        except (ProcessExpired, BrokenProcessPool) as error:
+        except ProcessExpired as error:
             self._sweep()
             return failed("error", size, f"its process died: {_death(error)}")
+        except asyncio.CancelledError:
+            self._loaded.clear()  # pebble ends the process
+            raise
         except _Closed:
             return failed("error", size, "the reward pool was closed before it answered")
 
@@ -87,6 +102,8 @@ class Slot:
         """Brings up a worker that has loaded the reward. Returns what went wrong, or ''."""
         death = ""
         for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
+            if not self._closed and not self._pool.active:
+                await asyncio.to_thread(self._restart)
             try:
                 pid, problem = await self._run(worker.prepare, (call.use, call.args, call.env), START_S)
             except TimeoutError:
@@ -101,6 +118,8 @@ class Slot:
             if self._pid not in (None, pid):
                 self._sweep()
             self._pid = pid
+            if not problem:
+                self._loaded.append(call)
             return problem
         return death
 
@@ -108,11 +127,9 @@ class Slot:
         """Raises TimeoutError, ProcessExpired, BrokenProcessPool or _Closed. Cancelling it kills the worker's task."""
         if self._closed:
             raise _Closed
-        if not self._pool.active:
-            await asyncio.to_thread(self._restart)
         try:
             self._running = self._pool.schedule(function, args=args, timeout=timeout_s)
-        except RuntimeError as error:  # the pool broke between the two lines
+        except RuntimeError as error:  # the pool is broken
             raise BrokenProcessPool(str(error)) from error
         waiting = asyncio.wrap_future(self._running)
         try:
@@ -141,6 +158,7 @@ class Slot:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._pid, signal.SIGKILL)
         self._pid = None
+        self._loaded.clear()
 
     def close(self) -> None:
         """Ends the worker whatever it is doing, and tells who waits for it. Blocks for about 0.2 s."""

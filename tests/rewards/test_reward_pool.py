@@ -193,6 +193,29 @@ def test_a_worker_that_dies_while_idle_costs_nothing(rewards_file: OneOf) -> Non
     assert [scores.status for scores in asyncio.run(main())] == [["ok", "ok"]] * 2
 
 
+def test_a_loaded_function_that_ends_its_process_is_told_and_loading_anew_is_not_charged(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n"
+        "time.sleep(2)\n"
+        "calls = []\n"
+        "def mortal(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    return [1.0] * len(completions) if len(calls) == 1 else os._exit(3)\n"
+    )
+
+    async def main() -> list[Scores]:
+        async with RewardPool([RewardConfig(use=f"{tmp_path}/slow.py:mortal", timeout_s=1.8)]) as pool:
+            found = [await score(pool)]
+            (pid,) = workers()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.3)  # the pool has noticed
+            return [*found, await score(pool), await score(pool)]
+
+    first, afresh, second = asyncio.run(main())
+    assert [first.status, afresh.status, second.status] == [["ok"] * 2, ["ok"] * 2, ["error"] * 2]
+    assert "its process died: exit code 3" in second.failures[0]
+
+
 def test_close_and_deadline_leave_no_process_behind(rewards_file: OneOf, tmp_path: Path) -> None:
     async def main(timeout_s: float) -> str:
         note = tmp_path / f"pids_{timeout_s}"
