@@ -66,6 +66,11 @@ def test_content_is_compared_value_by_value(text: str, share: float) -> None:
     assert json_match([text], answer=[gold]) == [pytest.approx(share)]
 
 
+def test_an_empty_list_or_mapping_is_a_value() -> None:
+    texts, gold = ["{}", "[]", '{"a": []}', '{"a": {}}'], [{}, {}, {"a": []}, {"a": []}]
+    assert json_match(texts, answer=gold) == [1, 0, 1, 0]
+
+
 def test_gold_may_be_a_part_of_a_nested_column() -> None:
     talk = [[{"value": "?"}, {"value": '{"a": 1}'}]]
     assert json_match(['{"a": 1}'], column="talk[1][value]", talk=talk) == [1.0]

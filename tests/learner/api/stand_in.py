@@ -16,7 +16,9 @@ def main() -> int:
     config = yaml.safe_load(sys.stdin)
     steps = config["steps"]
     if steps < 10:  # told to end so
-        print(config["data"]["system"])
+        for line in config["data"]["system"].splitlines():
+            print(line, flush=True)
+            time.sleep(0.3)  # so that a caller reads it alone
         return int(steps)
     signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     file = Path(config["output_dir"], "run", "metrics.jsonl")
@@ -27,6 +29,7 @@ def main() -> int:
             if asked:
                 break
         stream.write(json.dumps({"step": step + 1, "at": time.time()}) + "\n")
+    time.sleep(0.5)  # two looks at the file, at which a caller could ask again
     print(f"asked {len(asked)} times")
     return 0
 
