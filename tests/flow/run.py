@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,6 +126,16 @@ def processes_of(marker: str) -> dict[int, str]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it ended while we looked
     return found
+
+
+def metrics_page(folder: Path) -> str:
+    """What Prometheus would read at the address in a run's folder; '' where there is none."""
+    file = folder / "prometheus.json"
+    if not file.exists():
+        return ""
+    ((address,),) = (group["targets"] for group in json.loads(file.read_text()))
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 def _listens(pid: int) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 
 from examples.random_model import make_tiny_model
 from learner.driver import checkpoint
-from tests.flow.run import Run, wait_until
+from tests.flow.run import Run, metrics_page, wait_until
 
 BIN = Path(sys.executable).parent
 
@@ -102,9 +102,13 @@ def test_jobs(head: Head, run: Run, tmp_path: Path) -> None:
 
     patience = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})
     options = ("--no-wait", "--submission-id", "long", "--runtime-env-json", patience)
-    assert head.submit(run, "steps=100000", "name=long", options=options).returncode == 0
+    long = ("steps=100000", "name=long", "trackers=[prometheus]")
+    assert head.submit(run, *long, options=options).returncode == 0
     folder = tmp_path / "home" / "results" / "long"
     wait_until(lambda: (folder / "rollouts" / "step-000002.parquet").exists(), "two steps of the second job")
+    wait_until(lambda: "ray_gleaner_step" in metrics_page(folder), "a step on the page of Ray's agent")
+    ((address,),) = (group["targets"] for group in json.loads((folder / "prometheus.json").read_text()))
+    assert address in (head.temp / "prom_metrics_service_discovery.json").read_text()  # Ray's own list of its nodes
     head.job("stop", "long")
     wait_until(lambda: "was stopped" in head.job("status", "long"), "the second job to stop")
     newest, _ = checkpoint.newest(folder / "checkpoints")

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.trackers.grafana import dashboard, queried
 from cluster.trackers.prometheus import shown
-from tests.flow.run import wait_until
+from tests.flow.run import metrics_page, wait_until
 from tests.test_documents import explained, metrics
 
 FIXED = [name for name in explained() if "<" not in name]
@@ -59,14 +58,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _found(run_dir: Path) -> dict[tuple[str, str], float]:
     """Metrics of gleaner at the address that the run folder names: (name, value of the label that is neither the run's
     nor Ray's own, or '') -> value. Nothing as long as there is no address."""
-    if not (run_dir / "prometheus.json").exists():
-        return {}
-    (group,) = json.loads((run_dir / "prometheus.json").read_text())
-    (address,) = group["targets"]
-    assert address.startswith("127.0.0.1:")
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    found = {}
+    found, families = {}, list(text_string_to_metric_families(metrics_page(run_dir)))
     for sample in (sample for family in families for sample in family.samples if "gleaner" in sample.name):
         own = {key: value for key, value in sample.labels.items() if key.islower() and not key.startswith("otel_")}
         assert own.pop("run") == run_dir.name
@@ -75,6 +67,7 @@ def _found(run_dir: Path) -> dict[tuple[str, str], float]:
 
 
 def test_all_that_a_run_tells_is_scraped_and_the_dashboard_asks_for_nothing_else(run_dir: Path) -> None:
+    assert '"127.0.0.1:' in (run_dir / "prometheus.json").read_text()
     time.sleep(2.5)  # after which Ray, with a report a second, would have forgotten what was told once
     found = _found(run_dir)
     gauges = {(f"ray_{shown(told).name}", "".join(shown(told).labels.values())): v for told, v in TOLD.items()}

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from learner.driver import checkpoint
 from learner.tools.cli import main
 from rollout import ledger
 from rollout.schema import ragged
-from tests.flow.run import Run, ctrl_c, wait_until
+from tests.flow.run import Run, ctrl_c, metrics_page, wait_until
 
 SAME_WHEN_RESUMED = ("loss/total", "loss/grad_norm", "reward/mean", "eval/accuracy", "rollout/tokens")
 
@@ -119,7 +118,7 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overri
     if overrides == ON_ONE_BASE:
         assert (_base(generator), _base(_holder(run, "learner"))) == (["rw-s"], ["r--s"])
     else:
-        _its_metrics_are_shown(run)
+        wait_until(lambda: "ray_gleaner_step" in metrics_page(run.folder), "a step on the page of Ray's agent")
     os.kill(generator, signal.SIGKILL)
     wait_until(lambda: run.metrics()[-1].get("rollout/restarts") == 1, "a step after the restart", process=process)
     ctrl_c(process)
@@ -141,12 +140,6 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overri
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
     if overrides == ON_ONE_BASE:
         _lose_the_driver(run, lines[-1]["step"], overrides)
-
-
-def _its_metrics_are_shown(run: Run) -> None:
-    (group,) = json.loads((run.folder / "prometheus.json").read_text())
-    page = f"http://{group['targets'][0]}/metrics"
-    wait_until(lambda: b"ray_gleaner_step" in urllib.request.urlopen(page, timeout=10).read(), "a step at Ray's agent")
 
 
 def _lose_the_driver(run: Run, step: int, overrides: tuple[str, ...]) -> None:
