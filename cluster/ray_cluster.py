@@ -15,7 +15,7 @@ from typing import Any
 from cluster import machine
 from cluster.actor import DeadlineExceeded, S
 from cluster.exit_reason import ExitReasons
-from cluster.placement import Placement, PlacementError, Role, place
+from cluster.placement import Placement, PlacementError, Role, place, waiting
 from cluster.ray_actor import Host, Remote
 from cluster.ray_metrics import metrics_address
 from cluster.ray_private import check_doors, close_doors, system_config
@@ -66,6 +66,8 @@ class Session:
         from ray.util.placement_group import placement_group
 
         self._placement = place(roles, self.nodes())
+        if self.mode == "local":
+            self._role_env |= waiting(roles, os.cpu_count() or 1)
         self._group = placement_group(self._placement.bundles)
         free = asyncio.ensure_future(self._group.ready())
         await asyncio.wait({free}, timeout=min(PATIENCE_S, deadline_s))

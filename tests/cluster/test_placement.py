@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.placement import PlacementError, Role, place
+from cluster.placement import PlacementError, Role, place, waiting
 
 
 def test_two_roles_on_one_card_share_one_bundle() -> None:
@@ -37,3 +37,9 @@ def test_cores_together_are_not_cores_on_one_node() -> None:
         place([Role("learner", 3, 0)], small)
     with pytest.raises(PlacementError, match="the cluster has 4 CPU"):
         place([Role(f"generator-{i}", 1, 0) for i in range(5)], small)
+
+
+def test_threads_sleep_while_they_wait_only_where_they_outnumber_the_cores() -> None:
+    roles = [Role("generator-0", 1, 0), Role("learner", 2, 0)]
+    assert waiting(roles, cores=3) == {}
+    assert waiting(roles, cores=2) == {"OMP_WAIT_POLICY": "PASSIVE"}
