@@ -39,7 +39,7 @@ class RunApp(App[int]):
         ("escape", "groups", "Groups"),
     ]
     CSS = """
-    #steps { width: 44; }
+    #steps { width: 53; }
     #groups { width: 1fr; }
     #told { height: auto; max-height: 4; color: $text-muted; }
     DataTable { height: 1fr; }

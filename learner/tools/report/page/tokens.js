@@ -4,7 +4,7 @@ const COLOURS = {
   text: "plain text",
   logprob: "logprob: the stronger, the less likely when it was sampled",
   advantage: "advantage: blue above its group, orange below",
-  mismatch: "learner minus sampler: blue where the learner finds it likelier, orange less likely; the stronger, the more (1e-4 to 1 nat)",
+  mismatch: "learner minus sampler: blue above, orange below, 1e-7 to 1 nat",
   version: "policy version: the stronger, the newer",
 };
 
@@ -49,7 +49,7 @@ function shadeOf(completion, i, colour) {
   if (colour === "mismatch") {
     const mismatch = completion.mismatch ? completion.mismatch[i] : null;
     if (!mismatch) return null;
-    return (mismatch < 0 ? "below" : "above") + level((Math.log10(Math.abs(mismatch)) + 5) / 5);
+    return (mismatch < 0 ? "below" : "above") + level((Math.log10(Math.abs(mismatch)) + 7) / 7);
   }
   const [oldest, newest] = completion.versions;
   const version = completion.token_versions ? completion.token_versions[i] : newest;
