@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--sums", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # not found missing after minutes of sampling
     rows = list(pairs(args.sums, args.seed))
     args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} pairs of {args.sums} sums -> {args.out}")
