@@ -18,7 +18,7 @@ from cluster.exit_reason import ExitReasons
 from cluster.placement import Placement, PlacementError, Role, place, waiting
 from cluster.ray_actor import Host, Remote
 from cluster.ray_metrics import metrics_address
-from cluster.ray_private import check_doors, close_doors, system_config
+from cluster.ray_private import check_doors, close_doors, system_config, without_autoscaler
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
@@ -169,16 +169,17 @@ def connect(address: str, min_cpus: float, policy_bytes: int = 0, shows_metrics:
 
     folder = RuntimeFolder()
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
-            object_store_memory=store_bytes(policy_bytes, machine.shared_memory() or 0),
-            logging_level=logging.WARNING,
-            log_to_driver=True,
-            _temp_dir=str(folder.ray),
-            _system_config=system_config(shows_metrics),
-        )
+        with without_autoscaler():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=max(os.cpu_count() or 1, int(min_cpus)),
+                object_store_memory=store_bytes(policy_bytes, machine.shared_memory() or 0),
+                logging_level=logging.WARNING,
+                log_to_driver=True,
+                _temp_dir=str(folder.ray),
+                _system_config=system_config(shows_metrics),
+            )
     except BaseException:
         folder.remove()
         raise

@@ -1,11 +1,14 @@
-"""What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics unless asked for.
+"""What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics unless asked for;
+and small: no autoscaler.
 
-Ray reads all of it from the environment, once, as it is imported here and in each process that it starts.
+Ray reads all but the last from the environment, once, as it is imported here and in each process that it starts.
 """
 
 import logging
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 log = logging.getLogger("cluster")
@@ -15,8 +18,7 @@ _ENV = {
     # What Ray does on a desktop system, where nobody may be asked by a firewall: its node is 127.0.0.1, and every
     # port of every process listens there only. (`_node_ip_address="127.0.0.1"` is turned back into the outer address.)
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Prometheus pages of autoscaler and dashboard answer without a token and have no switch; at no port none starts.
-    "AUTOSCALER_METRIC_PORT": "-1",
+    # The dashboard's Prometheus page answers without a token and has no switch; at no port none starts.
     "DASHBOARD_METRIC_PORT": "-1",
 }
 
@@ -38,6 +40,20 @@ def system_config(shows_metrics: bool) -> dict[str, Any]:
         "enable_worker_prestart": False,
         "prestart_worker_first_driver": False,
     }
+
+
+@contextmanager
+def without_autoscaler() -> Iterator[None]:
+    """Ray starts no monitor, the process that asks a cloud for more nodes, which one machine has not: it takes half a
+    second of a core at the start, and Ray's end waits for it for a second. ray.init has no argument for that."""
+    from ray._private.node import Node
+
+    ordinary = Node.start_monitor
+    Node.start_monitor = lambda node: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Node.start_monitor = ordinary  # type: ignore[method-assign]
 
 
 def check_doors(ray: Any) -> None:

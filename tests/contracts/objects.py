@@ -103,7 +103,7 @@ CALLED_WITH = {
 TEXT = "TEXT"
 VARIABLES = {
     "VLLM_": "vllm.envs.environment_variables",
-    **dict.fromkeys(("RAY_", "AUTOSCALER_METRIC_", "DASHBOARD_METRIC_"), f"ray.{TEXT}"),
+    **dict.fromkeys(("RAY_", "DASHBOARD_METRIC_"), f"ray.{TEXT}"),
     "bnb_": f"vllm_bnb_plugin.{TEXT}",  # attributes of a parameter, which the plugin sets by name
 }
 

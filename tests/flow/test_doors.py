@@ -82,6 +82,13 @@ def test_every_port_is_on_loopback(cluster: tuple[psutil.Process, Path]) -> None
     assert set(ports.values()) <= {"127.0.0.1", "::ffff:127.0.0.1"}, ports
 
 
+def test_no_autoscaler_runs(cluster: tuple[psutil.Process, Path]) -> None:
+    """Its process is put out in Ray's private part, where a newer Ray may have moved it."""
+    commands = [" ".join(process.cmdline()) for process in cluster[0].children(recursive=True)]
+    assert any("gcs_server" in command for command in commands)
+    assert not any("autoscaler" in command and "monitor.py" in command for command in commands)
+
+
 def test_no_port_answers_without_the_token(cluster: tuple[psutil.Process, Path]) -> None:
     ports = _ports(cluster[0])
     answers = {f"{port}{page}" for port in ports for page in PAGES if _page(port, page) == 200}

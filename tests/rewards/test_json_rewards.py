@@ -67,7 +67,8 @@ def test_content_is_compared_value_by_value(text: str, share: float) -> None:
 
 
 def test_an_empty_list_or_mapping_is_a_value() -> None:
-    texts, gold = ["{}", "[]", '{"a": []}', '{"a": {}}'], [{}, {}, {"a": []}, {"a": []}]
+    texts = ["{}", "[]", '{"a": []}', '{"a": {}}']
+    gold: list[dict[str, list[int]]] = [{}, {}, {"a": []}, {"a": []}]
     assert json_match(texts, answer=gold) == [1, 0, 1, 0]
 
 
