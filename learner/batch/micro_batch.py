@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
+from learner.batch.pieces import fine_budget
 from learner.batch.rows import Rows, ranges
 
 
@@ -59,6 +60,7 @@ def micro_batches(
     token_budget: int,
     *,
     packed: bool,
+    fine: int | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of the trained completions, the largest first so that a budget too large fails at once.
 
@@ -68,8 +70,11 @@ def micro_batches(
         advantages: [M] of each token.
         coefficients, trained: [R], the second a mask.
         token_budget: most tokens B * L of a micro-batch, padding included; a longer completion goes alone.
+        fine: divided for several ranks, into micro-batches of at least so many tokens (learner.batch.pieces).
     """
     chosen = np.flatnonzero(trained & (rows.counts > 0))
+    if fine is not None:
+        token_budget = fine_budget(_sizes(rows, chosen, packed=packed), token_budget, fine)
     if packed:
         bins = _bins(_parts(rows, chosen, token_budget), token_budget)
         return [
@@ -85,6 +90,19 @@ def micro_batches(
         result.append(_batch(rows, some, advantages, coefficients, *_pad(rows, some)))
         chosen = chosen[count:]
     return result
+
+
+def _sizes(rows: Rows, chosen: npt.NDArray[np.int64], *, packed: bool) -> list[tuple[int, int]]:
+    """(tokens of the prompt, of the completions that share it in a packed row); padded, none shares it."""
+    lengths = [len(rows.prompts[row]) for row in chosen]
+    own = rows.lengths[chosen] - 1
+    if not packed:
+        return [(0, length + int(count)) for length, count in zip(lengths, own, strict=True)]
+    families: dict[bytes, tuple[int, int]] = {}
+    for row, length, count in zip(chosen, lengths, own, strict=True):
+        key = rows.prompts[row].tobytes()
+        families[key] = length, families.get(key, (0, 0))[1] + int(count)
+    return list(families.values())
 
 
 def _parts(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> list[_Part]:

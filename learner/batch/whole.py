@@ -28,17 +28,21 @@ class WholeBatch:
         return self.batch.ids
 
 
-def whole_batches(rows: Rows, token_budget: int, *, packed: bool, pad: int | None) -> list[WholeBatch]:
+def whole_batches(
+    rows: Rows, token_budget: int, *, packed: bool, pad: int | None, fine: int | None = None
+) -> list[WholeBatch]:
     """All completions of the batch, the largest micro-batch first.
 
     Args:
-        token_budget: as in learner.batch.micro_batch.micro_batches.
+        token_budget, fine: as in learner.batch.micro_batch.micro_batches.
         pad: the model's padding token, or None. The sequence ends with its last token that is not this one, as in
             transformers' sequence classification; the first, where all are.
     """
     longer = _with_room(rows)
     every = np.ones(len(rows.lengths))
-    batches = micro_batches(longer, np.zeros(len(longer.completions)), every, every > 0, token_budget, packed=packed)
+    batches = micro_batches(
+        longer, np.zeros(len(longer.completions)), every, every > 0, token_budget, packed=packed, fine=fine
+    )
     after = np.array([_after_last(rows, row, pad) for row in range(len(rows.lengths))])
     found = []
     for batch in batches:

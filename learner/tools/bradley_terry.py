@@ -71,9 +71,9 @@ class PairLearner:
         with torch.no_grad():
             return _judged(self._over(pairs, self._differences))
 
-    def _over(self, pairs: Sequence[Pair], work: Callable[[Sequence[WholeBatch]], Tensor]) -> Tensor:
+    def _over(self, pairs: Sequence[Pair], work: Callable[[Sequence[WholeBatch]], list[Tensor]]) -> Tensor:
         try:
-            return self._budget.run(partial(self._plan, pairs), work)
+            return torch.cat(self._budget.run(partial(self._plan, pairs), work))
         except OutOfMemory:
             longest = max(pair.longest for pair in pairs)
             raise PairsError(
@@ -91,7 +91,7 @@ class PairLearner:
         every = 2 * len(pairs) * max(pair.longest for pair in pairs)  # so that a chunk is not divided
         return [batch for chunk in chunks for batch in whole_batches(_rows(chunk), every, packed=packed, pad=pad)]
 
-    def _gradient(self, batches: Sequence[WholeBatch], count: int) -> Tensor:
+    def _gradient(self, batches: Sequence[WholeBatch], count: int) -> list[Tensor]:
         self._masters.clear_gradients()
         found = []
         with self._policy.acting_as(ROLE):
@@ -101,11 +101,11 @@ class PairLearner:
                 torch.autograd.backward(self._updater.scale(loss))
                 self._masters.collect_gradients()
                 found.append(difference.detach())
-        return torch.cat(found)  # in the order of the micro-batches
+        return found
 
-    def _differences(self, batches: Sequence[WholeBatch]) -> Tensor:
+    def _differences(self, batches: Sequence[WholeBatch]) -> list[Tensor]:
         with self._policy.acting_as(ROLE):
-            return torch.cat([self._difference(batch) for batch in batches])
+            return [self._difference(batch) for batch in batches]
 
     def _difference(self, whole: WholeBatch) -> Float[Tensor, " pairs"]:
         batch, policy = whole.batch.to(self._device), self._policy

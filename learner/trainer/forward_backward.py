@@ -13,13 +13,25 @@ from learner.batch.whole import WholeBatch
 from learner.config.learner import LearnerConfig
 from learner.model.logprob import policy_logprobs, token_logprobs
 from learner.model.policy import Policy
+from learner.trainer.gradient_sums import GradientSums
 from learner.trainer.token_mismatch import TokenMismatch
+
+Scored = tuple[Tensor, Tensor]  # of a micro-batch, in main memory: [N] places in the batch's [M], and float32 numbers
+
+
+def placed(scored: Sequence[Scored], tokens: int) -> Tensor:
+    """[M] the numbers of all micro-batches, nan for the tokens of none."""
+    known = torch.full((tokens,), math.nan)
+    for places, values in scored:
+        known[places] = values
+    return known
 
 
 class Passes:
     """What the trainer does with a model and micro-batches.
 
     Args:
+        sums: of the gradients; `finish` is the caller's.
         temperature: the sampler's.
         scale: of the loss, before the backward pass (float16).
 
@@ -34,7 +46,9 @@ class Passes:
         temperature: float,
         device: torch.device,
         scale: Callable[[Tensor], Tensor],
+        sums: GradientSums,
     ) -> None:
+        self.sums = sums
         self._policy, self._loss, self._split = policy, config.loss, config.updates_per_batch > 1
         self._temperature, self._device, self._scale = temperature, device, scale
         self.passed, self.mismatch = 0, TokenMismatch()
@@ -43,13 +57,14 @@ class Passes:
     def learn(
         self, batches: Sequence[MicroBatch], *, version: int, proximal: Tensor | None = None
     ) -> list[dict[str, Tensor]]:
-        """The gradient of all micro-batches, into the masters; what their metrics are made of.
+        """Adds up the gradients of the micro-batches; what their metrics are made of.
 
         Args:
             version: the policy version that the batch began with.
             proximal: [M] logprobs of that version, by `score`; None: the policy is still the same.
         """
         self._policy.clear_gradients()
+        self.sums.clear()
         references = self._references(batches) if self._loss.beta > 0 else [None] * len(batches)
         parts = []
         for batch, reference in zip(batches, references, strict=True):
@@ -66,28 +81,26 @@ class Passes:
             )  # fmt: skip
             torch.autograd.backward(logprobs, self._scale(slopes))
             self._policy.collect_gradients()
+            self.sums.add()
             parts.append(part)
             self.passed += 1
         return parts
 
-    def score(self, batches: Sequence[MicroBatch], *, tokens: int) -> Tensor:
-        """[M] float32 in main memory: the policy's logprobs of the tokens of the micro-batches, nan for the others."""
-        known = torch.full((tokens,), math.nan)
-        for batch in batches:
-            known[batch.places] = self._logprobs(batch).cpu()
-        return known
+    def score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
+        """The policy's logprobs of the tokens of each micro-batch."""
+        return [(batch.places, self._logprobs(batch).cpu()) for batch in batches]
 
     @torch.no_grad()
-    def sequence_scores(self, batches: Sequence[WholeBatch], role: str) -> dict[int, float]:
-        """Row -> what the head of a role (Policy.scored) says of the last token of its sequence."""
-        scores: dict[int, float] = {}
+    def sequence_scores(self, batches: Sequence[WholeBatch], role: str) -> list[tuple[list[int], list[float]]]:
+        """Of each micro-batch its rows, and what the head of a role (Policy.scored) says of the last token of each."""
+        scores = []
         with self._policy.acting_as(role):
             for whole in batches:
                 self.passed += 1
                 batch = whole.batch.to(self._device)
                 hidden = self._policy.hidden(batch.ids, batch.positions, batch.layout)
                 found = self._policy.scored[role].head(hidden[whole.ends.to(self._device)])
-                scores |= zip(whole.rows.tolist(), found.tolist(), strict=True)
+                scores.append((whole.rows.tolist(), found.tolist()))
         return scores
 
     def _references(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

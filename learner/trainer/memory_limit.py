@@ -11,6 +11,8 @@ from torch import Tensor
 from cluster.memory.plan import gib
 from cluster.telemetry import peak_resident
 from learner.batch.rows import Rows
+from learner.batch.shares import shares
+from learner.trainer.peers import Alone, Peers
 
 log = logging.getLogger("learner")
 
@@ -33,17 +35,19 @@ class OutOfMemory(RuntimeError):
 
 
 class TokenBudget:
-    """Tokens of a micro-batch; halved, for the rest of the run, whenever the device's memory runs out.
+    """Tokens of a micro-batch; halved, for the rest of the run, whenever the device's memory runs out on any rank.
 
     Attributes:
-        tokens: the budget now. retries: times it was halved.
+        tokens: the budget now. retries: times it was halved. peers: the ranks that share the work.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, peers: Peers | None = None) -> None:
         self.tokens, self.retries = tokens, 0
+        self.peers = peers or Alone()
 
-    def run(self, plan: Callable[[int], Sequence[B]], learn: Callable[[Sequence[B]], T]) -> T:
-        """learn(plan(tokens)), again from the start with half the budget as long as it runs out of memory.
+    def run(self, plan: Callable[[int], Sequence[B]], work: Callable[[Sequence[B]], list[T]]) -> list[T]:
+        """What the work on plan(tokens) gives for each micro-batch, in their order; done again from the start with half
+        the budget as long as it runs out of memory. Each rank works on its share and gets the results of all.
 
         From the start, since the backward pass that broke off has added some of its gradients and not others. Plans
         begin with their largest micro-batch, so a budget that is too large shows before much work is lost.
@@ -53,13 +57,24 @@ class TokenBudget:
         """
         while True:
             batches = plan(self.tokens)
+            places = shares([batch.ids.numel() for batch in batches], self.peers.count)
+            done: list[T] = []
+            reason = ""
             try:
-                return learn(batches)
+                done = work([batches[place] for place in places[self.peers.rank]])
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
             # Only here, after the exception and with it the frames that hold the broken graph are gone.
+            reasons, results = zip(*self.peers.gather((reason, done)), strict=True)
+            if not any(reasons):
+                of_place = {
+                    place: result
+                    for own, given in zip(places, results, strict=True)
+                    for place, result in zip(own, given, strict=True)
+                }
+                return [of_place[place] for place in range(len(batches))]
             torch.cuda.empty_cache()  # nothing happens without CUDA
-            self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=reason)
+            self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=next(filter(None, reasons)))
 
     def _halve(self, *, largest: int, alone: int, reason: str) -> None:
         if largest <= alone:

@@ -27,8 +27,10 @@ from learner.trainer import trainer_state
 from learner.trainer.arithmetic import arithmetic_on
 from learner.trainer.base_thread import BaseThread
 from learner.trainer.forward_backward import Passes
+from learner.trainer.gradient_sums import gradient_sums
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
 from learner.trainer.nonfinite_guard import NonFiniteGuard
+from learner.trainer.peers import Peers
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
 from learner.trainer.service import Arithmetic, TrainerService
@@ -55,6 +57,7 @@ class Trainer(TrainerService):
         attention: see learner.model.packing_check.enable.
         base: the generator's, to be mapped; None: the learner loads one of its own.
         reward_adapters: folders of reward models on the base (learner.model.roles), in the order of `score`.
+        peers: the ranks that share each step's work with this one; None: there are no others.
 
     Raises:
         ValueError: model or adapter cannot be trained here (see learner.model.policy.Policy), or base not be mapped.
@@ -74,20 +77,22 @@ class Trainer(TrainerService):
         attention: str | None = None,
         base: Manifest | None = None,
         reward_adapters: Sequence[str] = (),
+        peers: Peers | None = None,
     ) -> None:
         self._path, self._merged = model.path, learner.push == "merged"
         where = device_of(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
         mapped = None if base is None else MappedBase(base, where)
         self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
-        self._budget = TokenBudget(tokens)
+        self._budget = TokenBudget(tokens, peers)
         roles = [*reward_roles(reward_adapters), *value_roles(learner)]
         self._policy = _policy(model, learner, seed, where, attention=attention, mapped=mapped, roles=roles)
         updater = updater_for(list(self._policy.masters.values()), learner, dtype=model.dtype, device=where)
+        sums = gradient_sums(self._policy.masters.values(), learner, self._budget.peers)
         self._updates = Updates(
             self._policy,
             updater,
-            Passes(self._policy, learner, temperature, where, updater.scale),
+            Passes(self._policy, learner, temperature, where, updater.scale, sums),
             self._budget,
             learner,
             value_learner(self._policy, learner, self._budget, dtype=model.dtype, total_steps=total_steps),

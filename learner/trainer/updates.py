@@ -17,7 +17,8 @@ from learner.batch.rows import Rows
 from learner.batch.whole import WholeBatch, whole_batches
 from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
-from learner.trainer.forward_backward import Passes
+from learner.trainer.forward_backward import Passes, placed
+from learner.trainer.gradient_sums import least_tokens
 from learner.trainer.memory_limit import TokenBudget, longest_rows
 from learner.trainer.optimizer import rate_factor
 from learner.trainer.stochastic_rounding import AnyUpdater
@@ -48,6 +49,7 @@ class Updates:
         self._policy, self.updater, self._passes, self._budget = policy, updater, passes, budget
         self.value = value
         self._config, self._max_completion_length, self._total_steps = config, max_completion_length, total_steps
+        self._fine = least_tokens(config, budget.peers, policy.head.device)
 
     @property
     def passed(self) -> int:
@@ -103,12 +105,13 @@ class Updates:
         if self._config.updates_per_batch == 1:
             return None
         later = self._plan(rows, targets, targets.update > 0)
-        return self._budget.run(later, partial(self._passes.score, tokens=len(rows.completions)))
+        return placed(self._budget.run(later, self._passes.score), len(rows.completions))
 
     def _update(self, parts: list[dict[str, Tensor]], rate: float) -> list[Update]:
-        """The optimizer step on the gradient of these micro-batches; none without any."""
+        """The optimizer step on the gradient of these micro-batches, which are those of all ranks; none without any."""
         if not parts:
             return []
+        self._passes.sums.finish()
         loss = float(torch.stack([part["loss"] for part in parts]).sum())
         norm, done = self.updater.step(rate, loss_is_finite=math.isfinite(loss))
         self._policy.sync()
@@ -116,23 +119,25 @@ class Updates:
 
     def _plan(self, rows: Rows, targets: Targets, own: npt.NDArray[np.bool_]) -> Callable[[int], list[MicroBatch]]:
         """Token budget -> micro-batches of those of the completions that are trained."""
-        chosen, packed = own & targets.trained, self._policy.packed
+        chosen, packed, fine = own & targets.trained, self._policy.packed, self._fine
         return lambda budget: micro_batches(
-            rows, targets.advantages, targets.coefficients, chosen, budget, packed=packed
+            rows, targets.advantages, targets.coefficients, chosen, budget, packed=packed, fine=fine
         )
 
     def sequence_scores(self, rows: Rows, role: str) -> list[float]:
         """[R] what the head of a role (Policy.scored) says of prompt and completion, without a gradient."""
-        pad, packed = self._policy.scored[role].pad, self._policy.packed
+        pad, packed, fine = self._policy.scored[role].pad, self._policy.packed, self._fine
 
         def plan(tokens: int) -> list[WholeBatch]:
-            return whole_batches(rows, tokens, packed=packed, pad=pad)
+            return whole_batches(rows, tokens, packed=packed, pad=pad, fine=fine)
 
-        scores = self._budget.run(plan, partial(self._passes.sequence_scores, role=role))
+        found = self._budget.run(plan, partial(self._passes.sequence_scores, role=role))
+        scores = {row: score for own, given in found for row, score in zip(own, given, strict=True)}
         return [scores[row] for row in range(len(rows.lengths))]
 
     def rehearse(self, prompt_length: int, version: int) -> None:
-        """Forward and backward over the largest micro-batch, beside room for the optimizer's states; nothing stays."""
+        """Forward and backward over the largest micro-batch, on every rank, beside room for the optimizer's states;
+        nothing stays."""
         length = self._max_completion_length
         budget, packed = self._budget, self._policy.packed
         # Enough completions to fill a micro-batch, whether they share their prompt or not.
@@ -140,7 +145,7 @@ class Updates:
         same, each = np.ones(len(rows.lengths)), np.ones(len(rows.completions))
 
         def plan(tokens: int) -> list[MicroBatch]:
-            return micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1]
+            return micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1] * budget.peers.count
 
         missing = sum(updater.missing_state_bytes() for updater in self.updaters)
         states = torch.empty(missing, dtype=torch.uint8, device=self._policy.head.device)

@@ -20,6 +20,8 @@ from learner.batch.rows import Rows
 from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
+from learner.trainer.forward_backward import Scored, placed
+from learner.trainer.gradient_sums import gradient_sums, least_tokens
 from learner.trainer.memory_limit import TokenBudget
 from learner.trainer.optimizer import Updater, rate_factor
 from learner.trainer.update import Update
@@ -52,13 +54,15 @@ class ValueLearner:
         self._config, self._budget, self._total_steps = config, budget, total_steps
         weights = list(masters.named.values())
         self.updater = Updater(weights, config, dtype=dtype, device=policy.head.device)
+        self._sums = gradient_sums(weights, config, budget.peers)
+        self._fine = least_tokens(config, budget.peers, policy.head.device)
         self.passed = 0
 
     def assess(self, rows: Rows) -> Assessment:
         """What the present value makes of the batch, by a pass without gradient."""
         trained = learnable(rows, self._config.loss)
-        values = self._budget.run(self._plan(rows, trained), partial(self._score, tokens=len(rows.completions)))
-        return assess(rows, values, trained, self._config.value)
+        scored = self._budget.run(self._plan(rows, trained), self._score)
+        return assess(rows, placed(scored, len(rows.completions)).numpy(), trained, self._config.value)
 
     def learn(self, plan: Plan, assessment: Assessment, tokens: int, version: int) -> list[Update]:
         """One optimizer step on the micro-batches of `plan`, which have that many tokens; none without any.
@@ -70,6 +74,7 @@ class ValueLearner:
         parts = self._budget.run(plan, partial(self._learn, assessment=assessment, weight=1 / tokens))
         loss = float(torch.stack([part["loss"] for part in parts]).sum())
         rate = self._config.value.learning_rate * rate_factor(version, self._total_steps, self._config.schedule)
+        self._sums.finish()
         norm, done = self.updater.step(rate, loss_is_finite=math.isfinite(loss))
         self._masters.sync()
         return [Update(parts, norm, done)]
@@ -84,24 +89,22 @@ class ValueLearner:
     def _plan(self, rows: Rows, trained: npt.NDArray[np.bool_]) -> Plan:
         of_tokens, of_completions = np.zeros(len(rows.completions)), np.zeros(len(rows.lengths))
         return lambda budget: micro_batches(
-            rows, of_tokens, of_completions, trained, budget, packed=self._policy.packed
+            rows, of_tokens, of_completions, trained, budget, packed=self._policy.packed, fine=self._fine
         )
 
     @torch.no_grad()
-    def _score(self, batches: Sequence[MicroBatch], *, tokens: int) -> npt.NDArray[np.float32]:
-        """[M] values of the tokens of the micro-batches, nan for the others."""
-        known = torch.full((tokens,), math.nan)
+    def _score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
+        """Values of the tokens of each micro-batch."""
         with self._policy.acting_as(VALUE):
-            for batch in batches:
-                known[batch.places] = self._values(batch).cpu()
-        return np.asarray(known.numpy())
+            return [(batch.places, self._values(batch).cpu()) for batch in batches]
 
     def _learn(
         self, batches: Sequence[MicroBatch], *, assessment: Assessment, weight: float
     ) -> list[dict[str, Tensor]]:
-        """The gradient of all micro-batches, into the masters. A forward pass and its backward pass are within one
+        """Adds up the gradients of the micro-batches. A forward pass and its backward pass are within one
         role: what is computed a second time must be computed with the same adapter."""
         self._masters.clear_gradients()
+        self._sums.clear()
         parts = []
         with self._policy.acting_as(VALUE):
             for batch in batches:
@@ -113,6 +116,7 @@ class ValueLearner:
                 slopes, part = value_loss(values, returns, old, weight=weight, clip=self._config.value.clip)
                 torch.autograd.backward(values, self.updater.scale(slopes))
                 self._masters.collect_gradients()
+                self._sums.add()
                 parts.append(part)
         return parts
 
