@@ -74,4 +74,8 @@ class ClusterConfig(Frozen):
     its own."""
     gpus: GpuConfig = GpuConfig()
     cpus: CpuConfig = CpuConfig()
+    learners: Annotated[int, Field(ge=1)] = 1
+    """Ranks of the learner: processes that share the work of each step, each with `cpus.learner` and `gpus.learner` of
+    its own and a whole copy of the model. Raise it where training is the longer side and there are cores or cards to
+    spare; with `learner.mode: lora` only."""
     deadlines: DeadlineConfig = DeadlineConfig()

@@ -48,6 +48,7 @@ class Started(NamedTuple):
     """A process's report of its start. Exceptions travel as text, since not all can be pickled."""
 
     pid: int
+    address: str  # of its node
     error: str | None = None  # of the constructor, on one line
     wrong_input: bool = False
     story: str = ""  # its traceback
@@ -63,9 +64,10 @@ class Host:
             with uncollected():
                 self._object = factory(*args)
         except Exception as error:  # told by started(), since of a constructor Ray says only that the process died
-            self._started = Started(os.getpid(), in_one_line(error), _is_of_input(error), traceback.format_exc())
+            said = in_one_line(error), _is_of_input(error), traceback.format_exc()
+            self._started = Started(os.getpid(), _address(), *said)
         else:
-            self._started = Started(os.getpid())
+            self._started = Started(os.getpid(), _address())
 
     async def started(self) -> Started:
         return self._started
@@ -81,6 +83,7 @@ class Remote(Generic[S_co]):
         self.name, self._start, self._exits, self._lost = name, start, exits, lost
         self._handle = start()
         self.pid: int | None = None  # once it has started
+        self.address = ""  # of its node, likewise
         self._last_answer = time.monotonic()
 
     async def call(
@@ -103,7 +106,7 @@ class Remote(Generic[S_co]):
     async def ready(self, deadline_s: float) -> None:
         """Waits for the constructor; StartFailed if it raised."""
         started: Started = await self._await(self._handle.started.remote(), "start", deadline_s)
-        self.pid = started.pid
+        self.pid, self.address = started.pid, started.address
         if started.error is not None:
             failed = StartFailed(f"{self.name}: {started.error}", started.error, started.wrong_input)
             failed.add_note(f"In the process of {self.name} (pid {started.pid}):\n{started.story}")
@@ -147,6 +150,13 @@ class Remote(Generic[S_co]):
             await asyncio.sleep(0.1)
         found = self._exits.of(ray_says, self.pid)
         return ActorDied(f"{self.name}: process died during {method}: {found.text}", reason=found.reason)
+
+
+def _address() -> str:
+    """Of this node, as Ray's other processes know it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def in_one_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES
 from learner.config.env_rules import ENV
 from learner.config.learner import LoraConfig, ValueConfig
+from learner.config.rank_rules import RANKS
 from learner.config.rule import Rule
 from learner.config.settings import Settings
 from rewards.config import adapters_of, functions_of
@@ -248,4 +249,4 @@ SHARED = (
     ),
 )  # fmt: skip
 
-RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED)
+RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED, *RANKS)

@@ -26,7 +26,17 @@ class RunConfig(Settings):
 
 
 def roles(config: Settings) -> list[Role]:
-    """The processes of a run: its generators, then the learner."""
-    cpus, gpus = config.cluster.cpus, config.cluster.gpus
-    generators = [Role(f"generator-{rank}", cpus.generator, gpus.generator) for rank in range(config.rollout.workers)]
-    return [*generators, Role("learner", cpus.learner, gpus.learner)]
+    """The processes of a run: its generators, then the learner or its ranks."""
+    return [*generator_roles(config), *learner_roles(config)]
+
+
+def generator_roles(config: Settings) -> list[Role]:
+    """Those that sample."""
+    cpus, gpus = config.cluster.cpus.generator, config.cluster.gpus.generator
+    return [Role(f"generator-{rank}", cpus, gpus) for rank in range(config.rollout.workers)]
+
+
+def learner_roles(config: Settings) -> list[Role]:
+    """Those that learn."""
+    cpus, gpus, count = config.cluster.cpus.learner, config.cluster.gpus.learner, config.cluster.learners
+    return [Role("learner" if count == 1 else f"learner-{rank}", cpus, gpus) for rank in range(count)]

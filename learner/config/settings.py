@@ -131,6 +131,14 @@ class Settings(Frozen):
         """Absolute folder of the run (a submitted job's working directory is thrown away)."""
         return (Path(self.output_dir).expanduser() / self.name.format(seed=self.seed)).absolute()
 
+    @property
+    def settled_learner(self) -> LearnerConfig:
+        """The learner's settings, with `reduce` as the number of ranks wants it."""
+        if self.learner.reduce != "auto":
+            return self.learner
+        reduce = "exact" if self.cluster.learners > 1 else "fast"
+        return self.learner.model_copy(update={"reduce": reduce})
+
     def num_problems(self, length: int) -> float:
         """Problems to consume, of `length` in an epoch; inf where `steps` decides."""
         return math.inf if self.epochs is None else math.ceil(round(self.epochs * length, 6))

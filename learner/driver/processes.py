@@ -2,21 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from cluster.actor import Actor, RevivableActor
+from cluster.config import DeadlineConfig
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session
-from learner.config import RunConfig, roles
+from learner.config import RunConfig, generator_roles, learner_roles, roles
 from learner.driver.memory_budget import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
 from learner.model.bitsandbytes_import import left_out
+from learner.ranks.ranks import Ranks, all_of
+from learner.ranks.service import Meeting, RankService
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
 from rewards.pool import Judging
@@ -46,40 +49,58 @@ async def start_processes(
 ) -> tuple[list[RevivableActor[RolloutService]], Actor[TrainerService]]:
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
-    *generators, learner = roles(config)
-    await session.reserve([*generators, learner], start, note)
+    await session.reserve(roles(config), start, note)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     workers = [
         session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env)
-        for rank, role in enumerate(generators)
+        for rank, role in enumerate(generator_roles(config))
     ]
-    settled = config.model_copy(update={"learner": prepared.budgets.learner})
-    wanted = [settled, prepared.total_steps, prepared.budgets.learner_bytes]
     shares = config.memory.base == "shared"
-
-    def spawn_trainer(base: Manifest | None = None) -> "Remote[Trainer]":
-        return session.spawn(learner, make_trainer, [*wanted, base], ALLOCATOR if learner.gpus > 0 else {})
-
     if config.cluster.gpus.learner == 0 and not shares:  # the two start-ups overlap
-        trainer_process = spawn_trainer()
+        learner = spawn_learner(prepared, session)
         async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
-            for worker in workers:
-                starting.create_task(started(worker, start))
-            starting.create_task(trainer_process.ready(start))
+            for process in workers:
+                starting.create_task(started(process, start))
+            for rank in learner:
+                starting.create_task(rank.ready(start))
     else:
         for worker in workers:
             await started(worker, start)
             if prepared.budgets.alternating:
                 await worker.call(RolloutService.sleep, start)
         base = await workers[0].call(RolloutService.share_base, start) if shares else None
-        trainer_process = spawn_trainer(base)
-        await trainer_process.ready(start)
-    trainer = WatchedLearner(trainer_process, config.cluster.deadlines.heartbeat)
+        learner = spawn_learner(prepared, session, base)
+        await asyncio.gather(*(rank.ready(start) for rank in learner))
+    trainer = WatchedLearner(await joined(learner, config.cluster.deadlines), config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
         fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     return list(workers), trainer
+
+
+def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = None) -> "list[Remote[Trainer]]":
+    """The learner's process, or those of its ranks."""
+    config, budgets = prepared.config, prepared.budgets
+    settled = config.model_copy(update={"learner": budgets.learner})
+    wanted = [settled, prepared.total_steps, budgets.learner_bytes]
+    env = ALLOCATOR if config.cluster.gpus.learner > 0 else {}
+    first, *others = learner_roles(config)
+    if not others:
+        return [session.spawn(first, make_trainer, [*wanted, base], env)]
+    return [session.spawn(role, make_rank, [*wanted, rank], env) for rank, role in enumerate([first, *others])]
+
+
+async def joined(processes: "Sequence[Remote[Trainer]]", deadlines: DeadlineConfig) -> Actor[TrainerService]:
+    """Those processes as one learner, once they know each other."""
+    first, *others = processes
+    if not others:
+        return first
+    ranks = cast("Sequence[Remote[RankService]]", processes)
+    port = await ranks[0].call(RankService.open, deadlines.start, first.address, deadlines.start)
+    meeting = Meeting(first.address, port, deadlines.start, deadlines.step)
+    await all_of([rank.call(RankService.join, deadlines.start, meeting, rank.address) for rank in ranks])
+    return Ranks(ranks)
 
 
 async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
@@ -140,28 +161,50 @@ def _room(config: RunConfig, budgets: Budgets) -> int:
 def make_trainer(
     config: RunConfig, total_steps: int, memory_bytes: int | None, base: Manifest | None = None
 ) -> "Trainer":
-    """The learner, built in its own process; `memory_bytes` is the most that it may hold, `base` the generator's."""
+    """The learner, built in its own process; `memory_bytes` is the most that it may hold, `base` the generator's. With
+    several cluster.learners it does the work of all, to the same bits."""
+    _settle_logs()
+    with _imports(config):
+        from learner.trainer.trainer import Trainer
+    if config.cluster.gpus.learner == 0:
+        settle_products(config.run_dir)
+    return _built(partial(Trainer, base=base), config, total_steps, memory_bytes)
+
+
+def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, rank: int) -> "Trainer":
+    """One of cluster.learners, likewise."""
+    _settle_logs(rank)
+    with _imports(config):
+        from learner.ranks.rank_trainer import RankTrainer
+    if config.cluster.gpus.learner == 0 and rank == 0:  # the others take its choice
+        settle_products(config.run_dir)
+    return _built(partial(RankTrainer, rank=rank, ranks=config.cluster.learners), config, total_steps, memory_bytes)
+
+
+def _settle_logs(rank: int = 0) -> None:
     # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
-    with nullcontext() if _has_4_bit_layers(config) else left_out():
-        from learner.trainer.trainer import Trainer
+    if rank == 0:
+        log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
 
-    on_card = config.cluster.gpus.learner > 0
-    if not on_card:
-        settle_products(config.run_dir)
-    return Trainer(
+
+def _built(kind: "Callable[..., Trainer]", config: RunConfig, total_steps: int, memory_bytes: int | None) -> "Trainer":
+    return kind(
         config.model,
-        config.learner,
+        config.settled_learner,
         temperature=config.rollout.temperature,
         max_completion_length=config.rollout.max_completion_length,
         total_steps=total_steps,
         seed=config.seed,
-        device="cuda" if on_card else "cpu",
+        device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
         memory_bytes=memory_bytes,
-        base=base,
         reward_adapters=[str(reward.adapter) for reward in adapters_of(config.rewards)],
     )
+
+
+def _imports(config: RunConfig) -> AbstractContextManager[None]:
+    """For the import of the trainer."""
+    return nullcontext() if _has_4_bit_layers(config) else left_out()
 
 
 def _has_4_bit_layers(config: RunConfig) -> bool:

@@ -14,7 +14,7 @@ from cluster.actor import RevivableActor
 from cluster.config import DeadlineConfig
 from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
-from learner.config import RunConfig, roles
+from learner.config import RunConfig, generator_roles
 from learner.driver.held_out_calls import generate
 from learner.driver.launch import CLOSE_S
 from learner.driver.memory_budget import Budgets
@@ -116,8 +116,8 @@ async def _generated(
 
 
 def _generators(config: RunConfig) -> list[Role]:
-    """All roles but the learner."""
-    return roles(config)[:-1]
+    """All roles but those that learn."""
+    return generator_roles(config)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.ranks.rank_trainer import RankTrainer
 from learner.trainer.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive
@@ -31,10 +33,14 @@ def make_trainer(
     model: dict[str, Any] | None = None,
     memory_bytes: int | None = None,
     reward_adapters: Sequence[str] = (),
+    rank: int | None = None,
+    ranks: int = 1,
     **learner: Any,
 ) -> Trainer:
+    """rank: of several; None: a learner of one process."""
     settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
-    return Trainer(
+    kind: Callable[..., Trainer] = Trainer if rank is None else partial(RankTrainer, rank=rank, ranks=ranks)
+    return kind(
         ModelConfig(path=path, adapter=adapter, dtype=dtype, **model or {}),
         LearnerConfig(**settings),
         temperature=TEMPERATURE,

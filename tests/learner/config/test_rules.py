@@ -15,6 +15,7 @@ TURNS = ("memory.layout=alternating", *SHARED)
 ONE_BASE = "memory.base=shared"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 PPO = "learner.algorithm=ppo"
+SEVERAL = ("cluster.learners=2",)
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
 MODEL = "rewards=[{use: 'adapter:x'}, {use: format, weight: 0}]"
@@ -57,6 +58,10 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["rewards=[{use: 'adapter:x'}]"], "rewards: must list a function for evaluation, .*got data.eval.every=20"),
     ([ROUNDED], "learner.optimizer.kind: adamw_rounded is for bfloat16.*got learner.mode=lora, model.dtype=bfloat16"),
     ([ROUNDED, FULL, "model.dtype=float32"], "learner.optimizer.kind: adamw_rounded is for.*got.*model.dtype=float32"),
+    ([*SEVERAL, FULL], "cluster.learners: above 1 needs learner.mode=lora.*got cluster.learners=2, learner.mode=full"),
+    ([*SEVERAL, "cluster.gpus.learner=0.5"], "cluster.learners: above 1 needs a card or none.*got.*gpus.learner=0.5"),
+    ([*SEVERAL, ONE_BASE], "cluster.learners: above 1 needs memory.base=own.*got.*memory.base=shared"),
+    (["learner.reduce=exact", FULL], "learner.reduce: exact needs learner.mode=lora.*got learner.mode=full"),
     ([PAGED], "learner.optimizer.kind: paged_adamw_8bit needs CUDA.*got cluster.gpus.learner=0"),
     ([*OFFLOAD], "learner.offload_boundaries: true needs.*checkpointing=full, cluster.gpus.learner=0"),
     ([OFFLOAD[0], LEARNER_CARD], "learner.offload_boundaries: true needs.*checkpointing=auto, cluster.gpus.learner=1"),
@@ -106,6 +111,9 @@ ALLOWED = [
     ["learner.updates_per_batch=8", CLIP, "learner.loss.cap=2"],
     ["learner.loss.ratio=gspo", "learner.loss.epsilon=[0.1, 0.1]"],
     ["learner.loss.ratio=gspo", "model.dtype=float32"],
+    [*SEVERAL, LEARNER_CARD],
+    [*SEVERAL, PPO, "learner.reduce=fast"],
+    ["learner.reduce=exact"],
     ["memory.device=16GiB", "memory.layout=slices", *SHARED],
     ["memory.device=16GiB", "memory.layout=slices"],
     ["memory.layout=separate", GENERATOR_CARD, LEARNER_CARD],

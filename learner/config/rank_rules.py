@@ -1,0 +1,38 @@
+"""Which settings go with several ranks of the learner, and with exact sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from learner.config.rule import Rule
+from learner.config.settings import Settings
+
+SEVERAL = "cluster.learners:"
+
+
+def _several(needs: str, mend: str, got: str, broken: Callable[[Settings], bool]) -> Rule:
+    return Rule(
+        SEVERAL, f"above 1 needs {needs}", f"{mend}, or cluster.learners=1", ("cluster.learners", got),
+        lambda c: c.cluster.learners > 1 and broken(c),
+    )  # fmt: skip
+
+
+RANKS = (
+    _several(
+        "learner.mode=lora: each rank has the whole model and all states of its optimizer", "set that", "learner.mode",
+        lambda c: c.learner.mode == "full",
+    ),
+    _several(
+        "a card or none for each rank: NCCL takes no two on one card", "set cluster.gpus.learner=1",
+        "cluster.gpus.learner", lambda c: 0 < c.cluster.gpus.learner < 1,
+    ),
+    _several(
+        "memory.base=own: the base of a generator is mapped by one learner", "set that", "memory.base",
+        lambda c: c.memory.base == "shared",
+    ),
+    Rule(
+        "learner.reduce: exact", "needs learner.mode=lora: it takes 16 bytes for each weight that is trained",
+        "set that, or reduce=fast", ("learner.mode",),
+        lambda c: c.learner.reduce == "exact" and c.learner.mode == "full",
+    ),
+)  # fmt: skip

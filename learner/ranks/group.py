@@ -1,0 +1,101 @@
+"""The ranks' process group: torch.distributed, with gloo between processes and NCCL between cards.
+
+Everything has a time-out of its own, since torch's is half an hour. A rank that dies closes its connections, so the
+others notice within a second; one that hangs is found by its pulse (learner.driver.watched_learner), long before.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import all_gather, all_reduce, init_process_group
+
+from cluster.actor import Unusable
+from learner.ranks.message import packed, unpacked
+from learner.ranks.service import PEER_LOST, Meeting
+from learner.trainer.peers import Peers
+
+T = TypeVar("T")
+
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+MOST_SAID = 160  # characters of torch's own words
+NAME_BYTES, ADDRESS = 256, slice(20, 24)  # of the structure that it fills
+
+
+class Group(Peers):
+    """Of one rank; `join` comes before anything else.
+
+    device: that the sums are on.
+    """
+
+    def __init__(self, rank: int, count: int, device: torch.device) -> None:
+        self.rank, self.count, self._device = rank, count, device
+        self._store: TCPStore | None = None
+
+    def open(self, host: str, start_s: float) -> int:
+        """A store that listens on this address alone (torch's own choice is all of them); its port."""
+        listening = socket.create_server((host, 0))
+        port: int = listening.getsockname()[1]
+        self._store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=start_s),
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+        return port
+
+    def join(self, meeting: Meeting, address: str) -> None:
+        """Waits for all ranks. address: of this node, on which gloo listens."""
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+        with _or_lost():
+            store = self._store or TCPStore(
+                meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=meeting.start_s)
+            )
+            init_process_group(
+                "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+                store=store, rank=self.rank, world_size=self.count, timeout=timedelta(seconds=meeting.step_s),
+            )  # fmt: skip
+
+    def sum(self, values: Tensor) -> None:
+        with _or_lost():
+            all_reduce(values)
+
+    def gather(self, own: T) -> list[T]:
+        sent = torch.frombuffer(bytearray(packed(own)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        with _or_lost():
+            all_gather(sizes, torch.tensor([len(sent)]))
+            longest = int(max(sizes))
+            room = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
+            filled = torch.zeros(longest, dtype=torch.uint8)
+            filled[: len(sent)] = sent
+            all_gather(room, filled)
+        return [unpacked(one[: int(size)].numpy().tobytes()) for one, size in zip(room, sizes, strict=True)]
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address. ValueError if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(found[ADDRESS]) == address:
+                return name
+    raise ValueError(f"cluster.address: Ray names this node {address}, and no network interface here has that address")
+
+
+@contextmanager
+def _or_lost() -> Iterator[None]:
+    """What fails here fails for another rank's sake: this one is whole, and of no use without it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Unusable(f"{PEER_LOST} ({str(error).splitlines()[0][:MOST_SAID]})") from error

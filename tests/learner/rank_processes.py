@@ -1,0 +1,145 @@
+"""Ranks in real processes of this machine, without Ray: the same calls reach all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from learner.ranks.rank_trainer import RankTrainer
+from learner.ranks.service import Meeting
+from tests.learner.trainers import make_trainer
+
+HOST, DEADLINE_S = "127.0.0.1", 60.0
+
+Work = Callable[..., Awaitable[Any]]  # what a rank does with its trainer: a function of a module, found by its name
+
+
+class Failed(NamedTuple):
+    """What a rank's work raised."""
+
+    kind: str
+    text: str
+
+
+class RankProcesses:
+    """`ranks` trainers as tests.learner.trainers.make_trainer makes them, each in a process of one thread."""
+
+    def __init__(self, ranks: int, path: str, settings: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("forkserver")  # which imports torch once for all
+        context.set_forkserver_preload(["tests.learner.rank_processes"])
+        self.ends: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, ranks, path, settings), daemon=True)
+            process.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.processes.append(process)
+        port = self._answer(0)
+        for end in self.ends[1:]:
+            end.send(port)
+
+    def all(self, work: Work, *args: Any) -> list[Any]:
+        """What each rank gives, or how it failed; None of one that died."""
+        self.ask(work, *args)
+        return self.answers()
+
+    def ask(self, work: Work, *args: Any) -> None:
+        for end in self.ends:
+            end.send((work, args))
+
+    def answers(self) -> list[Any]:
+        return [self._answer(rank) for rank in range(len(self.ends))]
+
+    def kill(self, rank: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def _answer(self, rank: int) -> Any:
+        assert self.ends[rank].poll(DEADLINE_S), f"rank {rank} hangs"
+        try:
+            return self.ends[rank].recv()
+        except EOFError:
+            return None
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def rank_processes(ranks: int, path: str, **settings: Any) -> Iterator[RankProcesses]:
+    processes = RankProcesses(ranks, path, settings)
+    try:
+        yield processes
+    finally:
+        processes.end()
+
+
+def _serve(end: Connection, rank: int, ranks: int, path: str, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    trainer: Any = make_trainer(path, rank=rank, ranks=ranks, **settings)
+    assert isinstance(trainer, RankTrainer)
+
+    async def serve() -> None:
+        if rank == 0:
+            port = await trainer.open(HOST, DEADLINE_S)
+            end.send(port)
+        else:
+            port = await asyncio.to_thread(end.recv)
+        await trainer.join(Meeting(HOST, port, DEADLINE_S, DEADLINE_S), HOST)
+        while True:
+            work, args = await asyncio.to_thread(end.recv)
+            try:
+                end.send(await work(trainer, *args))
+            except Exception as error:
+                end.send(Failed(type(error).__name__, "".join(traceback.format_exception(error))))
+
+    asyncio.run(serve())
+
+
+async def steps(trainer: Any, groups: list[pa.Table], count: int, packed: bool = True) -> list[tuple[str, Any]]:
+    """After each step the digest of the policy, and what the step said of itself."""
+    trainer._policy.packed &= packed
+    told = []
+    for _ in range(count):
+        metrics = await trainer.step(groups)
+        policy, _ = await trainer.policy()
+        told.append((policy.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}))
+    return told
+
+
+async def gradients(trainer: Any, groups: list[pa.Table]) -> npt.NDArray[np.float32]:
+    """Of all masters, after a step."""
+    await trainer.step(groups)
+    return np.concatenate([weight.grad.numpy().ravel() for weight in trainer._policy.masters.values()])
+
+
+async def with_room_for(trainer: Any, tokens: int, groups: list[pa.Table]) -> tuple[Any, list[int], int]:
+    """A step in which rank 0 has room for so many tokens: what it led to, the sizes of this rank's micro-batches, and
+    the token budget after it."""
+    plain, seen = trainer._policy.predicting, []
+
+    def predicting(batch: Any) -> Any:
+        seen.append(batch.ids.numel())
+        if trainer._group.rank == 0 and batch.ids.numel() > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(batch)
+
+    trainer._policy.predicting = predicting
+    return (await steps(trainer, groups, 1))[0], seen, trainer._budget.tokens

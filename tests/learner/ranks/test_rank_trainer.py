@@ -1,0 +1,106 @@
+"""Ranks in real processes, which meet over gloo: the same bits whatever their number, and what ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from learner.algo.loss_config import LossConfig
+from learner.ranks.rank_trainer import check_alike
+from tests.learner.rank_processes import Failed, gradients, rank_processes, steps, with_room_for
+from tests.learner.rollouts import make_groups, uniform
+from tests.learner.trainers import make_trainer
+
+EXACT: dict[str, Any] = {"reduce": "exact", "learning_rate": 1e-2, "token_budget": 300}
+SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
+
+
+@pytest.fixture(scope="module")
+def ragged() -> list[pa.Table]:
+    """Five groups of 80 to 240 tokens: of two updates on them one has fewer micro-batches than four ranks."""
+    rng = np.random.default_rng(0)
+    return make_groups([rng.normal(size=6).tolist() for _ in range(5)], uniform, max_completion=40)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have, with which trainers of this process are compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "packed", "counts"),
+    [
+        (SEVERAL, True, (2, 3, 4)),
+        (SEVERAL, False, (2,)),
+        ({"algorithm": "ppo", "dtype": "bfloat16"}, True, (2,)),
+    ],
+    ids=["packed", "padded", "PPO"],
+)
+async def test_the_number_of_ranks_changes_no_bit(
+    tiny_path: str,
+    adapter_path: str,
+    ragged: list[pa.Table],
+    settings: dict[str, Any],
+    packed: bool,
+    counts: tuple[int, ...],
+) -> None:
+    alone = await steps(make_trainer(tiny_path, adapter=adapter_path, **EXACT, **settings), ragged, 2, packed)
+    assert len({digest for digest, _ in alone}) == 2  # something was learned in every step
+    assert alone[0][1]["loss/trained_tokens"] > 0
+    for count in counts:
+        with rank_processes(count, tiny_path, adapter=adapter_path, **EXACT, **settings) as ranks:
+            assert ranks.all(steps, ragged, 2, packed) == [alone] * count
+
+
+async def test_fast_sums_are_those_of_one_rank_but_for_rounding(
+    tiny_path: str, adapter_path: str, ragged: list[pa.Table]
+) -> None:
+    settings: dict[str, Any] = {"adapter": adapter_path, "reduce": "fast", "token_budget": 300}
+    alone = await gradients(make_trainer(tiny_path, **settings), ragged)
+    with rank_processes(2, tiny_path, **settings) as ranks:
+        found = ranks.all(gradients, ragged)[1]
+    assert 0 < np.linalg.norm(found - alone) < 1e-6 * np.linalg.norm(alone)
+
+
+async def test_memory_that_one_rank_lacks_halves_the_budget_of_all(
+    tiny_path: str, adapter_path: str, ragged: list[pa.Table]
+) -> None:
+    with rank_processes(2, tiny_path, adapter=adapter_path, **EXACT) as ranks:
+        told, sizes, budgets = zip(*ranks.all(with_room_for, 150, ragged), strict=True)
+    assert sizes[0][0] > 150 >= max(sizes[0][1:])
+    assert budgets[0] == budgets[1] <= 150
+    small = make_trainer(tiny_path, adapter=adapter_path, **EXACT | {"token_budget": budgets[0]})
+    (alone,) = await steps(small, ragged, 1)
+    assert told == (alone, alone)
+
+
+def test_a_killed_rank_ends_the_others_at_once(tiny_path: str, ragged: list[pa.Table]) -> None:
+    with rank_processes(2, tiny_path, **EXACT) as ranks:
+        ranks.ask(steps, ragged, 1000)
+        assert not ranks.ends[0].poll(1.0)
+        ranks.kill(1)
+        failed, gone = ranks.answers()
+    assert gone is None
+    assert isinstance(failed, Failed)
+    assert failed.kind == "Unusable"
+    assert "another rank is gone (" in failed.text
+
+
+def test_ranks_that_compute_differently_are_refused() -> None:
+    first = ("2.13.0", "a card", 4, "0a")
+    check_alike(1, first, first)
+    with pytest.raises(
+        ValueError, match=r"same torch's version, rank 0 has 2.13.0 and rank 1 2.14.0; install the same"
+    ):
+        check_alike(1, first, ("2.14.0", "a card", 4, "0a"))
+    with pytest.raises(ValueError, match=r"same weights to train, .* rank 3 1b; model.path and model.adapter must"):
+        check_alike(3, first, ("2.13.0", "a card", 4, "1b"))
