@@ -18,6 +18,7 @@ def host_bytes(
     wish: Wish,
     *,
     object_store: int,
+    learners: int = 1,
     reward_processes: int = 1,
     reward_models: int = 0,
     environments: int = 0,
@@ -33,6 +34,7 @@ def host_bytes(
       on top, up to env.memory.
     object_store: what it may take; Ray keeps it in /dev/shm.
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
+    learners: ranks of the learner, each with its own of what follows.
     offloaded: learner.offload_boundaries. paged: the states of paged_adamw_8bit, once the card is full.
     passing: the most of what comes and goes: the learner's weights as they are loaded (4-bit ones one matrix at a
       time), copies of a push of whole weights, or of the weights that a checkpoint of a whole model writes. vLLM reads
@@ -52,10 +54,10 @@ def host_bytes(
         "object_store": object_store,
         "rewards": found.generators * reward_processes * each,
         "environments": found.generators * (ENVIRONMENT_SERVER + environments * ENVIRONMENT) if environments else 0,
-        "learner": LEARNER_PROCESS + CUDA_LIBRARIES,
+        "learner": learners * (LEARNER_PROCESS + CUDA_LIBRARIES),
         "generators": found.generators * (ENGINE_PROCESS + CUDA_LIBRARIES),
         "asleep": found.generators * asleep,
-        "offloaded": shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
-        "paged": 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
-        "passing": max(loading, pushing, saving),
+        "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
+        "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
+        "passing": max(learners * loading, pushing, saving),
     }

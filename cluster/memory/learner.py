@@ -71,6 +71,7 @@ class Learning:
     offload: bool = False  # boundaries of checkpointing=full in host memory
     cuda: bool = True
     value_rank: int = 0  # of PPO's value, an adapter on the same targets; 0: there is none
+    exact: bool = False  # learner.reduce: gradients are added in two float64 parts
     fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
 
     def keeps_floats(self, shape: Shape) -> bool:
@@ -105,7 +106,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
       each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
       optimizers round (see learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a
       float32 head of h.
-    gradients: 4 n, of the masters; b n without masters.
+    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
     reference: of full fine-tuning with beta > 0 (learner.model.reference).
@@ -124,7 +125,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     return {
         "weights": base_bytes(shape, learning.base, b),
         "adapters": adapters,
-        "gradients": (4 if masters else b) * n,
+        "gradients": ((4 if masters else b) + (16 if learning.exact else 0)) * n,
         "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
         "reference": reference_bytes(shape, learning.reference, b),
     }

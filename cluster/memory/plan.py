@@ -27,6 +27,7 @@ class Workload:
     sequences: int = 128  # most that are decoded at once
     adapters: int = 2  # policy versions that a generator holds
     generators: int = 1  # on one device
+    learners: int = 1  # likewise
     groups: int | None = None  # of a step, if that is known
 
     @property
@@ -70,6 +71,7 @@ class Wish:
     kv_bytes: int | None = None
     kv_dtype: str = "bfloat16"  # or fp8
     layouts: tuple[Layout, ...] = ("slices", "alternating")
+    exact: bool = False  # learner.reduce
     shared: bool = False  # memory.base: shared: one base for both roles, the generator's
     cuda: bool = True
     learner_cap: int | None = None  # bytes that a role may have at most
@@ -88,9 +90,10 @@ class Plan:
     token_budget: int
     kv_bytes: int
     sequences: int  # of full length that the KV cache holds at once
-    learner: Parts
-    generator: Parts  # of one
+    learner: Parts  # of one
+    generator: Parts  # likewise
     generators: int = 1
+    learners: int = 1
 
     @property
     def learner_bytes(self) -> int:
@@ -103,13 +106,13 @@ class Plan:
     @property
     def generator_room(self) -> int:
         """Bytes that one generator may come to: its plan, and in slices what the learner's leaves."""
-        left = USABLE * self.device_bytes - self.learner_bytes if self.layout == "slices" else 0
+        left = USABLE * self.device_bytes - self.learners * self.learner_bytes if self.layout == "slices" else 0
         return max(self.generator_bytes, int(left / self.generators))
 
     @property
     def device_peak(self) -> int:
         """The most that one device must have."""
-        learner, generator = self.learner_bytes, self.generators * self.generator_bytes
+        learner, generator = self.learners * self.learner_bytes, self.generators * self.generator_bytes
         if self.layout == "separate":
             return max(learner, generator)
         if self.layout == "slices":

@@ -77,7 +77,7 @@ def _plan(
 ) -> Plan:
     learning = Learning(
         wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_ranks,
-        wish.reference, wish.offload, wish.cuda, wish.value_rank,
+        wish.reference, wish.offload, wish.cuda, wish.value_rank, wish.exact,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
@@ -91,7 +91,7 @@ def _plan(
         learner["weights"] = 0  # counted where they lie, with the generator
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
-        learner, generator_bytes(shape, serving), work.generators,
+        learner, generator_bytes(shape, serving), work.generators, work.learners,
     )  # fmt: skip
 
 

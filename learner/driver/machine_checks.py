@@ -149,6 +149,7 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     has, shared = machine.main_memory(), machine.shared_memory() or 0
     parts = host_bytes(
         budgets.plan, wish_of(config, layouts(config)), object_store=store_bytes(budgets.policy_bytes, shared),
+        learners=config.cluster.learners,
         reward_processes=config.rollout.reward_workers, reward_models=classifier_bytes(config),
         environments=0 if config.env.use is None else config.trajectories,
     )  # fmt: skip

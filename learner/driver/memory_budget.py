@@ -87,7 +87,7 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
         update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
     )
     note = (
-        f"memory: {found.layout} on {gib(found.device_bytes)}: learner {gib(found.learner_bytes)} (checkpointing "
+        f"memory: {found.layout} on {gib(found.device_bytes)}: {_learner(config, found)} (checkpointing "
         f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
         f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
     )
@@ -117,6 +117,11 @@ def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | 
 def _rank(found: Plan) -> tuple[int, int, int]:
     """Sequences that find room; then activations that are kept, and not computed twice; then tokens at once."""
     return found.sequences, found.learner["activations"], found.token_budget
+
+
+def _learner(config: RunConfig, found: Plan) -> str:
+    ranks = config.cluster.learners
+    return f"{'learner' if ranks == 1 else f'each of {ranks} learner ranks'} {gib(found.learner_bytes)}"
 
 
 def _waiting(cached: int, asked: int) -> str:
@@ -161,7 +166,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     _check_cache(config, found)
     cap = None if config.memory.learner == "auto" else config.memory.learner
     note = (
-        f"memory: memory.device is null, so no limit is applied; planned: learner {gib(found.learner_bytes)}, "
+        f"memory: memory.device is null, so no limit is applied; planned: {_learner(config, found)}, "
         f"generator {gib(found.generator_bytes)}"
     )
     return Budgets(learner, found.kv_bytes, sequences, cap, policy_bytes(config, shape), found.layout, found, note)
@@ -191,7 +196,7 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
         others = found.generators * found.generator_bytes
     elif found.layout == "alternating":
         others = found.generators * units.total(asleep(found.generator))
-    return round(USABLE * found.device_bytes) - others - found.learner["context"]
+    return (round(USABLE * found.device_bytes) - others) // found.learners - found.learner["context"]
 
 
 def settled(config: RunConfig, budgets: Budgets) -> RunConfig:

@@ -9,7 +9,7 @@ from cluster.memory.plan import Layout, Wish, Workload
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.weight_push import pushed_bytes
 from cluster.placement import pack
-from learner.config import RunConfig, roles
+from learner.config import RunConfig, generator_roles, roles
 from learner.model.adapter_config import AdapterError, read_scored
 from learner.model.weight_files import WeightsError
 from rewards.config import adapters_of
@@ -53,6 +53,7 @@ def workload(config: RunConfig, sequences: int) -> Workload:
         sequences=sequences,
         adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
         generators=_generators_a_card(config),
+        learners=config.cluster.learners if config.cluster.gpus.learner == 0 else 1,  # as of generators
         groups=config.learner.groups_per_step,
     )
 
@@ -66,11 +67,10 @@ def policy_bytes(config: RunConfig, shape: Shape) -> int:
 
 def _generators_a_card(config: RunConfig) -> int:
     """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
-    generators = roles(config)[:-1]
     if config.cluster.gpus.generator == 0:
-        return len(generators)
+        return config.rollout.workers
     bundle_of = pack(roles(config)).bundle_of
-    return max(Counter(bundle_of[role.name] for role in generators).values())
+    return max(Counter(bundle_of[role.name] for role in generator_roles(config)).values())
 
 
 def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
@@ -90,6 +90,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
         offload=learner.offload_boundaries,
         base=model.base,
+        exact=config.settled_learner.reduce == "exact",
         shared=sizes.base == "shared",
         checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,

@@ -49,6 +49,22 @@ def test_two_slices_share_a_card_within_its_bytes() -> None:
     assert budgets.kv_cache == budgets.plan.kv_bytes
 
 
+def test_ranks_that_share_a_memory_divide_it_and_hold_exact_sums() -> None:
+    (one, model), (several, _) = (
+        run(memory={"device": "64GiB"}, cluster={"learners": count}) for count in (1, 3)
+    )  # on a CPU
+    alone, ranks = settle(one, model), settle(several, model)
+    assert alone.plan is not None
+    assert ranks.plan is not None
+    assert ranks.plan.learner["gradients"] == 5 * alone.plan.learner["gradients"]  # 4 bytes a weight, and 16 of sums
+    assert ranks.plan.device_peak == 3 * ranks.plan.learner_bytes + ranks.plan.generator_bytes
+    assert ranks.learner_bytes is not None
+    context = ranks.plan.learner["context"]
+    together = 3 * (ranks.learner_bytes + context) + ranks.plan.generator_bytes
+    assert together == pytest.approx(USABLE * 64 * GIB)
+    assert "each of 3 learner ranks" in ranks.note
+
+
 def test_every_role_of_ppo_is_planned() -> None:
     config, model = run(learner={"algorithm": "ppo", "lora": {"rank": 32}}, memory={"device": "40GiB"})
     scored = [{"use": "format"}, {"use": "adapter:a", "name": "a"}, {"use": "adapter:b", "name": "b"}]
