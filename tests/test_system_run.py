@@ -36,5 +36,6 @@ def test_seconds_to_an_accuracy_are_those_before_the_first_evaluation_that_reach
 
 def test_a_mode_is_read_or_refused() -> None:
     assert Mode.parse("1:2/3") == Mode(staleness=1, generator=2, learner=3)
+    assert Mode.parse("1:1/1x2:continue") == Mode(1, 1, 1, "continue", ranks=2)
     with pytest.raises(argparse.ArgumentTypeError, match="must be STALENESS:CORES/CORES"):
         Mode.parse("1:2")

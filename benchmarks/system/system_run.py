@@ -86,36 +86,40 @@ class Record:
 
 @dataclass(frozen=True)
 class Mode:
-    """How gleaner runs: policy versions that generation may run ahead, cores of each role, and what completions under
-    way do when a newer policy comes (rollout.in_flight)."""
+    """How gleaner runs: policy versions that generation may run ahead, cores of each role, what completions under way
+    do when a newer policy comes (rollout.in_flight), and the ranks of the learner, each with that many cores."""
 
     staleness: int
     generator: int
     learner: int
     in_flight: str = "finish"
+    ranks: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """`STALENESS:GENERATOR/LEARNER[:IN_FLIGHT]`, for example 1:1/1:continue. Raises ArgumentTypeError."""
-        if (found := re.fullmatch(r"(\d+):(\d+)/(\d+)(?::(finish|continue))?", text)) is None:
+        """`STALENESS:GENERATOR/LEARNER[xRANKS][:IN_FLIGHT]`, for example 1:1/1x2:continue. Raises
+        ArgumentTypeError."""
+        if (found := re.fullmatch(r"(\d+):(\d+)/(\d+)(?:x(\d+))?(?::(finish|continue))?", text)) is None:
             raise argparse.ArgumentTypeError(
-                f"must be STALENESS:CORES/CORES[:finish|:continue], for example 1:1/1, got {text}"
+                f"must be STALENESS:CORES/CORES[xRANKS][:finish|:continue], for example 1:1/1x2, got {text}"
             )
-        staleness, generator, learner, in_flight = found.groups()
-        return cls(int(staleness), int(generator), int(learner), in_flight or "finish")
+        staleness, generator, learner, ranks, in_flight = found.groups()
+        return cls(int(staleness), int(generator), int(learner), in_flight or "finish", int(ranks or 1))
 
     @property
     def name(self) -> str:
         way = f"async, {self.staleness} ahead" if self.staleness else "sync"
         way += f", in flight {self.in_flight}" * (self.in_flight != "finish")
-        return f"gleaner {way}, {self.generator}/{self.learner} cores"
+        ranks = f" x {self.ranks} ranks" * (self.ranks > 1)
+        return f"gleaner {way}, {self.generator}/{self.learner} cores{ranks}"
 
 
 def run_gleaner(tree: Tree, mode: Mode, limit_s: float) -> Record:
     """`python -m learner.main` on the configuration. Raises RunFailed."""
     cores = {"generator": mode.generator, "learner": mode.learner}
     with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
-        more: Tree = {"name": "run", "output_dir": folder, "max_staleness": mode.staleness, "cluster": {"cpus": cores}}
+        more: Tree = {"name": "run", "output_dir": folder, "max_staleness": mode.staleness}
+        more["cluster"] = {"cpus": cores, "learners": mode.ranks}
         more["rollout"] = tree["rollout"] | {"in_flight": mode.in_flight}
         load, started = os.getloadavg()[0], time.time()
         command(tree | more, ["-m", "learner.main", "--config"], [], limit_s)

@@ -148,7 +148,7 @@ def parse() -> argparse.Namespace:
     add_ragged_options(parser)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system, with seeds 0, 1, ...")
     parser.add_argument(
-        "--modes", type=Mode.parse, nargs="+", help="of gleaner: STALENESS:GENERATOR/LEARNER cores[:continue]"
+        "--modes", type=Mode.parse, nargs="+", help="of gleaner: STALENESS:GENERATOR/LEARNER cores[xRANKS][:continue]"
     )
     parser.add_argument("--rivals", choices=list(RIVALS), nargs="*", default=["generate"], help="engines of TRL")
     parser.add_argument("--micro-batch", type=int, help="of TRL; completions; default 16, demo 64")
