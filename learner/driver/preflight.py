@@ -147,8 +147,23 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         changed=changed,
         fingerprints=fingerprints,
         budgets=budgets,
-        notes=(*notes, *([cards.note] if card and cards and cards.note else ())),
+        notes=(
+            *notes,
+            *_fewer_held_out(config, len(heldout)),
+            *([cards.note] if card and cards and cards.note else ()),
+        ),
     )
+
+
+def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:
+    """A line if a number that was asked for, not the default one, is not what there is."""
+    wanted = config.data.eval
+    if wanted.every == 0 or "size" not in wanted.model_fields_set or found >= wanted.size:
+        return ()
+    why = "at most a tenth of the different prompts is kept from training; give data.eval.path for more"
+    if wanted.path is not None or wanted.split is not None:
+        why = "there are no more"
+    return (f"data.eval.size: {found} problems are held out, {wanted.size} were asked for: {why}",)
 
 
 def report(prepared: Prepared, cards: Cards | None) -> str:

@@ -50,7 +50,20 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "27 to train on, 3 held out" in out
     assert "learning_rate: 2.0e-05" in out
     assert "memory.device is null, so no limit is applied" in out
+    assert "were asked for" not in out
     assert not Path("runs").exists()
+
+
+def test_fewer_held_out_problems_than_asked_for_are_said(
+    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = check(config, "--dry-run", "data.eval.size=4", capsys=capsys)
+    assert "data.eval.size: 3 problems are held out, 4 were asked for: at most a tenth of the different prompts" in out
+    _, out, _ = check(config, "--dry-run", "data.eval.size=3", capsys=capsys)
+    assert "were asked for" not in out
+    Path("other.jsonl").write_text('{"question": "Say what?", "answer": 1}\n')
+    _, out, _ = check(config, "--dry-run", "data.eval.size=4", "data.eval.path=other.jsonl", capsys=capsys)
+    assert "data.eval.size: 1 problems are held out, 4 were asked for: there are no more" in out
 
 
 WRONG = {
