@@ -12,6 +12,7 @@ from learner.driver.card_turns import CardTurns
 from learner.driver.reward_models import RewardModels
 from learner.driver.step_metrics import StepMetrics
 from learner.driver.step_record import StepRecord
+from learner.driver.task_group import start_in
 from learner.driver.weight_sync import WeightSync
 from learner.trainer.service import TrainerService
 from rollout.producer import Pipes
@@ -101,7 +102,7 @@ class Updates:
             with self._pipes.timeline.span("policy", "learner", version=self.step):
                 (push, spent), mismatch = await asyncio.gather(self._sync.fetch(tasks), self._record.mismatch())
             self._record.policy(push.adapter)
-            tasks.create_task(asyncio.to_thread(self._record.keep_mismatch, self.step, groups, mismatch))
+            start_in(tasks, asyncio.to_thread(self._record.keep_mismatch, self.step, groups, mismatch))
         finally:
             await at_rest
         return metrics | spent, push

@@ -8,6 +8,7 @@ import pyarrow as pa
 from cluster.actor import Actor
 from learner.config import RunConfig
 from learner.driver.probe import Probe
+from learner.driver.task_group import start_in
 from learner.trainer.service import TrainerService
 from rollout.producer import Pipes, Producer
 from rollout.weight_sync import Answer, Push
@@ -37,12 +38,7 @@ class WeightSync:
         update, exported_s = await self._trainer.call(TrainerService.policy, self._deadlines.push)
         spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
-        expecting = self._expect(update.version, ids)
-        try:
-            expected = tasks.create_task(expecting)
-        except RuntimeError:  # the run is at its end, by another's error
-            expecting.close()
-            raise
+        expected = start_in(tasks, self._expect(update.version, ids))
         return Push(update, ids, expected, self._dtype), spent
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:

@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("settings", "packed", "counts"),
     [
-        (SEVERAL, True, (2, 3, 4)),
+        (SEVERAL, True, (3, 4)),
         (SEVERAL, False, (2,)),
         ({"algorithm": "ppo", "dtype": "bfloat16"}, True, (2,)),
     ],
