@@ -60,11 +60,7 @@ class Metrics:
         clean = {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
         with writing(self._path):
             self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **clean}) + "\n")
-        if not self._folder_is_there():
-            raise FileNotFoundError(
-                f"{self._path.parent}: the run folder was deleted or replaced while the run was writing to it (step "
-                f"{step}); what it held is lost. Start the run again, or give it another name="
-            )
+        self.check_folder(step)
         finite = {key: value for key, value in clean.items() if value is not None}
         for tracker in self._trackers:
             tracker.log(step, finite)
@@ -74,11 +70,17 @@ class Metrics:
         for tracker in self._trackers:
             tracker.completions(step, samples)
 
-    def _folder_is_there(self) -> bool:
+    def check_folder(self, step: int) -> None:
+        """Raises FileNotFoundError if the run folder was deleted or replaced since the run began."""
         try:
-            return os.path.samestat(self._folder, os.stat(self._path.parent))
+            there = os.path.samestat(self._folder, os.stat(self._path.parent))
         except FileNotFoundError:
-            return False
+            there = False
+        if not there:
+            raise FileNotFoundError(
+                f"{self._path.parent}: the run folder was deleted or replaced while the run was writing to it (step "
+                f"{step}); what it held is lost. Start the run again, or give it another name="
+            )
 
     def close(self) -> None:
         """Flushes and closes the file and every tracker."""

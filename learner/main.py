@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from learner.driver import config_io, failure
 
     args = parse(sys.argv[1:] if argv is None else argv)
+    if args.config is None and not args.overrides:
+        print("config: --config: required, but not given; gleaner init my-run writes a first one", file=sys.stderr)
+        return 2
     try:
         config = config_io.load(args.config, args.overrides)
     except config_io.ConfigError as error:

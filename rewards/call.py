@@ -99,6 +99,9 @@ def _read(returned: Any, size: int) -> Verdict:
         problem = f"returned {len(values)} values for {size} completions, must return one for each"
         return failed("error", size, problem)
     numbers = [None if value is None else _number(value) for value in values]
+    if (odd := next((i for i, value in enumerate(values) if not _is_number(value)), None)) is not None:
+        kind, shown = type(values[odd]).__name__, repr(values[odd])[:LONGEST]
+        return Verdict("error", numbers, f"returned {kind} for sample {odd}, must return numbers or None: {shown}")
     bad = [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]
     if not bad:
         return Verdict("ok", numbers)
@@ -106,9 +109,14 @@ def _read(returned: Any, size: int) -> Verdict:
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are no finite numbers up to 1e30, first {first}")
 
 
+def _is_number(value: Any) -> bool:
+    """Text is never a number, however it reads: it has no __float__."""
+    return value is None or hasattr(value, "__float__")
+
+
 def _number(value: Any) -> float:
-    """`value` as a float that counts, or nan. Text is never a number (it has no __float__), however it reads."""
-    if not hasattr(value, "__float__"):
+    """`value` as a float that counts, or nan."""
+    if not _is_number(value):
         return math.nan
     try:
         number = float(value)

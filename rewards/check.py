@@ -7,6 +7,7 @@ from typing import Any
 
 from rewards import memory
 from rewards.base import RewardError
+from rewards.call import Verdict
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 
@@ -65,8 +66,12 @@ async def _slow_at_first(reward: RewardConfig, memory_bytes: int, *group: Any) -
     inside that call."""
     patient = reward.model_copy(update={"timeout_s": max(PATIENCE_S, reward.timeout_s)})
     async with RewardPool([patient], memory_bytes=memory_bytes) as pool:
-        first = await pool.verdicts(*group)
+        if not _answered(await pool.verdicts(*group)):
+            return False
         begin = time.perf_counter()
         second = await pool.verdicts(*group)
-    late = time.perf_counter() - begin > reward.timeout_s
-    return all(verdict.status in ("ok", "nan") for verdict in [*first, *second]) and not late
+    return _answered(second) and time.perf_counter() - begin <= reward.timeout_s
+
+
+def _answered(verdicts: Sequence[Verdict]) -> bool:
+    return all(verdict.status in ("ok", "nan") for verdict in verdicts)

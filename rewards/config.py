@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
@@ -40,6 +40,12 @@ class RewardConfig(BaseModel):
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Environment variables that the function may see, such as OPENAI_API_KEY; others that may hold a secret are kept
     from it (rewards/environment.py lists those that are not)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, given: Any) -> Any:
+        """`number` is short for `{use: number}`."""
+        return {"use": given} if isinstance(given, str) else given
 
     @property
     def adapter(self) -> str | None:

@@ -64,6 +64,8 @@ def _arguments(reward: RewardConfig) -> dict[str, Any]:
 def _whole(text: str | None) -> str | None:
     try:
         path = Path(text).expanduser() if text is not None else None
-        return str(path.absolute()) if path is not None and path.exists() else text
+        if path is None or not path.exists():
+            return text
+        return str(path.resolve() if ".." in path.parts else path.absolute())
     except (OSError, RuntimeError):  # of what is no path
         return text

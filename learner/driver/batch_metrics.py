@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from learner.driver.env_metrics import env_metrics
+from learner.driver.failure import RunEnded
 from rollout.env.trajectory import FAULT
 from rollout.schema import failed, parts_of, rewards_of, whole
 
 
-class RewardsFailing(RuntimeError):
+class RewardsFailing(RunEnded):
     """Most completions of a batch got no reward, or nobody gives any: such a run must not go on silently."""
 
 
@@ -28,7 +29,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     status = Counter(ends.column("reward_status").to_pylist())
     lost = failed(ends)
     if lost.mean() > 0.5:
-        advice = "Try the reward alone: gleaner rewards try FILE:FUNC --rollouts DIR"
+        advice = "Try the functions alone: gleaner rewards try FILE:FUNCTION --rollouts runs/<name>/rollouts"
         if 2 * status[FAULT] > lost.sum():
             advice = "Mend the environment, or what a sentence names: docs/environments.md has the outcomes"
         raise RewardsFailing(

@@ -30,6 +30,7 @@ OVERSAMPLE = (
 # Keys that other programs have, or earlier versions had, and why there is none here.
 NOT_HERE = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATED) | {"oversample": OVERSAMPLE}
 
+OPTIONS = ("--config", "--dry-run", "--assume-gpus", "--keys")  # of what starts a run
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
@@ -38,17 +39,26 @@ def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
 
     Raises ConfigError. List items are reached by index: rewards.0.weight=2.
     """
+    if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
+        raise ConfigError(_no_setting(max(other, key=lambda word: word.startswith("-"))))
     tree = read_yaml(Path(path)) if path is not None else {}
     for override in overrides:
-        key, sign, text = override.removeprefix("--").partition("=")
-        if not sign or not key:
-            raise ConfigError(f"{override!r}: an override is written key=value, for example learner.learning_rate=1e-4")
+        key, _, text = override.removeprefix("--").partition("=")
+        if not key:
+            raise ConfigError(_no_setting(override))
         try:
             value = parse_value(text)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
         assign(tree, key, value)
     return validated(tree)
+
+
+def _no_setting(word: str) -> str:
+    near = difflib.get_close_matches(word, OPTIONS, n=1) if word.startswith("-") else []
+    meant = f"--config {word}" if word.endswith((".yaml", ".yml")) else near[0] if near else ""
+    hint = f"did you mean {meant}?" if meant else "for example learner.learning_rate=1e-4"
+    return f"{word!r}: an override is written key=value{'; ' if meant else ', '}{hint}"
 
 
 def validated(tree: Mapping[str, Any]) -> RunConfig:

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from cluster.actor import ClusterLost, StartFailed
 
 
+class RunEnded(RuntimeError):
+    """Why a run ends before its last step, where the sentence says all and a traceback would say nothing more."""
+
+
 def first_of(error: BaseException) -> BaseException:
     """The exception of a group that tells most: the loss of the cluster, which causes others, else the first that
     came."""
@@ -31,7 +35,8 @@ def sentence_of(error: BaseException) -> str:
 
 
 def tell(error: BaseException) -> tuple[str, int]:
-    """All that is printed, and the exit code: 2 if a process refused what the configuration gave it, else 1."""
-    story = "".join(traceback.format_exception(error))
+    """All that is printed, with the traceback where it may say more, and the exit code: 2 if a process refused what the
+    configuration gave it, else 1."""
+    story = "" if isinstance(error, RunEnded) else "".join(traceback.format_exception(error))
     wrong_input = isinstance(error, StartFailed) and error.wrong_input
     return f"{story}error: {sentence_of(error)}", 2 if wrong_input else 1

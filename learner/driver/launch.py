@@ -67,7 +67,10 @@ async def run(prepared: Prepared) -> int:
             await session.close()
     phases.until_now("end")
     phases.record(config.run_dir, resumed=prepared.resume_from is not None)
-    progress.summary(loop.held_out.evaluations, config.run_dir, phases, advice(loop.metrics.idle, config))
+    advised = loop.metrics.signal.advice() or advice(loop.metrics.idle, config)
+    progress.summary(loop.held_out.evaluations, config.run_dir, phases, advised)
+    if stop.is_set() and loop.step < prepared.total_steps:
+        progress.note(f"stopped  at step {loop.step} of {prepared.total_steps}; the same command goes on from there")
     return 0
 
 

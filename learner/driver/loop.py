@@ -15,7 +15,7 @@ from typing import TypeVar
 from cluster.actor import ClusterLost
 from learner.driver.batches import Batches
 from learner.driver.evaluate import HeldOut
-from learner.driver.failure import first_of, sentence_of
+from learner.driver.failure import RunEnded, first_of, sentence_of
 from learner.driver.mismatch_guard import MismatchGuard
 from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.schedule import Schedule
@@ -30,7 +30,7 @@ T = TypeVar("T")
 LOST_S = 8.0  # that a last checkpoint may take when Ray is about to end the processes
 
 
-class GuardStopped(RuntimeError):
+class GuardStopped(RunEnded):
     """The guard ended the run, after a checkpoint."""
 
 
@@ -71,6 +71,8 @@ class Loop:
         try:
             await self._run(resume_from, *beside)
         except Exception as error:
+            if isinstance(first_of(error), OSError):
+                self.metrics.check_folder(self.step)
             await self._save_after(first_of(error))
             raise
         finally:

@@ -11,6 +11,7 @@ from learner.driver.console import Progress
 from learner.driver.idle_advice import IdleTimes
 from learner.driver.phases import Phases
 from learner.driver.plan_file import PlanFile
+from learner.driver.signal_watch import SignalWatch
 from rollout.producer import Pipes, Producer
 from rollout.weight_sync import Answer, Receipt
 
@@ -32,9 +33,9 @@ class Sinks:
 class StepMetrics:
     """Turns spans and counters into the metrics of a step, and hands them to every sink."""
 
-    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes) -> None:
+    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, groups_per_step: int) -> None:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
-        self.idle = IdleTimes()
+        self.idle, self.signal = IdleTimes(), SignalWatch(groups_per_step)
         self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
         self._held: dict[str, float] | None = None  # of the newest step, not written yet
 
@@ -98,6 +99,10 @@ class StepMetrics:
         self.write(step, held)
         return held
 
+    def check_folder(self, step: int) -> None:
+        """Raises FileNotFoundError if the run folder was deleted or replaced since the run began."""
+        self._sinks.metrics.check_folder(step)
+
     def note(self, text: str) -> None:
         """A line for the user."""
         self._sinks.progress.note(text)
@@ -116,3 +121,5 @@ class StepMetrics:
                 self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)
         self._sinks.progress.step(step, metrics)
+        if (silent := self.signal.add(metrics)) is not None:
+            self.note(f"step {step}: {silent}")

@@ -64,7 +64,8 @@ def wire(
     if config.memory.base == "shared":
         for producer in producers:
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
-    metrics, sync = StepMetrics(sinks, producers, pipes), WeightSync(config, trainer, producers, pipes)
+    metrics = StepMetrics(sinks, producers, pipes, config.learner.groups_per_step)
+    sync = WeightSync(config, trainer, producers, pipes)
     turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
     record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
     reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)

@@ -86,6 +86,10 @@ def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
     folder, file, changed, adapter = asked.run_folder, asked.config, _overrides(asked), asked.adapter
     if folder is not None:
         file = str(folder / "config.yaml")
+        if not Path(file).exists():
+            raise config_io.ConfigError(
+                f"--run: must be a run folder such as runs/demo-seed0, got {folder}; check the path"
+            )
         learned = learned_in(folder)
         if asked.model is None and learned == folder / MODEL:
             changed.insert(0, f"model.path={learned}")

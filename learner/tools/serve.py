@@ -13,6 +13,7 @@ from learner.driver import config_io
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL, served
 
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # where the user's environment does not say
 CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
 
 
@@ -21,8 +22,18 @@ def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
     command = server_command(run_dir, host, port, more)
     if _on_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
-    print(f"model {run_dir.resolve().name} at http://{host}:{port}/v1", flush=True)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    print(_how_to_ask(run_dir.resolve().name, f"http://{host}:{port}/v1"), flush=True)
     os.execv(command[0], command)
+
+
+def _how_to_ask(name: str, address: str) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "..."}]})
+    return (
+        f"model {name} at {address}, once vLLM says: Application startup complete (VLLM_LOGGING_LEVEL=INFO shows all "
+        f"that it says); then\n  curl {address}/chat/completions -H 'content-type: application/json' -d '{body}'"
+    )
 
 
 def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> list[str]:
@@ -32,7 +43,9 @@ def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> 
     """
     file = run_dir / "config.yaml"
     if not file.exists():
-        raise config_io.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; check the path")
+        whole = (run_dir / "config.json").exists()
+        next_step = f"a model is served by: vllm serve {run_dir}" if whole else "check the path"
+        raise config_io.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; {next_step}")
     config = config_io.load(str(file), [])
     learned = learned_in(run_dir.resolve())
     if learned is None:

@@ -57,7 +57,9 @@ def test_a_plain_function_gets_what_it_names() -> None:
         ([None, None], [None, None], "ok"),
         ([None, NAN], [None, NAN], "nan"),
         ([NAN, float("-inf")], [NAN, NAN], "nan"),
-        (["1.0", 10**400], [NAN, NAN], "nan"),
+        ([1.0, 10**400], [1.0, NAN], "nan"),
+        ([2.0, "1.0"], [2.0, NAN], "error"),
+        ([{"reward": 1.0}, 1.0], [NAN, 1.0], "error"),
         ([1e30, -1e39], [1e30, NAN], "nan"),  # float32 holds no sum of more of them
         ([1.0], [NAN, NAN], "error"),
         (1.0, [NAN, NAN], "error"),

@@ -19,6 +19,10 @@ def test_bad_values_are_refused(bad: dict[str, Any]) -> None:
         RewardConfig(**{"use": "number", **bad})
 
 
+def test_a_name_alone_is_a_reward() -> None:
+    assert RewardConfig.model_validate("my.py:accuracy") == RewardConfig(use="my.py:accuracy")
+
+
 def test_names_are_short_and_unique() -> None:
     uses = ["number", "a.py:acc", "pkg.mod:acc", "b.py:acc"]
     rewards = [RewardConfig(use=use) for use in uses] + [RewardConfig(use="number", name="acc_2")]

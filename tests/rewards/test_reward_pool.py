@@ -53,6 +53,8 @@ def odd(completions): raise Odd("cannot be unpickled", 2)
 def child(completions, where):
     Path(where).write_text(f"{os.getpid()} {subprocess.Popen(['sleep', '600']).pid}")
     while True: time.sleep(1)
+def words(completions): return ["good"] * len(completions)
+def endless(completions, where): Path(where).open("a").write("called "); time.sleep(600)
 """
 
 
@@ -278,8 +280,20 @@ def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_pa
             RewardConfig(use="format", args={"tag": "a"}),
             "reward 'format': error: args: unknown tag; this reward takes tags",
         ),
+        (rewards_file("words"), "error: returned str for sample 0, must return numbers or None: 'good'"),
     ]:
         with pytest.raises(RewardError) as caught:
             try_rewards([rewards_file("good"), reward], *row)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_never_answers_is_waited_for_twice_at_most(
+    rewards_file: OneOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time tells whether only its first call is late."""
+    monkeypatch.setattr("rewards.check.PATIENCE_S", 0.4)
+    endless = rewards_file("endless", timeout_s=0.2, args={"where": str(tmp_path / "calls")})
+    with pytest.raises(RewardError, match="timeout: no answer within 0.2 s, so its process was killed"):
+        try_rewards([endless], ["p"], ["c"], [[1]], {})
+    assert (tmp_path / "calls").read_text() == "called called "

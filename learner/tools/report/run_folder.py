@@ -38,18 +38,22 @@ class Run:
     remarks: list[str]
 
 
+def begun(folder: Path) -> bool:
+    """Whether a run has left anything there to report on."""
+    return (folder / "metrics.jsonl").exists() or bool(ledger.steps(folder / "rollouts"))
+
+
 def read_run(folder: Path) -> Run:
     """Raises ReportError if the folder is not one of a run that has begun."""
     if not folder.is_dir():
         raise ReportError(f"run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
-    rollouts = ledger.steps(folder / "rollouts")
-    lines = folder / "metrics.jsonl"
-    if not lines.exists() and not rollouts:
+    if not begun(folder):
         raise ReportError(
             f"run: {folder} has neither metrics.jsonl nor rollouts/; give a run folder, or wait for its first step"
         )
     remarks: list[str] = []
-    rows = _rows(lines, remarks)
+    rollouts = ledger.steps(folder / "rollouts")
+    rows = _rows(folder / "metrics.jsonl", remarks)
     steps = sorted(rows)
     names = sorted({name for row in rows.values() for name in row} - {"step"})
     metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}

@@ -2,13 +2,17 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from cluster.files import writing
+from learner.driver import run_lock
 from learner.tools.report.build import blocks_of
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.page import page
-from learner.tools.report.run_folder import ReportError
+from learner.tools.report.run_folder import ReportError, begun
+
+LOOK_S = 0.5  # between two looks at a run that has no step yet
 
 
 def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int:
@@ -35,12 +39,15 @@ def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int
 
 
 def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
-    """Serves the page to browsers of this machine until Ctrl-C. port: 0 for any that is free. Exit codes as above; 1
-    where the port is taken."""
+    """Serves the page to browsers of this machine until Ctrl-C, once the run has something to show. port: 0 for any
+    that is free. Exit codes as above; 1 where the port is taken."""
     try:
+        _wait_for_first_step(run)
         watched = Watched(run, against, limit)
     except (OSError, ReportError) as error:
         return _failed(error, 2)
+    except KeyboardInterrupt:
+        return 0
     try:
         server = LiveServer(watched, port)
     except (OSError, OverflowError) as error:
@@ -52,6 +59,14 @@ def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
         except KeyboardInterrupt:
             print()
     return 0
+
+
+def _wait_for_first_step(run: Path) -> None:
+    """Of a run that is starting: its folder is locked, and nothing else is there yet. Ctrl-C ends the waiting."""
+    if (run / run_lock.NAME).exists() and not begun(run):
+        print(f"waiting for the first step of {run}; Ctrl-C ends the waiting, and not the run", flush=True)
+        while (run / run_lock.NAME).exists() and not begun(run):
+            time.sleep(LOOK_S)
 
 
 def _failed(error: object, code: int) -> int:

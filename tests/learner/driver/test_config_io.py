@@ -83,6 +83,8 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
     [
         ("steps", "'steps': an override is written key=value, for example learner.learning_rate=1e-4"),
         ("--bogus", "'--bogus': an override is written key=value, for example learner.learning_rate=1e-4"),
+        ("my.yaml", "'my.yaml': an override is written key=value; did you mean --config my.yaml?"),
+        ("--dryrun", "'--dryrun': an override is written key=value; did you mean --dry-run?"),
         ("rewards.2.weight=1", "rewards.2.weight: '2' must be an index below 2 into a list"),
         ("rewards.x.weight=1", "rewards.x.weight: 'x' must be an index below 2 into a list"),
         ("model.path.deep=1", "model.path.deep: model.path is a str, it has no keys"),
@@ -278,6 +280,8 @@ print(json.dumps([code, loaded]))
     ("words", "code", "text"),
     [
         (["--help"], 0, "  learner.lora.rank = 16  (8 | 16 | 32 | 64 | 128 | 256)\n"),
+        ([], 2, "config: --config: required, but not given; gleaner init my-run writes a first one\n"),
+        (["--confg", "my.yaml"], 2, "config: '--confg': an override is written key=value; did you mean --config?\n"),
         (["model.path=x", "rollouts.workers=2"], 2, "config: rollouts: unknown key; did you mean rollout?\n"),
     ],
 )

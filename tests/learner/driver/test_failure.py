@@ -9,6 +9,7 @@ import pytest
 
 from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed
 from learner.driver import checkpoint, failure
+from learner.driver.loop import GuardStopped
 from learner.driver.preflight import Prepared
 from learner.driver.restarts import Restarts
 from learner.driver.watched_learner import LearnerError, LearnerLost, WatchedLearner
@@ -167,6 +168,12 @@ def test_the_last_line_is_the_cause(error: Exception, line: str, code: int) -> N
     assert failure.first_of(ExceptionGroup("a", [error, ExceptionGroup("b", [lost])])) is lost
     text, exit_code = failure.tell(error)
     assert (text.splitlines()[-1], exit_code) == (f"error: {line}", code)
+
+
+def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback() -> None:
+    with pytest.raises(GuardStopped) as caught:
+        raise GuardStopped("step 7: the mismatch is too large")
+    assert failure.tell(caught.value) == ("error: step 7: the mismatch is too large", 1)
 
 
 def test_a_lost_learner_is_replaced_as_often_as_is_allowed_and_nothing_else_is(tmp_path: Path) -> None:

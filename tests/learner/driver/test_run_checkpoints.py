@@ -13,6 +13,7 @@ from learner.driver import checkpoint, run_checkpoints
 from learner.driver.evaluate import Evaluation
 from learner.driver.fingerprints import Fingerprints
 from learner.driver.publishing import publish
+from learner.driver.step_record import StepRecord
 from tests.learner.loops import Trainer, build, configure, finish, first, started
 
 
@@ -155,9 +156,26 @@ async def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path) -
     shutil.rmtree(folder, ignore_errors=True)  # the run may write into it meanwhile
     if folder.exists():
         folder.rename(tmp_path / "away")
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises((BaseExceptionGroup, FileNotFoundError)) as caught:
         await running
     assert str(first(caught.value)).startswith(f"{folder}: the run folder was deleted or replaced while")
+
+
+async def test_a_run_whose_folder_is_deleted_says_so_whichever_file_misses_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    loop, keep = build(folder, configure(), 5), StepRecord.policy
+
+    def away(record: StepRecord, sent: Any) -> None:
+        if sent.version == 3:
+            folder.rename(tmp_path / "away")
+        keep(record, sent)
+
+    monkeypatch.setattr(StepRecord, "policy", away)
+    with pytest.raises(FileNotFoundError, match=f"^{folder}: the run folder was deleted or replaced while .*step 3"):
+        await finish(loop)
 
 
 async def test_a_disk_that_is_full_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

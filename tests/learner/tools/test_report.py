@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner.driver import mismatch_files
+from learner.driver import mismatch_files, run_lock
 from learner.tools.cli import main
 from learner.tools.report.completions import read_step
 from learner.tools.report.live import LiveServer, Watched
@@ -131,6 +131,29 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "has neither metrics.jsonl nor rollouts/" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--limit", "many"]) == 2
     assert capsys.readouterr().err.startswith("error: --limit: ")
+
+
+def test_live_waits_for_the_first_step_of_a_run_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / run_lock.NAME).touch()
+    looks: list[float] = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+
+    def asked(server: LiveServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("learner.tools.report.write.time.sleep", look)
+    monkeypatch.setattr(LiveServer, "serve_forever", asked)
+    assert main(["report", str(tmp_path), "--live"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"waiting for the first step of {tmp_path}; Ctrl-C ends the waiting, and not the run"
+    assert second.startswith("report   http://127.0.0.1:")
+    assert len(looks) == 2
 
 
 def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:

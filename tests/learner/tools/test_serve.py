@@ -30,6 +30,9 @@ def run_folder(folder: Path, model: str, **learner: object) -> Path:
 def test_what_the_server_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
         server_command(tmp_path / "nothing", "127.0.0.1", 1, [])
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match=f"got {tmp_path}; a model is served by: vllm serve {tmp_path}$"):
+        server_command(tmp_path, "127.0.0.1", 1, [])
     run = run_folder(tmp_path / "mine", "hub/name", lora={"rank": 32})
     with pytest.raises(ConfigError, match="mine has neither adapter/ nor model/ before its first checkpoint"):
         server_command(run, "127.0.0.1", 1, [])
