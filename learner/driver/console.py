@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.driver.evaluate import Evaluation
-from learner.driver.phases import Phases
+from learner.driver.phases import Phases, sentence
 from learner.driver.publishing import learned_in
 
 COLUMNS = {
@@ -100,7 +100,7 @@ class Progress:
                 if last is not first:  # a run stopped before its second evaluation has no after
                     lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
                 self.console.print(lines, soft_wrap=True)
-        self.note(f"time     {phases.sentence()}")
+        self.note(f"time     {sentence(phases.seconds)}")
         if advice is not None:
             self.note(f"advice   {advice}")
         if (learned := learned_in(run_dir)) is not None:

@@ -1,10 +1,13 @@
 """Where the wall time of a run goes: each second is of one phase, so the phases add up to the whole."""
 
 import json
+import math
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cluster.files import writing
 from cluster.telemetry import Timeline, seconds, union
@@ -56,12 +59,34 @@ class Phases:
         with writing(run_dir / FILE), (run_dir / FILE).open("a" if resumed else "w") as file:
             file.write(json.dumps(line) + "\n")
 
-    def sentence(self) -> str:
-        """`65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
-        parts = ", ".join(f"{name} {self.seconds[name]:.1f}" for name in STARTING)
-        start = sum(self.seconds[name] for name in STARTING)
-        others = [f"{name} {spent:.1f}" for name, spent in self.seconds.items() if name not in STARTING]
-        return f"{self.wall:.1f} s: " + ", ".join([f"start-up {start:.1f} ({parts})", *others])
+
+def read(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of a run's folder, oldest first. Without the file, none; one that is being written is left out."""
+    file = run_dir / FILE
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return [line for line in map(_line, lines) if line is not None]
+
+
+def _line(text: str) -> dict[str, float] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not {"at", "wall"} <= found.keys():
+        return None
+    return found if all(map(_is_time, found.values())) else None
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+def sentence(seconds: Mapping[str, float]) -> str:
+    """Of each phase -> `65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
+    starting = [seconds.get(name, 0.0) for name in STARTING]
+    parts = ", ".join(f"{name} {spent:.1f}" for name, spent in zip(STARTING, starting, strict=True))
+    others = [f"{name} {spent:.1f}" for name, spent in seconds.items() if name not in STARTING]
+    return f"{sum(seconds.values()):.1f} s: " + ", ".join([f"start-up {sum(starting):.1f} ({parts})", *others])
 
 
 def age() -> float:

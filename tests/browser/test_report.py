@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
+from learner.driver import mismatch_files
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.write import report
 from rollout import ledger
@@ -49,6 +51,16 @@ def page(run: Path) -> Path:
     return run / "report.html"
 
 
+@pytest.fixture(params=["light", "dark"])
+def scheme(request: pytest.FixtureRequest, chromium: Any) -> Iterator[str]:
+    """What the browser's user prefers."""
+    chromium.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": request.param}]}
+    )
+    yield request.param
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def texts(driver: Any, selector: str) -> list[str]:
     """At one moment: a live page may draw its elements anew between two questions."""
     script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"
@@ -65,6 +77,13 @@ def until(driver: Any, what: Callable[[], object]) -> None:
     WebDriverWait(driver, 20, poll_frequency=0.02).until(lambda _: what())
 
 
+def styles(driver: Any, selector: str, name: str) -> list[str]:
+    """Of each element as it is drawn."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((one) => getComputedStyle(one)[arguments[1]])"
+    found: list[str] = driver.execute_script(script, selector, name)
+    return found
+
+
 def group_title(driver: Any) -> str:
     return " ".join(texts(driver, "#group > h3"))
 
@@ -78,7 +97,8 @@ def test_it_is_used_by_keyboard_alone(page: Path, visit: Visit) -> None:
     assert driver.find_element(By.ID, "count").text == "1 group, 2 completions, of 6 and 12"
     press(driver, Keys.ESCAPE, Keys.ENTER)
     until(driver, lambda: group_title(driver) == "Step 2, problem train-5")
-    assert texts(driver, ".card h4") == ["1. reward 1.25 advantage 0", "2. no reward advantage 0"]
+    heads = ["1. reward 1.25 advantage 0", "2. no reward advantage 0"]
+    until(driver, lambda: texts(driver, ".card h4") == heads)  # a card has no text before it is drawn
     assert "a reward function raised; without a number: vowels." in texts(driver, ".card .remark")[0]
     press(driver, "/", *[Keys.BACKSPACE] * len("train-5"), Keys.ESCAPE)
     assert len(texts(driver, "#list li")) == 6
@@ -128,6 +148,56 @@ def test_tokens_and_curves_are_read_by_keyboard(page: Path, visit: Visit) -> Non
     assert "mean: 0.25 at step 1, 0.5 at step 2" in chart.get_attribute("aria-label")
 
 
+def test_tokens_are_coloured_by_how_far_the_learner_is_from_the_sampler(run: Path, scheme: str, visit: Visit) -> None:
+    group = make_group(0, rewards=[1.0, 0.0, 0.5])
+    kept = pa.array([[0.5], [-1e-5, 0.0], None], pa.list_(pa.float16()))  # null: not trained on
+    ledger.write(run / "rollouts", 1, [group])
+    mismatch_files.write(run, 1, [group], kept)
+    report(run, None, None, 2**20)
+    driver = visit(run / "report.html")
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: texts(driver, "#colour"))
+    driver.find_element(By.ID, "colour").send_keys("learner")
+    blue, orange = {"light": ("20, 110, 200", "214, 104, 20"), "dark": ("70, 150, 240", "240, 130, 50")}[scheme]
+    none = "rgba(0, 0, 0, 0)"
+    drawn = styles(driver, ".tokens span", "backgroundColor")
+    assert drawn == [f"rgba({blue}, 0.52)", f"rgba({orange}, 0.22)", none, none, none, none]
+    driver.find_elements(By.CSS_SELECTOR, ".tokens")[1].send_keys(Keys.ARROW_RIGHT)
+    assert texts(driver, ".said")[1].endswith("policy version 0, learner minus sampler -1.0e-5 nats.")
+
+
+def test_what_failed_is_said_in_words_beside_the_completion_and_counted(run: Path, scheme: str, visit: Visit) -> None:
+    said = "reward 'tail': error: ValueError: <b>no</b>"
+    for step, failed in ((1, [None]), (2, [None, None])):
+        group = make_group(step, rewards=[1.0, *failed], reward_error=[None, *[said] * len(failed)])
+        ledger.write(run / "rollouts", step, [group])
+    report(run, None, None, 2**20)
+    driver = visit(run / "report.html")
+    assert texts(driver, "#list .failure") == ["1 failed", "2 failed"]
+    driver.find_element(By.CSS_SELECTOR, "#errors summary").click()
+    assert texts(driver, "#errors td") == [said, "3", "1 to 2"]
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: texts(driver, ".card .remark") == [said])
+    warning = {"light": "rgb(255, 243, 214)", "dark": "rgb(58, 47, 18)"}[scheme]
+    assert styles(driver, ".card .remark", "backgroundColor") == [warning]
+
+
+def test_where_the_time_of_each_start_went_is_drawn(run: Path, scheme: str, visit: Visit) -> None:
+    starts = [{"at": 0.0, "wall": 8.0, "processes": 6.0, "training": 2.0}, {"at": 600.0, "wall": 4.0, "processes": 4.0}]
+    (run / "phases.jsonl").write_text("".join(json.dumps(one) + "\n" for one in starts) + '{"at": 601.0, "wa')
+    report(run, None, None, 2**20)
+    driver = visit(run / "report.html")
+    assert texts(driver, ".start") == ["steps 1 to 2\n8.0 s", "no step\n4.0 s"]
+    assert texts(driver, "#time .legend li") == ["processes 10.0 s 83 %", "training 2.0 s 17 %"]
+    grey, red = {"light": ("77, 106, 124", "200, 80, 30"), "dark": ("159, 184, 200", "242, 145, 94")}[scheme]
+    colours = [f"rgb({one})" for one in (grey, red, grey)]
+    assert styles(driver, ".start rect", "fill") == colours
+    assert styles(driver, "#time .legend i", "backgroundColor") == colours[:2]
+    script = "return [...document.querySelectorAll('.start rect')].map((one) => one.getBoundingClientRect().width)"
+    first, second, third = driver.execute_script(script)
+    assert (first / second, first / third) == pytest.approx((3, 1.5), rel=0.01)
+
+
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_wider_than_the_window(width: int, page: Path, visit: Visit) -> None:
     driver = visit(page)
@@ -152,6 +222,9 @@ def test_a_run_is_followed(run: Path, visit: Visit) -> None:
                 file.write('{"step": 3, "reward/mean": 1.0}\n')
             until(driver, lambda: len(texts(driver, "#list li")) == 7)
             assert texts(driver, ".tile strong")[0] == "3"
+            assert not driver.find_element(By.ID, "time").is_displayed()
+            (run / "phases.jsonl").write_text('{"at": 0.0, "wall": 4.0, "processes": 4.0}\n')  # the run ends
+            until(driver, lambda: texts(driver, ".start") == ["steps 1 to 2\n4.0 s"])
             driver.get("about:blank")
         finally:
             server.shutdown()

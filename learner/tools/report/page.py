@@ -12,7 +12,9 @@ from importlib.resources import files
 
 from learner.tools.report.packing import Block
 
-SCRIPTS = ("text.js", "blocks.js", "chart.js", "overview.js", "tokens.js", "group.js", "browse.js", "main.js")
+SCRIPTS = (
+    "text.js", "blocks.js", "chart.js", "phases.js", "overview.js", "tokens.js", "group.js", "browse.js", "main.js",
+)  # fmt: skip
 
 
 def page(title: str, blocks: Mapping[str, Block], *, live: bool = False) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from learner.driver import phases
 from rollout import ledger
 
 Column = list[float | None]
@@ -26,6 +27,7 @@ class Run:
         metrics: name -> [S] values, None where a step has none or it was not finite. `at` is seconds since 1970.
         config: config.yaml; plan: plan.json. Both empty where the file is missing or not whole.
         rollouts: the step files, oldest first.
+        phases: of each start of the run that came to its end, seconds of each phase (learner.driver.phases.read).
         remarks: sentences on what is missing or was left out.
     """
 
@@ -35,6 +37,7 @@ class Run:
     config: dict[str, Any]
     plan: dict[str, Any]
     rollouts: list[Path]
+    phases: list[dict[str, float]]
     remarks: list[str]
 
 
@@ -58,7 +61,7 @@ def read_run(folder: Path) -> Run:
     names = sorted({name for row in rows.values() for name in row} - {"step"})
     metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}
     config, plan = _mapping(folder / "config.yaml", remarks), _mapping(folder / "plan.json", remarks)
-    return Run(folder.resolve().name, steps, metrics, config, plan, rollouts, remarks)
+    return Run(folder.resolve().name, steps, metrics, config, plan, rollouts, phases.read(folder), remarks)
 
 
 def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a page says of one or two runs besides completions: headline, curves, memory, settings that differ."""
+"""What a page says of one or two runs besides completions: headline, curves, memory, time, settings that differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from cluster.dotted import dotted
 from learner.tools.report.figures import figures
 from learner.tools.report.run_folder import Run
+from learner.tools.report.starts import starts_of
 
 CHANGE = {"eval/accuracy": "held-out accuracy", "reward/mean": "reward", "rollout/completion_length": "length"}
 
@@ -34,7 +35,7 @@ def _run(run: Run) -> dict[str, Any]:
         "facts": [[name, str(value)] for name, value in facts.items() if value is not None],
         "changes": [found for name, label in CHANGE.items() if (found := _change(run, name, label))],
         "steps": run.steps, "metrics": run.metrics, "memory": _memory(run.plan), "remarks": run.remarks,
-        "config": _flat(run.config),
+        "config": _flat(run.config), "starts": [start._asdict() for start in starts_of(run)],
     }  # fmt: skip
 
 

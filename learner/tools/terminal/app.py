@@ -10,7 +10,9 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import DataTable, Footer, Input, Static
 
+from learner.driver.phases import sentence
 from learner.tools.report.run_folder import ReportError, Run, read_run
+from learner.tools.report.starts import starts_of
 from learner.tools.rollout_view import escaped
 from learner.tools.rollouts import RolloutsError
 from learner.tools.terminal.curves import Curves, number
@@ -41,6 +43,7 @@ class RunApp(App[int]):
     CSS = """
     #steps { width: 53; }
     #groups { width: 1fr; }
+    #time { height: auto; max-height: 4; color: $text-muted; }
     #told { height: auto; max-height: 4; color: $text-muted; }
     DataTable { height: 1fr; }
     """
@@ -55,6 +58,7 @@ class RunApp(App[int]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="run")
+        yield Static(id="time")
         yield Curves()
         with Horizontal():
             yield DataTable[Text](id="steps", cursor_type="row")
@@ -81,6 +85,8 @@ class RunApp(App[int]):
         self._files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
         done = f"{run.name}  step {run.steps[-1] if run.steps else 0} of {run.config.get('steps') or '?'}"
         self.query_one("#run", Static).update(Text(escaped(done), style="bold", no_wrap=True))
+        spent = [f"{start.steps}  {sentence(start.phases)}" for start in reversed(starts_of(run))]
+        self.query_one("#time", Static).update(Text("\n".join(map(escaped, spent))))
         await self.query_one(Curves).draw(run)
         self._list_steps(run)
         self._tell(" ".join(run.remarks))

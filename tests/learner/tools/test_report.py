@@ -26,6 +26,9 @@ from rollout import ledger
 from rollout.fake_groups import make_group
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny-arithmetic"
+PHASES = """{"at": 2.0, "wall": 2.0, "Ray": 1.5, "training": 0.5}
+{"at": 4.0, "wall": 1.5, "Ray": 0.5, "end": 1.0}
+{"at": 5.0, "wa"""
 HOSTILE = "</script><script>alert(1)</script>\x00\u202e<img src=x onerror=alert(2)>"
 
 
@@ -61,6 +64,7 @@ def test_a_page_holds_the_run(run: Path) -> None:
     (one,) = found["head"]["runs"]
     assert (one["done"], one["of"], one["steps"], one["metrics"]["reward/mean"]) == (2, 9, [1, 2], [0.25, 0.5])
     assert one["changes"] == [{"label": "reward", "first": 1, "before": 0.25, "last": 2, "after": 0.5}]
+    assert one["starts"] == []  # not at its end
     assert one["memory"][0] == {"role": "learner", "planned": 200, "measured": 150, "parts": {"weights": 200}}
     assert [figure["metrics"] for figure in found["head"]["figures"]] == [["reward/mean"], ["time/step"]]
     assert found["index"]["step"] == [1, 1, 2, 2]
@@ -229,9 +233,15 @@ def test_a_run_is_served_while_it_goes_on(run: Path, served: LiveServer) -> None
     assert "connect-src 'self'" in text
     assert unpacked(asked(served, f"/{served.key}/head")[1])["runs"][0]["done"] == 2
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "reward/mean": 1.0}\n')
+        file.write('{"step": 3, "at": 3.5, "reward/mean": 1.0}\n')
     ledger.write(run / "rollouts", 3, [make_group(9)])
-    assert unpacked(asked(served, f"/{served.key}/head")[1])["runs"][0]["done"] == 3
+    (run / "phases.jsonl").write_text(PHASES)
+    (one,) = unpacked(asked(served, f"/{served.key}/head")[1])["runs"]
+    assert one["done"] == 3
+    assert one["starts"] == [
+        {"steps": "step 1", "phases": {"Ray": 1.5, "training": 0.5}},
+        {"steps": "steps 2 to 3", "phases": {"Ray": 0.5, "end": 1.0}},
+    ]
     assert unpacked(asked(served, f"/{served.key}/index")[1])["step"] == [1, 1, 2, 2, 3]
     assert unpacked(asked(served, f"/{served.key}/step-3")[1])[0]["problem"] == "train-9"
     assert asked(served, f"/{served.key}/step-4")[0] == 404

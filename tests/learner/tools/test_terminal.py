@@ -63,10 +63,12 @@ def cells(app: RunApp, table: str) -> list[list[str]]:
 
 
 async def test_a_run_is_read_by_keys_alone(run: Path) -> None:
+    (run / "phases.jsonl").write_text('{"at": 9.0, "wall": 1.5, "Ray": 0.5, "end": 1.0}\n')
     app = RunApp(run)
     async with app.run_test(size=(160, 50)) as pilot:
         await pilot.pause()
         assert app.screen.query_one(Curves).shown == ["reward/mean", "policy/entropy", "reward/[b]own"]
+        assert "no step  1.5 s: start-up 0.5 (preflight 0.0, Ray 0.5, processes 0.0), end 1.0" in screen(app)
         assert [row[:2] for row in cells(app, "steps")] == [["2", "0.5"], ["1", "0.25"]]
         assert [row[0] for row in cells(app, "groups")] == ["train-2", "train-3"]
         assert cells(app, "groups")[1][1:5] == ["0.75", "0.75", "0.75", "1"]

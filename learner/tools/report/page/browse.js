@@ -95,15 +95,16 @@ function limits() {
   return index.limits;
 }
 
-async function show(i, focus = true) {
+async function show(i) {
   state.open = i;
   for (const button of byId("list").querySelectorAll("button"))
     if (Number(button.dataset.group) === i) button.setAttribute("aria-current", "true"); else button.removeAttribute("aria-current");
   try {
     const groups = await stepGroups(state.index.step[i]);
     if (state.open !== i) return;
-    byId("group").replaceChildren(...groupView(groups[state.index.place[i]], state.index.step[i], state.pieces, state, () => show(i, false)));
-    if (focus) { byId("group").focus({preventScroll: true}); toTop(byId("group")); }
+    byId("group").replaceChildren(...groupView(groups[state.index.place[i]], state.index.step[i], state.pieces, state));
+    byId("group").focus({preventScroll: true});
+    toTop(byId("group"));
   } catch (error) { trouble(error); }
 }
 

@@ -1,14 +1,21 @@
 // A group: its prompt, and its completions side by side.
 
 const OF_SOME = ["advantage", "mismatch"]; // not known of every group
+const TOKENS = "A click or the arrow keys tell of a token. ";
 const UNTRAINED = "By how much learner and sampler differ was not recorded: the group was not trained on (all of it scored alike, or none), or an earlier gleaner made this run.";
 
-function groupView(group, step, pieces, state, redraw) {
+function groupView(group, step, pieces, state) {
   const colours = Object.keys(COLOURS).filter((colour) => colour === "text" || (Object.keys(pieces).length
     && (!OF_SOME.includes(colour) || group.completions.some((one) => colour in one))));
   const colour = colours.includes(state.colour) ? state.colour : "text";
-  const choice = el("select", {id: "colour", onchange: () => { state.colour = choice.value; redraw(); }},
+  const cards = el("div", {class: "cards"}), how = el("p", {class: "quiet"}, TOKENS + (colours.includes("mismatch") ? "" : UNTRAINED));
+  const fill = (colour) => { // not the choice itself, which has the keyboard
+    how.hidden = colour === "text";
+    cards.replaceChildren(...group.completions.map((one, i) => card(one, i, pieces, colour)));
+  };
+  const choice = el("select", {id: "colour", onchange: () => { state.colour = choice.value; fill(choice.value); }},
     ...colours.map((name) => el("option", {value: name, selected: name === colour}, COLOURS[name])));
+  fill(colour);
   return [
     el("h3", {}, `Step ${step}, problem `, hostile("bdi", group.problem)),
     el("p", {class: "quiet facts"}, el("span", {}, "group " + group.id), el("span", {}, "epoch " + group.epoch),
@@ -17,8 +24,8 @@ function groupView(group, step, pieces, state, redraw) {
     Object.keys(group.columns).length ? el("details", {}, el("summary", {}, "columns of the data"),
       table(["column", "value"], Object.entries(group.columns).map(([name, value]) => [name, asText(value)]))) : null,
     el("label", {class: "shown"}, "Show as ", choice),
-    colour === "text" ? null : el("p", {class: "quiet"}, "A click or the arrow keys tell of a token. " + (colours.includes("mismatch") ? "" : UNTRAINED)),
-    el("div", {class: "cards"}, ...group.completions.map((one, i) => card(one, i, pieces, colour))),
+    how,
+    cards,
   ].filter(Boolean);
 }
 

@@ -8,6 +8,9 @@ function overview(head) {
   byId("figures").replaceChildren(...head.figures.map((figure) => drawn(head, figure)).filter(Boolean), chooser(head));
   byId("bars").replaceChildren(...head.runs.flatMap((run) => memory(run, head.runs.length > 1)));
   byId("memory").hidden = head.runs.every((run) => !run.memory.length);
+  byId("starts").replaceChildren(...starts(head.runs));
+  byId("time").hidden = head.runs.every((run) => !run.starts.length);
+  for (const link of document.querySelectorAll("nav a")) link.hidden = byId(link.hash.slice(1)).hidden;
   byId("differences").replaceChildren(...differences(head));
   byId("config").replaceChildren(table(["key", "value"], Object.entries(head.runs[0].config)));
 }

@@ -52,4 +52,11 @@ function bytes(value) {
   return value >= 2 ** 30 ? (value / 2 ** 30).toFixed(1) + " GiB" : Math.round(value / 2 ** 20) + " MiB";
 }
 
+// `40.0 s`, `12 min`, `3 h 05 min`
+function duration(seconds) {
+  if (seconds < 90) return seconds.toFixed(1) + " s";
+  const minutes = Math.round(seconds / 60);
+  return minutes < 90 ? minutes + " min" : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+}
+
 function count(many, what) { return many + " " + what + (many === 1 ? "" : "s"); }
