@@ -94,7 +94,7 @@ def test_it_is_used_by_keyboard_alone(page: Path, visit: Visit) -> None:
     driver.find_element(By.TAG_NAME, "body").send_keys("/")
     assert driver.switch_to.active_element.get_attribute("id") == "problem"
     press(driver, *"train-5")
-    assert driver.find_element(By.ID, "count").text == "1 group, 2 completions, of 6 and 12"
+    assert driver.find_element(By.ID, "count").text == "1 of 6 groups, 2 of 12 completions"
     press(driver, Keys.ESCAPE, Keys.ENTER)
     until(driver, lambda: group_title(driver) == "Step 2, problem train-5")
     heads = ["1. reward 1.25 advantage 0", "2. no reward advantage 0"]
@@ -113,7 +113,7 @@ def test_groups_are_found_by_step_reward_and_failure(page: Path, visit: Visit) -
     driver.find_element(By.ID, "least").send_keys("0.9")
     assert [text.split()[1] for text in texts(driver, "#list li")] == ["2", "2"]
     driver.find_element(By.ID, "failed").send_keys(Keys.SPACE)
-    assert driver.find_element(By.ID, "count").text.startswith("1 group,")
+    assert driver.find_element(By.ID, "count").text.startswith("1 of 6 groups,")
     driver.find_element(By.ID, "failed").send_keys(Keys.SPACE)
     driver.find_element(By.ID, "least").clear()
     driver.find_element(By.ID, "least").send_keys(Keys.BACKSPACE)
@@ -121,6 +121,12 @@ def test_groups_are_found_by_step_reward_and_failure(page: Path, visit: Visit) -
     assert texts(driver, "#list li .line")[0].startswith("step 2\n1.25")
     driver.find_element(By.ID, "step").send_keys("1")
     assert texts(driver, "#list li .line")[0].startswith("step 1\n0.25 (0 to 0.5)")
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: group_title(driver) == "Step 1, problem train-2")
+    before, after = driver.find_elements(By.CSS_SELECTOR, ".turn button")
+    assert not before.is_enabled()
+    after.click()
+    until(driver, lambda: group_title(driver) == "Step 1, problem train-1")
 
 
 def test_what_a_model_wrote_is_shown_and_not_run(page: Path, visit: Visit) -> None:
@@ -174,6 +180,7 @@ def test_what_failed_is_said_in_words_beside_the_completion_and_counted(run: Pat
     report(run, None, None, 2**20)
     driver = visit(run / "report.html")
     assert texts(driver, "#list .failure") == ["1 failed", "2 failed"]
+    assert texts(driver, "#errors summary") == ["3 of 5 completions failed"]
     driver.find_element(By.CSS_SELECTOR, "#errors summary").click()
     assert texts(driver, "#errors td") == [said, "3", "1 to 2"]
     driver.find_element(By.CSS_SELECTOR, "#list button").click()
@@ -217,11 +224,15 @@ def test_a_run_is_followed(run: Path, visit: Visit) -> None:
         try:
             driver = visit(server.address)
             assert len(texts(driver, "#list li")) == 6
+            driver.find_element(By.ID, "metric").send_keys("policy")
+            driver.find_elements(By.CSS_SELECTOR, "#list button")[2].send_keys("")  # has the keyboard
             ledger.write(run / "rollouts", 3, [make_group(9)])
             with (run / "metrics.jsonl").open("a") as file:
-                file.write('{"step": 3, "reward/mean": 1.0}\n')
+                file.write('{"step": 3, "reward/mean": 1.0, "a/new": 1}\n')
             until(driver, lambda: len(texts(driver, "#list li")) == 7)
             assert texts(driver, ".tile strong")[0] == "3"
+            assert texts(driver, "#other h3") == ["policy/entropy"]
+            assert driver.switch_to.active_element.get_attribute("data-group") == "2"
             assert not driver.find_element(By.ID, "time").is_displayed()
             (run / "phases.jsonl").write_text('{"at": 0.0, "wall": 4.0, "processes": 4.0}\n')  # the run ends
             until(driver, lambda: texts(driver, ".start") == ["steps 1 to 2\n4.0 s"])

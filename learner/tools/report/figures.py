@@ -63,7 +63,8 @@ def _found(wanted: tuple[str, ...], known: list[str]) -> list[str]:
     for name in wanted:
         start = name.removesuffix("*")
         same = [one for one in known if one == name or (start != name and one.startswith(start) and is_score(one))]
-        found |= dict.fromkeys(same)
+        played = {one for one in same if f"env/{one.removeprefix(start)}" in known}  # turns, calls: of the environment
+        found |= dict.fromkeys(one for one in same if one not in played)
     return list(found)
 
 

@@ -1,13 +1,14 @@
 """What a run folder says of its run, also while the run still writes to it: metrics, configuration, plan, rollouts."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from learner.driver import phases
+from learner.driver import phases, run_lock
 from rollout import ledger
 
 Column = list[float | None]
@@ -61,7 +62,18 @@ def read_run(folder: Path) -> Run:
     names = sorted({name for row in rows.values() for name in row} - {"step"})
     metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}
     config, plan = _mapping(folder / "config.yaml", remarks), _mapping(folder / "plan.json", remarks)
+    if not (folder / run_lock.NAME).exists():
+        remarks.extend(_early(steps[-1] if steps else 0, config.get("steps")))
     return Run(folder.resolve().name, steps, metrics, config, plan, rollouts, phases.read(folder), remarks)
+
+
+def _early(done: int, of: Any) -> list[str]:
+    """Of a run that goes on no longer. of: its steps; a run by epochs does not say how many."""
+    if not isinstance(of, int) or done >= of:
+        return []
+    where = f"at step {done} of {of}" if done else "before its first step"
+    how = "The same command goes on from its newest checkpoint, or begins again where there is none."
+    return [f"The run ended {where}: it failed or was stopped, which its last lines in the terminal told. {how}"]
 
 
 def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:
@@ -87,7 +99,7 @@ def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:

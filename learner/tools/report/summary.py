@@ -1,6 +1,8 @@
 """What a page says of one or two runs besides completions: headline, curves, memory, time, settings that differ."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from cluster.dotted import dotted
@@ -71,8 +73,24 @@ def _last_part(path: Any) -> str | None:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value as text."""
-    return {key: str(value) for key, value in dotted(tree).items()}
+    """Dotted key -> value as the configuration has it; of each reward function, one key and what is set."""
+    flat: dict[str, str] = {}
+    for key, value in dotted(tree).items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) and "use" in one for one in value):
+            for i, one in enumerate(value):
+                name = f"{key}.{one.get('name') or PurePath(str(one['use']).rpartition(':')[2]).name}"
+                flat[f"{name}.{i}" if name in flat else name] = ", ".join(_settings(one))
+        else:
+            flat[key] = _written(value)
+    return flat
+
+
+def _settings(of: Mapping[str, Any]) -> list[str]:
+    return [f"{key} {_written(value)}" for key, value in dotted(of).items() if value not in (None, {}, [])]
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:

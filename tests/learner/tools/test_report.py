@@ -29,6 +29,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "tiny-arithmetic"
 PHASES = """{"at": 2.0, "wall": 2.0, "Ray": 1.5, "training": 0.5}
 {"at": 4.0, "wall": 1.5, "Ray": 0.5, "end": 1.0}
 {"at": 5.0, "wa"""
+REWARDS = "rewards: [{use: format, weight: 0.2, args: {tags: [answer]}, name: null, env: []}, {use: 'r.py:own'}]\n"
 HOSTILE = "</script><script>alert(1)</script>\x00\u202e<img src=x onerror=alert(2)>"
 
 
@@ -37,7 +38,8 @@ def run(tmp_path: Path) -> Path:
     """Two steps of two groups, with the loss that divides by nothing."""
     folder = tmp_path / "a<b>run"
     folder.mkdir()
-    lines = [{"step": s, "at": s + 0.5, "reward/mean": s / 4, "reward/ms": 3.0, "time/step": 2.0} for s in (1, 2)]
+    scores = {"reward/ms": 3.0, "env/turns": 2.0, "eval/turns": 2.0, "eval/vowels": 0.5}
+    lines = [{"step": s, "at": s + 0.5, "reward/mean": s / 4, "time/step": 2.0} | scores for s in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(
         f"steps: 9\nmodel: {{path: {MODEL}}}\nlearner: {{algorithm: grpo, loss: {{advantage: none}}}}\n"
@@ -65,8 +67,11 @@ def test_a_page_holds_the_run(run: Path) -> None:
     assert (one["done"], one["of"], one["steps"], one["metrics"]["reward/mean"]) == (2, 9, [1, 2], [0.25, 0.5])
     assert one["changes"] == [{"label": "reward", "first": 1, "before": 0.25, "last": 2, "after": 0.5}]
     assert one["starts"] == []  # not at its end
+    assert one["remarks"][0].startswith("The run ended at step 2 of 9: it failed or was stopped")
     assert one["memory"][0] == {"role": "learner", "planned": 200, "measured": 150, "parts": {"weights": 200}}
-    assert [figure["metrics"] for figure in found["head"]["figures"]] == [["reward/mean"], ["time/step"]]
+    assert [figure["metrics"] for figure in found["head"]["figures"]] == [
+        ["eval/vowels"], ["reward/mean"], ["time/step"], ["env/turns"],
+    ]  # fmt: skip
     assert found["index"]["step"] == [1, 1, 2, 2]
     assert found["index"]["rewards"][0] == [1.0, 0.0]
     first, second = found["step-2"][1]["completions"]
@@ -111,6 +116,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
         file.write('{"step": 3, "reward/me')
     (run / "plan.json").write_text('{"learner": ')
     (run / "config.yaml").unlink()
+    (run / run_lock.NAME).touch()
     (run / "rollouts" / "step-000003.parquet").write_bytes(b"PAR1")
     other = make_group(0).replace_schema_metadata({"gleaner.schema": "4"})
     pq.write_table(other, run / "rollouts" / "step-000004.parquet")
@@ -164,7 +170,7 @@ def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.75}\n')
-    (other / "config.yaml").write_text("steps: 9\nmodel: {path: /m}\nlearner: {algorithm: ppo}\n")
+    (other / "config.yaml").write_text("steps: 9\nmodel: {path: /m}\nlearner: {algorithm: ppo}\n" + REWARDS)
     head = blocks(page_of(run, "--against", str(other)))["head"]
     assert head["title"] == "a<b>run against other"
     assert [one["metrics"]["reward/mean"] for one in head["runs"]] == [[0.25, 0.5], [0.75]]
@@ -172,6 +178,8 @@ def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:
         ["learner.algorithm", "grpo", "ppo"],
         ["learner.loss.advantage", "none", "—"],
         ["model.path", str(MODEL), "/m"],
+        ["rewards.format", "—", 'use format, weight 0.2, args.tags ["answer"]'],
+        ["rewards.own", "—", "use r.py:own"],
     ]
 
 

@@ -1,10 +1,11 @@
 // Blocks of data: base64 of gzip of JSON, in the page, or at its server's while a run trains.
 
 const LIVE = !byId("block-head");
+const GONE = "gleaner report --live does not answer any more; start it again and open the address that it prints. What is shown stays.";
 
 async function packedBlock(name) {
   if (LIVE) {
-    const answer = await fetch(name);
+    const answer = await fetch(name).catch(() => { throw new Error(GONE); });
     const text = await answer.text();
     if (!answer.ok) throw new Error(text.trim());
     return text;

@@ -8,20 +8,29 @@ const FILTERS = ["step", "problem", "least", "most", "failed", "order"];
 function browse(index, pieces) {
   state.index = index;
   state.pieces = pieces;
-  const steps = [...new Set(index.step)], chosen = byId("step").value;
-  byId("step").replaceChildren(el("option", {value: ""}, "all"), ...steps.map((step) => el("option", {value: step}, String(step))));
-  byId("step").value = steps.includes(Number(chosen)) ? chosen : "";
-  byId("errors").replaceChildren(...errors(index.errors));
-  search();
+  choices([...new Set(index.step)]);
+  redrawn(byId("errors"), ...errors(index));
+  state.found = matching();
+  list();
+}
+
+// A choice that may be open is only added to, which is what a run that goes on does.
+function choices(steps) {
+  const select = byId("step"), shown = [...select.options].slice(1).map((option) => Number(option.value)), chosen = select.value;
+  const kept = shown.every((step, i) => step === steps[i]) ? shown.length : 0;
+  if (kept < shown.length) select.replaceChildren(select.options[0]);
+  select.append(...steps.slice(kept).map((step) => el("option", {value: step, selected: String(step) === chosen}, String(step))));
 }
 
 // What failed, in words, of all completions that the page holds.
-function errors(found) {
-  if (!found.length) return [];
-  const rows = found.map(([sentence, many, first, last]) => [sentence, many, first === last ? first : `${first} to ${last}`]);
-  return [el("details", {}, el("summary", {}, "what failed"), table(["sentence", "completions", "steps"], rows))];
+function errors(index) {
+  if (!index.errors.length) return [];
+  const failed = index.failed.reduce((a, b) => a + b, 0), all = completions([...index.step.keys()]);
+  const rows = index.errors.map(([sentence, many, first, last]) => [sentence, many, first === last ? first : `${first} to ${last}`]);
+  return [el("details", {}, el("summary", {}, `${failed} of ${count(all, "completion")} failed`), table(["sentence", "completions", "steps"], rows))];
 }
 
+const completions = (places) => places.reduce((sum, i) => sum + state.index.rewards[i].length, 0);
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
 
 function matching() {
@@ -52,15 +61,15 @@ function search() {
 }
 
 function list() {
-  const {index, found, page} = state, shown = found.slice(page * PAGE, (page + 1) * PAGE);
-  const all = (places) => places.reduce((sum, i) => sum + index.rewards[i].length, 0);
-  byId("count").textContent = index.step?.length
-    ? `${count(found.length, "group")}, ${count(all(found), "completion")}, of ${index.step.length} and ${all([...index.step.keys()])}`
+  const {index, found} = state, pages = Math.ceil(found.length / PAGE), page = Math.max(0, Math.min(state.page, pages - 1));
+  const shown = found.slice(page * PAGE, (page + 1) * PAGE);
+  byId("count").textContent = index.step.length
+    ? `${found.length} of ${count(index.step.length, "group")}, ${completions(found)} of ${count(completions([...index.step.keys()]), "completion")}`
     : "No completions yet.";
-  byId("list").replaceChildren(...shown.map(item));
-  const pages = Math.ceil(found.length / PAGE);
+  byId("completions").classList.toggle("none", !index.step.length);
+  redrawn(byId("list"), ...shown.map(item));
   const turn = (by, label) => el("button", {type: "button", disabled: page + by < 0 || page + by >= pages,
-    onclick: () => { state.page += by; list(); byId("list").querySelector("button")?.focus(); }}, label);
+    onclick: () => { state.page = page + by; list(); byId("list").querySelector("button")?.focus(); }}, label);
   byId("pages").replaceChildren(...(pages > 1 ? [turn(-1, "← before"), ` ${page + 1} of ${pages} `, turn(1, "after →")] : []));
 }
 
@@ -102,10 +111,17 @@ async function show(i) {
   try {
     const groups = await stepGroups(state.index.step[i]);
     if (state.open !== i) return;
-    byId("group").replaceChildren(...groupView(groups[state.index.place[i]], state.index.step[i], state.pieces, state));
+    byId("group").replaceChildren(beside(), ...groupView(groups[state.index.place[i]], state.index.step[i], state.pieces, state));
     byId("group").focus({preventScroll: true});
     toTop(byId("group"));
   } catch (error) { trouble(error); }
+}
+
+// To the groups before and after the open one, where there are no keys.
+function beside() {
+  const at = state.found.indexOf(state.open);
+  const turn = (by, label) => el("button", {type: "button", disabled: !(at + by in state.found), onclick: () => move(by)}, label);
+  return el("p", {class: "turn"}, turn(-1, "← previous group"), turn(1, "next group →"));
 }
 
 // The list stands beside the group where there is room, so that mostly nothing need move.

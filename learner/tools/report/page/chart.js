@@ -32,6 +32,7 @@ function scales(lines, log) {
   for (const y of ys) { low = Math.min(low, y); high = Math.max(high, y); }
   for (const x of xs) { first = Math.min(first, x); last = Math.max(last, x); }
   if (!log && low > 0 && low < 0.6 * high) low = 0; // near enough to be worth seeing
+  if (log) { low = Math.floor(low); high = Math.max(Math.ceil(high), low + 1); } // whole powers of ten
   if (low === 0 && high === 0) high = 1; // a share
   if (low === high) { const room = Math.abs(low) * 0.1 || 0.5; low -= room; high += room; }
   if (first === last) { first -= 0.5; last += 0.5; }

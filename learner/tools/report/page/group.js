@@ -22,7 +22,7 @@ function groupView(group, step, pieces, state) {
       group.attempt ? el("span", {}, "attempt " + group.attempt) : null),
     conversation(group.prompt),
     Object.keys(group.columns).length ? el("details", {}, el("summary", {}, "columns of the data"),
-      table(["column", "value"], Object.entries(group.columns).map(([name, value]) => [name, asText(value)]))) : null,
+      ...Object.entries(group.columns).map(([name, value]) => el("div", {class: "message"}, hostile("span", name, {class: "quiet"}), hostile("pre", asText(value))))) : null,
     el("label", {class: "shown"}, "Show as ", choice),
     how,
     cards,
@@ -32,7 +32,7 @@ function groupView(group, step, pieces, state) {
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 function card(one, i, pieces, colour) {
-  const parts = one.parts.map(([name, value]) => el("span", {}, `${name} ${number(value)}`));
+  const parts = one.parts.map(named);
   const failed = !["ok", "none"].includes(one.status);
   return el("section", {class: "card", "aria-label": "Completion " + (i + 1)},
     el("h4", {}, `${i + 1}. `, el("strong", {}, one.reward === null ? "no reward" : "reward " + number(one.reward)),
@@ -44,8 +44,10 @@ function card(one, i, pieces, colour) {
     el("p", {class: "facts quiet"}, el("span", {}, count(one.length, "token")), el("span", {}, "ended: " + one.end),
       el("span", {}, versions(one)), el("span", {}, "seed " + one.seed), el("span", {}, "worker " + one.worker),
       one.rows > 1 ? el("span", {}, `the last of ${one.rows} rows`) : null,
-      ...(one.env || []).map(([name, value]) => el("span", {}, `${name} ${number(value)}`))));
+      ...(one.env || []).map(named)));
 }
+
+const named = ([name, value]) => hostile("span", `${name} ${number(value)}`);
 
 // Runs before schema version 3 kept the kind of a failure and which functions gave no number, and not its words.
 function reason(one) {
@@ -61,7 +63,8 @@ function versions(one) {
 }
 
 function said(one) {
-  return one.messages && one.messages.length ? conversation(one.messages) : hostile("pre", one.text, {tabindex: 0});
+  if (one.messages && one.messages.length) return conversation(one.messages);
+  return one.text ? hostile("pre", one.text, {tabindex: 0}) : el("p", {class: "quiet"}, "no text");
 }
 
 function conversation(messages) {
@@ -77,8 +80,9 @@ function conversation(messages) {
 
 function turns(one) {
   if (!one.turns || !one.turns.length) return null;
-  const rows = one.turns.map((turn, i) => [i + 1, turn.stop - turn.start, number(turn.reward), turn.calls, turn.malformed,
-    Math.round(turn.generate_ms), Math.round(turn.env_ms)]);
+  const rewarded = one.turns.some((turn) => turn.reward !== null); // else by its end alone
+  const rows = one.turns.map((turn, i) => [i + 1, turn.stop - turn.start, ...(rewarded ? [number(turn.reward)] : []), turn.calls,
+    turn.malformed, Math.round(turn.generate_ms), Math.round(turn.env_ms)]);
   return el("details", {}, el("summary", {}, count(rows.length, "turn")),
-    table(["turn", "tokens", "reward", "calls", "malformed", "generate ms", "environment ms"], rows));
+    table(["turn", "tokens", ...(rewarded ? ["reward"] : []), "calls", "malformed", "generate ms", "environment ms"], rows));
 }

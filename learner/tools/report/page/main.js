@@ -6,8 +6,6 @@ let drawnHead = "";
 async function draw() {
   const packed = await packedBlock("head");
   if (packed === drawnHead) return;
-  const first = drawnHead === "";
-  drawnHead = packed;
   const head = await unpacked(packed);
   overview(head);
   if (head.colours) byId("overview").append(el("p", {class: "remark"}, head.colours));
@@ -16,7 +14,8 @@ async function draw() {
   const open = state.open === null ? null : [state.index.step[state.open], state.index.place[state.open]];
   browse({step: [], place: [], problem: [], rewards: [], failed: [], problems: [], errors: [], ...index}, pieces);
   state.open = open && index.step ? index.step.findIndex((step, i) => step === open[0] && index.place[i] === open[1]) : null;
-  if (first) document.body.dataset.drawn = performance.now().toFixed(0);
+  if (drawnHead === "") document.body.dataset.drawn = performance.now().toFixed(0);
+  drawnHead = packed;
 }
 
 async function again() {
@@ -27,6 +26,7 @@ async function again() {
   if (LIVE) setTimeout(again, EVERY_MS);
 }
 
+byId("metric").addEventListener("change", other);
 for (const name of FILTERS) byId(name).addEventListener("input", search);
 byId("filters").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", keys);

@@ -4,15 +4,25 @@ function overview(head) {
   document.title = head.title;
   byId("title").textContent = head.title;
   byId("overview").replaceChildren(...head.runs.map(headline));
-  byId("lines").textContent = head.runs.length > 1 ? `Solid: ${head.runs[0].name}. Dashed: ${head.runs[1].name}.` : "";
-  byId("figures").replaceChildren(...head.figures.map((figure) => drawn(head, figure)).filter(Boolean), chooser(head));
-  byId("bars").replaceChildren(...head.runs.flatMap((run) => memory(run, head.runs.length > 1)));
+  byId("lines").textContent = head.runs.length > 1 ? `Solid: ${head.runs[0].name}. Dashed: ${head.runs[1].name}.${unlike(head)}` : "";
+  redrawn(byId("figures"), ...head.figures.map((figure) => drawn(head, figure)).filter(Boolean));
+  byId("curves").hidden = !head.figures.length;
+  chooser(head);
+  redrawn(byId("bars"), ...head.runs.flatMap((run) => memory(run, head.runs.length > 1)));
   byId("memory").hidden = head.runs.every((run) => !run.memory.length);
-  byId("starts").replaceChildren(...starts(head.runs));
+  redrawn(byId("starts"), ...starts(head.runs));
   byId("time").hidden = head.runs.every((run) => !run.starts.length);
   for (const link of document.querySelectorAll("nav a")) link.hidden = byId(link.hash.slice(1)).hidden;
+  if (head.runs.length > 1) {
+    byId("completions-title").textContent = "Completions of " + head.runs[0].name;
+    byId("whose").textContent = "The configuration of " + head.runs[0].name;
+  }
   byId("differences").replaceChildren(...differences(head));
   byId("config").replaceChildren(table(["key", "value"], Object.entries(head.runs[0].config)));
+}
+
+function difference({before, after}) {
+  return after === before ? "unchanged" : (after > before ? "+" : "−") + number(Math.abs(after - before));
 }
 
 function headline(run) {
@@ -20,13 +30,20 @@ function headline(run) {
     el("span", {class: "quiet"}, change.label),
     el("strong", {}, number(change.after)),
     el("span", {class: "quiet"}, change.first === change.last ? `at step ${change.last}`
-      : `${change.after >= change.before ? "+" : "−"}${number(Math.abs(change.after - change.before))} since step ${change.first} (${number(change.before)})`)));
+      : difference(change) + ` since step ${change.first} (${number(change.before)})`)));
   const steps = el("div", {class: "tile"}, el("span", {class: "quiet"}, "steps"), el("strong", {}, String(run.done)),
     el("span", {class: "quiet"}, run.of ? "of " + run.of : ""));
   const facts = run.facts.map(([name, value]) => hostile("span", name + " " + value));
   return el("div", {class: "headline"}, el("h2", {}, run.name), el("p", {class: "facts quiet"}, ...facts),
     el("div", {class: "tiles"}, steps, ...tiles),
     ...run.remarks.map((remark) => hostile("p", remark, {class: "remark"})));
+}
+
+// Of two runs, what their curves are not to be compared by.
+function unlike({differences}) {
+  const measures = {rewards: "reward", data: "held-out accuracy"};
+  const found = Object.keys(measures).filter((part) => differences.some(([key]) => key.startsWith(part + ".")));
+  return found.length ? ` Not on one scale: ${found.map((part) => `${measures[part]} (the settings of ${part} differ)`).join(", ")}.` : "";
 }
 
 function line(run, metric, colour, dashed, label) {
@@ -42,14 +59,20 @@ function drawn(head, {title, hint, metrics, log}) {
 }
 
 // Any other metric, by name.
+let metricsOf = null;
+
 function chooser(head) {
+  metricsOf = head;
   const names = [...new Set(head.runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => name !== "at").sort();
-  const place = el("div");
-  const select = el("select", {onchange: () => {
-    const figure = drawn(head, {title: select.value, hint: "", metrics: [select.value], log: false});
-    place.replaceChildren(...(figure ? [figure] : []));
-  }}, el("option", {value: ""}, "choose a metric"), ...names.map((name) => el("option", {}, name)));
-  return el("div", {class: "chooser"}, el("label", {}, "Any metric ", select), place);
+  const select = byId("metric"), chosen = select.value;
+  if (select.options.length !== names.length + 1) // else it may be open
+    select.replaceChildren(select.options[0], ...names.map((name) => el("option", {selected: name === chosen}, name)));
+  other();
+}
+
+function other() {
+  const metric = byId("metric").value, figure = metric && drawn(metricsOf, {title: metric, hint: "", metrics: [metric], log: false});
+  redrawn(byId("other"), ...(figure ? [figure] : []));
 }
 
 function memory(run, named) {

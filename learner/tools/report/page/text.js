@@ -15,8 +15,18 @@ function el(tag, attributes = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-// Control characters, and those that turn the direction of what follows, are shown by their numbers.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
+// As replaceChildren; what has the keyboard and which details are open stays so, by their places.
+function redrawn(box, ...children) {
+  const reached = () => [...box.querySelectorAll("button, select, summary, [tabindex]")], at = reached().indexOf(document.activeElement);
+  const open = [...box.querySelectorAll("details")].map((one) => one.open);
+  box.replaceChildren(...children);
+  box.querySelectorAll("details").forEach((one, i) => { one.open = open[i] ?? false; });
+  if (at >= 0) reached()[at]?.focus({preventScroll: true});
+}
+
+// Shown by their numbers: control characters, those that turn the direction of what follows, and others that one would
+// not see (the categories of learner/tools/rollout_view.py).
+const HIDDEN = /(?![\t\n])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/u;
 
 function written(parent, text) {
   let plain = "";
