@@ -43,6 +43,7 @@ class View(NamedTuple):
 
 VIEWS = {
     "report-curves": View(1280, 760, "light"),
+    "report-time": View(1280, 260, "light", to="#time"),
     "report-group": View(1280, 760, "light", colour="logprob", to="#completions"),
     "report-mismatch": View(1280, 760, "dark", colour="mismatch", to="#completions"),
     "report-phone": View(390, 800, "light", colour="text", to="#group"),
