@@ -39,8 +39,9 @@ ROLE_ENV = PICKLED_TABLES | {
 class Session:
     """A connection to a Ray cluster and what this run has put on it."""
 
-    def __init__(self, mode: str, folder: RuntimeFolder | None) -> None:
+    def __init__(self, mode: str, folder: RuntimeFolder | None, commands: Mapping[str, str] | None = None) -> None:
         self.mode = mode  # local | joined
+        self._commands = commands or {}
         self._folder = folder
         # Temporary files of roles lie in the private cluster's folder, which is removed even if a role is killed.
         self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
@@ -97,7 +98,6 @@ class Session:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         assert self._placement is not None, "reserve() comes first"
-        threads = str(max(1, int(role.cpus)))
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
@@ -107,7 +107,7 @@ class Session:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
             ),
-            "runtime_env": {"env_vars": {**ROLE_ENV, **self._role_env, **env, "OMP_NUM_THREADS": threads}},
+            "runtime_env": self._runtime_env(role, env),
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         actor_class: Any = ray.remote(named).options(**options)
@@ -117,6 +117,12 @@ class Session:
         )
         self._actors.append(remote)
         return remote
+
+    def _runtime_env(self, role: Role, env: Mapping[str, str]) -> dict[str, Any]:
+        wanted: dict[str, Any] = {"env_vars": {**role_env(role, env), **self._role_env}}
+        if role.name in self._commands:
+            wanted["py_executable"] = self._commands[role.name]
+        return wanted
 
     async def release(self) -> None:
         """Kills what this run started and gives its room back."""
@@ -141,14 +147,26 @@ class Session:
             self._folder.remove()
 
 
+def role_env(role: Role, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a role's process, beside that of this one and the cluster's own."""
+    return {**ROLE_ENV, **env, "OMP_NUM_THREADS": str(max(1, int(role.cpus)))}
+
+
 def in_job() -> bool:
     """True inside the entrypoint of `ray job submit`."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def connect(address: str, min_cpus: float, policy_bytes: int = 0, shows_metrics: bool = False) -> Session:
+def connect(
+    address: str,
+    min_cpus: float,
+    policy_bytes: int = 0,
+    shows_metrics: bool = False,
+    commands: Mapping[str, str] | None = None,
+) -> Session:
     """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`, with an object
-    store for policies of that many bytes. shows_metrics: the page that Prometheus reads is wanted.
+    store for policies of that many bytes. shows_metrics: the page that Prometheus reads is wanted. commands: of the
+    workers of roles that are prestarted (cluster.prestart).
 
     Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
     """
@@ -184,7 +202,7 @@ def connect(address: str, min_cpus: float, policy_bytes: int = 0, shows_metrics:
         folder.remove()
         raise
     check_doors(ray)
-    return Session("local", folder)
+    return Session("local", folder, commands)
 
 
 def store_bytes(policy_bytes: int, free: int) -> int:

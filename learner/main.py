@@ -5,9 +5,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from learner.driver import called_from
+
+if TYPE_CHECKING:  # heavy imports wait until the configuration is known to be right
+    from learner.config import RunConfig
 
 EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
 
@@ -55,24 +58,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rollout.data import hub
 
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
-    # heavy imports wait until the configuration is known to be right
-    from learner.driver import cards as known_cards
-    from learner.driver import launch, preflight, run_lock
-
     try:
-        if args.dry_run:
-            cards = None if args.assume_gpus is None else known_cards.parse(args.assume_gpus)
-            print(preflight.report(preflight.rehearse(config, cards), cards))
-            return 0
-        config = preflight.place_output(config)
-        with run_lock.held(config.run_dir):
-            return asyncio.run(launch.run(preflight.prepare(config)))
+        return _dry_run(config, args.assume_gpus) if args.dry_run else _train(config)
     except (Exception, BaseExceptionGroup) as several:
+        from learner.driver import preflight
+
         cause = failure.first_of(several)
         if isinstance(cause, preflight.PROBLEMS):  # some of them only a cluster that was joined can tell
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 2
         return _fail(cause)
+
+
+def _dry_run(config: "RunConfig", assumed: str | None) -> int:
+    from learner.driver import cards as known_cards
+    from learner.driver import preflight
+
+    cards = None if assumed is None else known_cards.parse(assumed)
+    print(preflight.report(preflight.rehearse(config, cards), cards))
+    return 0
+
+
+def _train(config: "RunConfig") -> int:
+    from learner.driver.prestart import prestarted
+
+    with prestarted(config) as early:
+        from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
+
+        config = preflight.place_output(config)
+        with run_lock.held(config.run_dir):
+            return asyncio.run(launch.run(preflight.prepare(config), early.commands))
 
 
 def _fail(error: BaseException) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 from cluster.actor import RevivableActor
@@ -30,8 +30,11 @@ from rollout.service import RolloutService
 CLOSE_S = 20.0
 
 
-async def run(prepared: Prepared) -> int:
-    """The exit code, once all steps are done or the run was asked to stop. Raises what ended it otherwise."""
+async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
+    """The exit code, once all steps are done or the run was asked to stop. Raises what ended it otherwise.
+
+    commands: of the workers of roles that are prestarted.
+    """
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
     with Progress(prepared.total_steps) as progress:
@@ -52,9 +55,8 @@ async def run(prepared: Prepared) -> int:
             progress.note(note)
         progress.note("starting Ray, generators and learner (about 20 s on two cores)")
         cpus = sum(role.cpus for role in roles(config))
-        session = connect(
-            config.cluster.address, cpus, prepared.budgets.policy_bytes, shows_metrics=PROMETHEUS in config.trackers
-        )
+        metered = PROMETHEUS in config.trackers
+        session = connect(config.cluster.address, cpus, prepared.budgets.policy_bytes, metered, commands)
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:

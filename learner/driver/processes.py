@@ -17,13 +17,12 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
-from learner.model.bitsandbytes_import import left_out
+from learner.model.bitsandbytes_import import has_4_bit_layers, left_out
 from learner.ranks.ranks import Ranks, all_of
 from learner.ranks.service import Meeting, RankService
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
 from rewards.pool import Judging
-from rollout.data.model_files import read_json
 from rollout.engine import EngineSettings
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
@@ -204,12 +203,7 @@ def _built(kind: "Callable[..., Trainer]", config: RunConfig, total_steps: int, 
 
 def _imports(config: RunConfig) -> AbstractContextManager[None]:
     """For the import of the trainer."""
-    return nullcontext() if _has_4_bit_layers(config) else left_out()
-
-
-def _has_4_bit_layers(config: RunConfig) -> bool:
-    """Made from the base, or in its files already."""
-    return config.model.base == "nf4" or "quantization_config" in read_json(config.model.path, "config.json")
+    return nullcontext() if has_4_bit_layers(config.model) else left_out()
 
 
 def settle_products(run_dir: Path) -> None:

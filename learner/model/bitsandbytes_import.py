@@ -5,7 +5,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from learner.config import ModelConfig
+from rollout.data.model_files import read_json
+
 LIBRARY = "bitsandbytes"
+
+
+def has_4_bit_layers(model: ModelConfig) -> bool:
+    """Made from the base, or in its files already. Raises ChatError where the model cannot be read."""
+    return model.base == "nf4" or "quantization_config" in read_json(model.path, "config.json")
 
 
 @contextmanager

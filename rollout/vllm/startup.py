@@ -9,6 +9,12 @@ from typing import Any
 from rollout.architecture import ATTENTION, ArchitectureError, has_experts
 
 
+def import_cpu_engine() -> None:
+    """What build_engine and the engine import on a CPU but the model's own class: nine tenths of its start."""
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
 def shorten_start(model: str) -> None:
     """To be called before the engine of `model` (folder or hub name) is built in this process."""
     from vllm.platforms import current_platform

@@ -1,0 +1,59 @@
+"""Which roles of a run are prestarted, and what their processes import meanwhile.
+
+Those of a private cluster, without a card: which cards a process sees, Ray says as late as it asks for the process, and
+libraries look for cards as they are imported.
+"""
+
+import logging
+import os
+
+from cluster.placement import waiting
+from cluster.prestart.prestarted import Prestarted
+from cluster.ray_cluster import in_job, role_env
+from learner.config import RunConfig, generator_roles, learner_roles, roles
+from learner.model.bitsandbytes_import import has_4_bit_layers, left_out
+from rollout.data.chat_error import ChatError
+from rollout.vllm.environment import required_env
+
+
+def prestarted(config: RunConfig) -> Prestarted:
+    """To be closed when the run has ended. Empty where roles are not prestarted, or the model cannot be read, which the
+    checks of the start will tell."""
+    found = Prestarted()
+    if in_job() or config.cluster.address != "local":
+        return found
+    try:
+        learner = import_learner_for_4_bit if has_4_bit_layers(config.model) else import_learner
+    except ChatError:
+        return found
+    threads = waiting(roles(config), os.cpu_count() or 1)
+    wanted = [(role, import_generator, required_env(cuda=False)) for role in generator_roles(config)]
+    wanted += [(role, learner, {}) for role in learner_roles(config)]
+    for role, preparation, env in wanted:
+        if role.gpus == 0:
+            name = f"{preparation.__module__}:{preparation.__name__}"
+            found.start(role.name, name, role_env(role, env) | threads)
+    return found
+
+
+def import_generator() -> None:
+    """What a generator imports, with vLLM."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as rollout.worker.vllm_engine does
+    import rollout.vllm.engine
+    import rollout.worker  # noqa: F401
+    from rollout.vllm.startup import import_cpu_engine
+
+    import_cpu_engine()
+
+
+def import_learner() -> None:
+    """What a learner without 4-bit layers imports."""
+    with left_out():
+        import_learner_for_4_bit()
+
+
+def import_learner_for_4_bit() -> None:
+    """What a learner imports, with bitsandbytes."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as learner.driver.processes does
+    import learner.driver.processes
+    import learner.ranks.rank_trainer  # noqa: F401
