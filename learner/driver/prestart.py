@@ -11,7 +11,7 @@ from cluster.placement import waiting
 from cluster.prestart.prestarted import Prestarted
 from cluster.ray_cluster import in_job, role_env
 from learner.config import RunConfig, generator_roles, learner_roles, roles
-from learner.model.bitsandbytes_import import has_4_bit_layers, left_out
+from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
 from rollout.data.chat_error import ChatError
 from rollout.vllm.environment import required_env
 
@@ -54,6 +54,6 @@ def import_learner() -> None:
 
 def import_learner_for_4_bit() -> None:
     """What a learner imports, with bitsandbytes."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as learner.driver.processes does
+    quiet()
     import learner.driver.processes
     import learner.ranks.rank_trainer  # noqa: F401

@@ -17,7 +17,7 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
-from learner.model.bitsandbytes_import import has_4_bit_layers, left_out
+from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
 from learner.ranks.ranks import Ranks, all_of
 from learner.ranks.service import Meeting, RankService
 from learner.trainer.service import TrainerService
@@ -181,8 +181,7 @@ def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, ran
 
 
 def _settle_logs(rank: int = 0) -> None:
-    # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that nothing here uses.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    quiet()
     if rank == 0:
         log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
 

@@ -1,6 +1,7 @@
 """peft without bitsandbytes, which it imports wherever that is installed: half a second of each start, though few runs
 have 4-bit layers or 8-bit states."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,12 @@ from learner.config import ModelConfig
 from rollout.data.model_files import read_json
 
 LIBRARY = "bitsandbytes"
+
+
+def quiet() -> None:
+    """To be called before peft is imported, which imports bitsandbytes: on a CPU that advises an optional 4-bit kernel,
+    which nothing here uses."""
+    logging.getLogger(LIBRARY).setLevel(logging.ERROR)
 
 
 def has_4_bit_layers(model: ModelConfig) -> bool:
