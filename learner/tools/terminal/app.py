@@ -43,6 +43,7 @@ class RunApp(App[int]):
     CSS = """
     #steps { width: 53; }
     #groups { width: 1fr; }
+    #remarks { height: auto; max-height: 4; color: $text-warning; }
     #time { height: auto; max-height: 4; color: $text-muted; }
     #told { height: auto; max-height: 4; color: $text-muted; }
     DataTable { height: 1fr; }
@@ -58,6 +59,7 @@ class RunApp(App[int]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="run")
+        yield Static(id="remarks")
         yield Static(id="time")
         yield Curves()
         with Horizontal():
@@ -86,10 +88,12 @@ class RunApp(App[int]):
         done = f"{run.name}  step {run.steps[-1] if run.steps else 0} of {run.config.get('steps') or '?'}"
         self.query_one("#run", Static).update(Text(escaped(done), style="bold", no_wrap=True))
         spent = [f"{start.steps}  {sentence(start.phases)}" for start in reversed(starts_of(run))]
-        self.query_one("#time", Static).update(Text("\n".join(map(escaped, spent))))
+        for place, said in (("#remarks", " ".join(run.remarks)), ("#time", "\n".join(spent))):
+            box = self.query_one(place, Static)
+            box.display = bool(said)
+            box.update(Text(escaped(said)))
         await self.query_one(Curves).draw(run)
         self._list_steps(run)
-        self._tell(" ".join(run.remarks))
 
     def _list_steps(self, run: Run) -> None:
         """The step that was chosen stays chosen; the newest, if none or the newest was."""

@@ -68,6 +68,8 @@ async def test_a_run_is_read_by_keys_alone(run: Path) -> None:
     async with app.run_test(size=(160, 50)) as pilot:
         await pilot.pause()
         assert app.screen.query_one(Curves).shown == ["reward/mean", "policy/entropy", "reward/[b]own"]
+        assert "step 2: 2 of 2 groups, as trained" in screen(app)
+        assert "The run ended at step 2 of 9: it failed or was stopped" in screen(app)  # beside it, not in its place
         assert "no step  1.5 s: start-up 0.5 (preflight 0.0, Ray 0.5, processes 0.0), end 1.0" in screen(app)
         assert [row[:2] for row in cells(app, "steps")] == [["2", "0.5"], ["1", "0.25"]]
         assert [row[0] for row in cells(app, "groups")] == ["train-2", "train-3"]
