@@ -11,7 +11,8 @@ from learner.trainer.service import Arithmetic
 def arithmetic_on(device: torch.device) -> Arithmetic:
     """Of the learner on that device."""
     name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else _processor()
-    return Arithmetic(torch.__version__, name, torch.get_num_threads(), library())
+    # As a plain text: torch's own class of it would import torch in the driver, which reads this.
+    return Arithmetic(str(torch.__version__), name, torch.get_num_threads(), library())
 
 
 def _processor() -> str:
