@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
+from tokenizers import Tokenizer
 
 from learner.driver import mismatch_files
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.write import report
 from rollout import ledger
 from rollout.fake_groups import make_group
+from rollout.types import Completion
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-arithmetic"
-HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">\x00\u202e א"
-SHOWN = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">U+0000U+202E א"
+HTML = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
+HOSTILE = HTML + "\x00\u202e א\u200b\u200b\u200b\U000e0041"
+SHOWN = HTML + "U+0000U+202E אU+200B, 3 timesU+E0041"
 Visit = Callable[[Path | str], Any]
 
 
@@ -170,6 +174,22 @@ def test_tokens_are_coloured_by_how_far_the_learner_is_from_the_sampler(run: Pat
     assert drawn == [f"rgba({blue}, 0.52)", f"rgba({orange}, 0.22)", none, none, none, none]
     driver.find_elements(By.CSS_SELECTOR, ".tokens")[1].send_keys(Keys.ARROW_RIGHT)
     assert texts(driver, ".said")[1].endswith("policy version 0, learner minus sampler -1.0e-5 nats.")
+
+
+def test_characters_of_several_tokens_are_whole(run: Path, visit: Visit) -> None:
+    text = "é <answer>שלום 👩</answer>"
+    ids = np.asarray(Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids, np.int32)
+    made = Completion(ids, np.full(len(ids), -0.5, np.float32), "stop", np.zeros(len(ids), np.int32))
+    ledger.write(run / "rollouts", 1, [make_group(0, completions=[made], rewards=[1.0])])
+    report(run, None, None, 2**20)
+    driver = visit(run / "report.html")
+    driver.find_element(By.CSS_SELECTOR, "#list button").click()
+    until(driver, lambda: texts(driver, "#colour"))
+    driver.find_element(By.ID, "colour").send_keys("logprob")
+    until(driver, lambda: texts(driver, ".tokens") == [text])
+    assert len(texts(driver, ".tokens span")) == len(ids)
+    driver.find_element(By.CSS_SELECTOR, ".tokens").send_keys(Keys.HOME)
+    assert f"Token 1 of {len(ids)}, id {ids[0]}, part of the next character: logprob -0.50" in texts(driver, ".said")[0]
 
 
 def test_what_failed_is_said_in_words_beside_the_completion_and_counted(run: Path, scheme: str, visit: Visit) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from learner.tools.report.token_bytes import bytes_of
+
 FILE = "tokenizer.json"
 
 
@@ -32,8 +34,8 @@ class Words:
         """Whether ids can be turned into text."""
         return self._tokenizer is not None
 
-    def pieces(self, ids: Iterable[int]) -> dict[int, str]:
-        """Each id's text as it stands inside a text, special tokens too; a part of a character is U+FFFD.
+    def pieces(self, ids: Iterable[int]) -> dict[int, str | list[int]]:
+        """Each id's text as it stands inside a text, special tokens too; bytes of UTF-8 where they are no whole text.
 
         Behind an ordinary token, since many tokenizers drop the space before the first one of a text.
         """
@@ -42,7 +44,10 @@ class Words:
         before = self._tokenizer.decode(anchor, skip_special_tokens=False)
         known = [i for i in some if 0 <= i < size]
         texts = self._tokenizer.decode_batch([[*anchor, i] for i in known], skip_special_tokens=False)
-        found = {i: text.removeprefix(before) for i, text in zip(known, texts, strict=True)}
+        found: dict[int, str | list[int]] = {}
+        for i, text in zip(known, texts, strict=True):
+            parts = bytes_of(self._tokenizer.id_to_token(i)) if "\ufffd" in text else None
+            found[i] = parts or text.removeprefix(before)
         return {i: found.get(i, f"<{i}>") for i in some}
 
 

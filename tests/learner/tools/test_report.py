@@ -20,6 +20,7 @@ from learner.tools.report.completions import read_step
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.packing import unpacked
 from learner.tools.report.sample import spread
+from learner.tools.report.token_bytes import bytes_of
 from learner.tools.report.words import Words
 from learner.tools.report.write import report
 from rollout import ledger
@@ -208,10 +209,13 @@ def test_pieces_of_tokens_make_the_text() -> None:
     from tokenizers import Tokenizer
 
     words = Words(str(MODEL))
-    text = "<reasoning> 5+2=7 </reasoning><answer>7</answer><|end|>"
+    text = "<reasoning> 5+2=7 </reasoning><answer>é שלום 👩 \u00ad\x00</answer><|end|>"
     ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     pieces = words.pieces({*ids, 10**6})
-    assert "".join(pieces[i] for i in ids) == text
+    assert pieces[ids[0]] == "<reasoning>"
+    parts = [pieces[i] for i in ids]  # a part of a character is bytes
+    assert b"".join(part.encode() if isinstance(part, str) else bytes(part) for part in parts).decode() == text
+    assert (bytes_of("<0xE2>"), bytes_of("▁a")) == ([0xE2], None)
     assert pieces[10**6] == "<1000000>"
     assert "of org/absent is not on this machine" in Words("org/absent").missing
 

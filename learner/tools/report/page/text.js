@@ -25,29 +25,25 @@ function redrawn(box, ...children) {
 }
 
 // Shown by their numbers: control characters, those that turn the direction of what follows, and others that one would
-// not see (the categories of learner/tools/rollout_view.py).
-const HIDDEN = /(?![\t\n])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/u;
+// not see (the categories of learner/tools/rollout_view.py). Many of one kind in a row are shown once.
+const HIDDEN = /((?![\t\n])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}])\1*/gu;
 
 function written(parent, text) {
-  let plain = "";
-  for (const one of text) {
-    if (!HIDDEN.test(one)) { plain += one; continue; }
-    if (plain) parent.append(plain);
-    plain = "";
-    const code = "U+" + one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    parent.append(el("span", {class: "hidden-character", title: "a character that is not visible"}, code));
+  let at = 0;
+  for (const {0: found, 1: one, index} of text.matchAll(HIDDEN)) {
+    const code = "U+" + one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0"), many = found.length / one.length;
+    parent.append(text.slice(at, index), el("span", {class: "hidden-character", title: "a character that is not visible"}, many > 1 ? `${code}, ${many} times` : code));
+    at = index + found.length;
   }
-  if (plain) parent.append(plain);
+  parent.append(text.slice(at));
   return parent;
 }
 
-const hasHidden = (text) => HIDDEN.test(text);
-
 // Text in a box of its own, whose direction is that of its first letter and leaks nowhere.
 function hostile(tag, text, attributes = {}) {
-  const box = el(tag, {dir: "auto", ...attributes});
-  if (!hasHidden(text)) { box.textContent = text; return box; }
-  return written(box, text);
+  const box = written(el(tag, attributes), text);
+  box.dir = "auto"; // last: a browser works it out anew at each piece that is added
+  return box;
 }
 
 function number(value) {

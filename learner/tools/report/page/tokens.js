@@ -9,21 +9,22 @@ const COLOURS = {
 };
 
 function tokenView(completion, pieces, colour) {
-  const box = el("div", {class: "tokens", dir: "auto", tabindex: 0, role: "group", "aria-label": "Tokens; arrow keys read them"});
+  const box = el("div", {class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens; arrow keys read them"});
   const said = el("p", {class: "quiet said", role: "status"});
   const observed = new Set((completion.observed || []).flatMap(([a, b]) => Array.from({length: b - a}, (_, i) => a + i)));
-  const spans = completion.ids.map((id, i) => {
-    const piece = pieces[id] ?? `<${id}>`;
+  const texts = textsOf(completion.ids, pieces);
+  const spans = texts.map((text, i) => {
     const shade = observed.has(i) ? "observed" : shadeOf(completion, i, colour);
-    return hasHidden(piece) ? written(el("span", {class: shade}), piece) : el("span", {class: shade}, piece);
+    return written(el("span", {class: text ? shade : `${shade ?? ""} part`}), text);
   });
   box.append(...spans);
+  box.dir = "auto"; // last, as in text.js
   let place = -1;
   const tell = (at) => {
     spans[place]?.classList.remove("chosen");
     place = Math.max(0, Math.min(at, spans.length - 1));
     spans[place].classList.add("chosen");
-    said.textContent = sentence(completion, place, pieces, observed.has(place));
+    said.textContent = sentence(completion, place, texts[place], observed.has(place));
   };
   box.addEventListener("click", (event) => {
     const at = spans.findIndex((span) => span.contains(event.target));
@@ -34,6 +35,12 @@ function tokenView(completion, pieces, colour) {
     if (event.key in moves && spans.length) { event.preventDefault(); event.stopPropagation(); tell(moves[event.key]); }
   });
   return el("div", {}, box, said);
+}
+
+// Of each token. A character that several of them make, whose pieces are bytes, stands at the last one; "" before it.
+function textsOf(ids, pieces) {
+  const decoder = new TextDecoder("utf-8", {ignoreBOM: true}), bytes = (id) => Array.isArray(pieces[id]);
+  return ids.map((id, i) => (bytes(id) ? decoder.decode(new Uint8Array(pieces[id]), {stream: bytes(ids[i + 1])}) : pieces[id] ?? `<${id}>`));
 }
 
 function shadeOf(completion, i, colour) {
@@ -56,8 +63,8 @@ function shadeOf(completion, i, colour) {
   return "newer" + (newest === oldest ? 1 : 1 + level((0.8 * (version - oldest)) / (newest - oldest)));
 }
 
-function sentence(completion, i, pieces, observed) {
-  const name = `Token ${i + 1} of ${completion.ids.length}, id ${completion.ids[i]}, ${JSON.stringify(pieces[completion.ids[i]] ?? "")}: `;
+function sentence(completion, i, text, observed) {
+  const name = `Token ${i + 1} of ${completion.ids.length}, id ${completion.ids[i]}, ${text ? JSON.stringify(text) : "part of the next character"}: `;
   if (observed) return name + "observed, not sampled.";
   const logprob = completion.logprobs[i];
   const version = completion.token_versions ? completion.token_versions[i] : completion.versions[1];
