@@ -209,6 +209,22 @@ def test_what_failed_is_said_in_words_beside_the_completion_and_counted(run: Pat
     assert styles(driver, ".card .remark", "backgroundColor") == [warning]
 
 
+def test_two_runs_whose_rewards_differ_are_not_on_one_scale(run: Path, tmp_path: Path, visit: Visit) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.75}\n')
+    (other / "config.yaml").write_text(
+        (run / "config.yaml").read_text() + "rewards: [{use: format}]\ndata: {eval: {every: 2}}\n"
+    )
+    report(run, None, other, 2**20)
+    driver = visit(run / "report.html")
+    (told,) = texts(driver, "#lines")
+    assert told.startswith("Solid: run. Dashed: other. The reward is not on one scale")
+    assert "same problems" not in told  # how often is no other problem
+    assert texts(driver, "#completions h2") == ["Completions of run"]
+    assert texts(driver, "#differences td") == ["data.eval.every", "—", "2", "rewards.format", "—", "use format"]
+
+
 def test_where_the_time_of_each_start_went_is_drawn(run: Path, scheme: str, visit: Visit) -> None:
     starts = [{"at": 0.0, "wall": 8.0, "processes": 6.0, "training": 2.0}, {"at": 600.0, "wall": 4.0, "processes": 4.0}]
     (run / "phases.jsonl").write_text("".join(json.dumps(one) + "\n" for one in starts) + '{"at": 601.0, "wa')
