@@ -18,7 +18,7 @@ from cluster.exit_reason import ExitReasons
 from cluster.placement import Placement, PlacementError, Role, place, waiting
 from cluster.ray_actor import Host, Remote
 from cluster.ray_metrics import metrics_address
-from cluster.ray_private import check_doors, close_doors, system_config, without_autoscaler
+from cluster.ray_private import check_doors, close_doors, short_start, system_config
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
@@ -187,7 +187,7 @@ def connect(
 
     folder = RuntimeFolder()
     try:
-        with without_autoscaler():
+        with short_start():
             ray.init(
                 address="local",
                 include_dashboard=False,

@@ -7,9 +7,12 @@ Ray reads all but the last from the environment, once, as it is imported here an
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+REGISTER_S, LOOK_S = 20.0, 0.02  # for which a node's entry is waited for, and between two looks
 
 log = logging.getLogger("cluster")
 
@@ -43,17 +46,41 @@ def system_config(shows_metrics: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def without_autoscaler() -> Iterator[None]:
-    """Ray starts no monitor, the process that asks a cloud for more nodes, which one machine has not: it takes half a
-    second of a core at the start, and Ray's end waits for it for a second. ray.init has no argument for that."""
+def short_start() -> Iterator[None]:
+    """Inside this block Ray starts no autoscaler, and goes on as soon as its node is there. ray.init has no arguments
+    for that.
+
+    The autoscaler's monitor asks a cloud for more nodes, which one machine has not: it takes half a second of a core,
+    and Ray's end waits for it for a second. For its node Ray waits in whole seconds, two or three of them.
+    """
+    from ray._private import services
     from ray._private.node import Node
 
-    ordinary = Node.start_monitor
+    monitor, found = Node.start_monitor, services.get_node
+
+    def node_as_it_comes(gcs_address: str, node_id: str) -> Any:
+        _until_registered(gcs_address, node_id)
+        return found(gcs_address, node_id)
+
     Node.start_monitor = lambda node: None  # type: ignore[method-assign]
+    services.get_node = node_as_it_comes
     try:
         yield
     finally:
-        Node.start_monitor = ordinary  # type: ignore[method-assign]
+        Node.start_monitor, services.get_node = monitor, found  # type: ignore[method-assign]
+
+
+def _until_registered(gcs_address: str, node_id: str) -> None:
+    """Returns too late rather than never: who asked then waits, or says why there is no node."""
+    from ray._private.services import _get_gcs_client_options
+    from ray._private.state import GlobalState
+
+    state, deadline = GlobalState(), time.monotonic() + REGISTER_S
+    state._initialize_global_state(_get_gcs_client_options(gcs_address))
+    while time.monotonic() < deadline:
+        if any(node["NodeID"] == node_id for node in state.node_table()):
+            return
+        time.sleep(LOOK_S)
 
 
 def check_doors(ray: Any) -> None:
