@@ -39,6 +39,7 @@ def main() -> None:
     worker, files = _received(shim)
     if other := [name for name, value in environment.items() if worker["environment"].get(name) != value]:
         sys.exit(f"the worker has another {', '.join(other)}, under which something may have been imported")
+    _take_place(worker)
     shim.sendall(TAKEN)
     _become(worker, files)
 
@@ -47,6 +48,7 @@ def _prepare(preparation: str) -> None:
     """Imports, without the garbage collector: imports make a million objects and no garbage. An import of ray fails
     meanwhile, since it reads its settings from the environment once, and the worker's come with the handover."""
     module, _, function = preparation.partition(":")
+    assert "ray" not in sys.modules, "something imports ray as each interpreter starts"
     gc.disable()
     sys.modules["ray"] = None  # type: ignore[assignment]
     getattr(import_module(module), function)()
@@ -66,6 +68,13 @@ def _received(shim: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(body), list(files)
 
 
+def _take_place(worker: dict[str, Any]) -> None:
+    """What may fail, as long as another may still become that worker."""
+    Path("/proc/self/oom_score_adj").write_text(worker["oom_score_adj"])
+    os.setpriority(os.PRIO_PROCESS, 0, worker["nice"])
+    os.chdir(worker["folder"])
+
+
 def _become(worker: dict[str, Any], files: list[int]) -> None:
     """Runs the worker's script as the interpreter would have."""
     sys.stdout.flush()
@@ -73,11 +82,8 @@ def _become(worker: dict[str, Any], files: list[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    Path("/proc/self/oom_score_adj").write_text(worker["oom_score_adj"])
-    os.setpriority(os.PRIO_PROCESS, 0, worker["nice"])
     os.environ.clear()
     os.environ.update(worker["environment"])
-    os.chdir(worker["folder"])
     tempfile.tempdir = None  # was looked up in the other environment
     sys.argv = worker["arguments"]
     sys.path[0] = str(Path(sys.argv[0]).parent)

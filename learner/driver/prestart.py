@@ -10,15 +10,15 @@ import os
 from cluster.placement import waiting
 from cluster.prestart.prestarted import Prestarted
 from cluster.ray_cluster import in_job, role_env
-from learner.config import RunConfig, generator_roles, learner_roles, roles
+from learner.config import RunConfig, generator_roles, learner_roles
 from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
 from rollout.data.chat_error import ChatError
 from rollout.vllm.environment import required_env
 
 
-def prestarted(config: RunConfig) -> Prestarted:
+def prestarted(config: RunConfig, *, learns: bool = True) -> Prestarted:
     """To be closed when the run has ended. Empty where roles are not prestarted, or the model cannot be read, which the
-    checks of the start will tell."""
+    checks of the start will tell. learns: whether there is a learner beside the generators."""
     found = Prestarted()
     if in_job() or config.cluster.address != "local":
         return found
@@ -26,9 +26,9 @@ def prestarted(config: RunConfig) -> Prestarted:
         learner = import_learner_for_4_bit if has_4_bit_layers(config.model) else import_learner
     except ChatError:
         return found
-    threads = waiting(roles(config), os.cpu_count() or 1)
     wanted = [(role, import_generator, required_env(cuda=False)) for role in generator_roles(config)]
-    wanted += [(role, learner, {}) for role in learner_roles(config)]
+    wanted += [(role, learner, {}) for role in learner_roles(config) if learns]
+    threads = waiting([role for role, *_ in wanted], os.cpu_count() or 1)
     for role, preparation, env in wanted:
         if role.gpus == 0:
             name = f"{preparation.__module__}:{preparation.__name__}"

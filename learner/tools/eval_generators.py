@@ -1,7 +1,7 @@
 """Generators alone, each with the one policy that is evaluated: the processes of a run without its learner."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,12 +80,14 @@ async def groups(
     problems: Sequence[Problem],
     asked: Sequence[Asked],
     done: Callable[[int, int], None],
+    commands: Mapping[str, str],
 ) -> list[list[pa.Table]]:
     """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended.
 
-    done: is told how many more completions there are, of how many in all.
+    done: is told how many more completions there are, of how many in all. commands: of prestarted generators' workers.
     """
-    session = connect(config.cluster.address, sum(role.cpus for role in _generators(config)), len(policy.payload))
+    cpus = sum(role.cpus for role in _generators(config))
+    session = connect(config.cluster.address, cpus, len(policy.payload), commands=commands)
 
     async def generated() -> list[list[pa.Table]]:
         async with _workers(session, config, budgets, policy) as workers:

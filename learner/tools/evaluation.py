@@ -19,6 +19,7 @@ from learner.driver.findings import Findings, PreflightError
 from learner.driver.machine_checks import check_placement
 from learner.driver.memory_budget import settle, settled
 from learner.driver.preflight import PROBLEMS, Untokenised, check_accuracy, check_rewards, load_chat
+from learner.driver.prestart import prestarted
 from learner.model.weight_files import model_weights
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import Asked, groups, policy_of
@@ -91,17 +92,18 @@ def evaluate(
         PreflightError: something given is wrong; one line per mistake.
     """
     begun = time.perf_counter()
-    config, problems = _checked(config, held_out)
-    problems = problems[:limit]
-    policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present()))
-    config = settled(config, budgets)
-    name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
-    asked = [Asked(lambda _: greedy(config), 0)]
-    if samples:
-        asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
-    told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
-    note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
-    tables = asyncio.run(groups(config, budgets, policy, problems, asked, done))
+    with prestarted(config, learns=False) as early:
+        config, problems = _checked(config, held_out)
+        problems = problems[:limit]
+        policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present()))
+        config = settled(config, budgets)
+        name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+        asked = [Asked(lambda _: greedy(config), 0)]
+        if samples:
+            asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
+        told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
+        note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
+        tables = asyncio.run(groups(config, budgets, policy, problems, asked, done, early.commands))
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)
     rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
     return Evaluated(

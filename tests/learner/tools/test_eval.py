@@ -131,7 +131,7 @@ async def test_a_lost_generator_comes_back_with_the_policy_and_no_group_is_missi
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--run", "nowhere"], "--run: nowhere has neither adapter/ nor model/"),
+        (["--run", "nowhere"], "--run: must be a run folder such as runs/demo-seed0, got nowhere; check the path"),
         (["--run", "here", "--config", "x"], "--run: does not go with --config"),
         (["--model", "{model}", "--data", "rg:chain_sum"], "--reward: required where no configuration names it"),
         (["--model", "{model}", "--data", "rg:chain_sum", "--limit", "2", "--reward", "format", "--adapter", "{model}"],
