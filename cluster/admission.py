@@ -13,10 +13,10 @@ that has them. So a worker that takes longer for a group than the run takes for 
 of the whole run.
 
 What a lost worker costs: its groups stay missing until the lost call ends (at once if the process died, after
-deadlines.group if it hangs) and a fresh process has the newest policy (deadlines.start, then deadlines.push to load it
-and again to prove it). Then their slots are free and their positions are issued again, before any new one, to whichever
-worker asks first. A batch in which one of them is due waits for all of this; until then the other workers go on with
-the other slots. The consumer gives up, and ends the run, after deadlines.start + deadlines.group.
+deadlines.group if it hangs). Then their slots are free and their positions are issued again, before any new one, to
+whichever worker asks first; the lost one is among them once a fresh process has the newest policy (deadlines.start,
+then deadlines.push to load it and again to prove it). The consumer gives up, and ends the run, after deadlines.start +
+deadlines.group.
 
 Why nobody waits for ever. Let the consumer wait for its next group; a group is admitted from `admit` until it is taken
 or given up.
@@ -29,12 +29,13 @@ or given up.
 - No group is admitted: the slots in use are those of groups that were taken and not released. These are the
   t < groups_per_step groups of this batch, and those of the batch before while its policy is on its way. Together they
   are fewer than 2 * groups_per_step, so with max_staleness >= 1 a slot is free. With max_staleness 0 one is free as
-  soon as every producer has acknowledged that policy, for which the run waits deadlines.push + deadlines.start at most.
+  soon as every producer that has a process has acknowledged that policy, for which the run waits deadlines.push +
+  deadlines.start at most.
   A free slot goes to the first lane that asks, of any worker, and a lane makes one group after another: one living
   worker is enough.
 
-So with one dead worker of two: it holds the slots of its lanes, half of all at most, until its calls end; the other one
-makes groups with the rest, and the consumer takes them until a batch lacks only groups of the dead one.
+So with one hung worker of two: it holds the slots of its lanes, half of all at most, until its calls end; the other one
+makes groups with the rest, and the consumer takes them until a batch lacks only groups of the hung one.
 """
 
 import asyncio

@@ -12,6 +12,7 @@ class PolicySlot(Generic[T]):
     def __init__(self) -> None:
         self.version = -1
         self.acknowledgements: dict[str, int] = {}
+        self._away: set[str] = set()
         self._value: T | None = None
         self._newer = asyncio.Condition()  # two, so that an acknowledgement does not wake all who wait for a version
         self._acknowledged = asyncio.Condition()
@@ -41,11 +42,28 @@ class PolicySlot(Generic[T]):
             self.acknowledgements[name] = version
             self._acknowledged.notify_all()
 
+    async def leave(self, name: str) -> None:
+        """Nobody waits for `name` until it returns, unless all are away."""
+        async with self._acknowledged:
+            self._away.add(name)
+            self._acknowledged.notify_all()
+
+    def back(self, name: str) -> None:
+        """`name` is waited for again. It must hold the newest version: older ones may count as acknowledged by all."""
+        assert self.acknowledgements[name] == self.version, f"{name} came back without v{self.version}"
+        self._away.discard(name)
+
+    def others(self, name: str) -> bool:
+        """Whether anybody but `name` has a value and is not away."""
+        return bool(self.acknowledgements.keys() - self._away - {name})
+
     async def acknowledged(self, version: int, names: list[str], deadline_s: float) -> None:
-        """Waits until every name holds `version` or newer; TimeoutError says who does not and what it holds."""
+        """Waits until every name that is not away holds `version` or newer, and one at least; TimeoutError says who
+        does not and what it holds."""
 
         def late() -> list[str]:
-            return [name for name in names if self.acknowledgements.get(name, -1) < version]
+            present = [name for name in names if name not in self._away] or names
+            return [name for name in present if self.acknowledgements.get(name, -1) < version]
 
         async with self._acknowledged:
             try:

@@ -10,12 +10,13 @@ Buffer before the policy that it was sampled from is proven (proof_of), hence no
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.evidence import Evidence
 from rollout.service import RolloutService
-from rollout.supervised_worker import SupervisedWorker
+from rollout.supervised_worker import SupervisedWorker, Supply
 from rollout.weight_sync import Answer, Push, Receipt, check_digest
 
 log = logging.getLogger("rollout")
@@ -30,8 +31,9 @@ class PolicyFeed:
         self.answer: Answer | None = None  # to the newest probe
         self.evidence = Evidence()
         self._held = self._proven = -1  # versions of policies
+        self.losses = 0  # processes of the worker that were lost
         self._proof = asyncio.Condition()
-        worker.rearm = self._bring_newest
+        worker.supply = Supply(self._leave, self._bring_newest, partial(policy_slot.others, worker.name))
 
     async def first(self) -> Push:
         """Waits for the first policy and delivers it."""
@@ -53,11 +55,25 @@ class PolicyFeed:
 
         await self.worker.attempt(ask)
 
+    async def _leave(self) -> None:
+        """What the lost process held and had proven says nothing of the next one."""
+        await self.policy_slot.leave(self.worker.name)
+        async with self._proof:
+            self._held = self._proven = -1
+            self.losses += 1
+            self._proof.notify_all()
+
     async def _bring_newest(self) -> None:
-        if self.policy_slot.version >= 0:
+        """A policy that was published meanwhile did not wait for this worker, so the next one is brought, too."""
+        if self.policy_slot.version < 0:
+            return
+        while True:
             newest = self.policy_slot.get()
             await self.deliver(newest)
-            await self.prove(newest)
+            if newest.adapter.version == self.policy_slot.version:
+                break
+        self.policy_slot.back(self.worker.name)
+        await self.prove(newest)
 
     async def deliver(self, push: Push) -> None:
         """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
@@ -89,11 +105,13 @@ class PolicyFeed:
             self._proven = max(self._proven, version)
             self._proof.notify_all()
 
-    async def proof_of(self, version: int) -> None:
-        """Waits until that version or a newer one is proven."""
+    async def proof_of(self, version: int, losses: int) -> bool:
+        """Waits until that version or a newer one is proven of the process that came after so many losses; False if it
+        is lost first."""
         async with self._proof:
-            await self._proof.wait_for(lambda: self._proven >= version)
+            await self._proof.wait_for(lambda: self._proven >= version or self.losses > losses)
+            return self.losses == losses
 
     async def idle(self) -> None:
         """Waits until no probe is running."""
-        await self.proof_of(self._held)
+        await self.proof_of(self._held, self.losses)

@@ -6,11 +6,11 @@ Lanes pull: a worker that is fast, or joined late, takes what there is. A group 
 the run waits for when a worker is slow or lost, and no longer than what: cluster.admission.
 
 A worker that waits for its first policy (rollout.policy_feed) has no lanes yet and holds no slot. But slots are
-released when every producer has acknowledged the newest policy: while one restarts or loads, the others go on with the
-slots that max_staleness leaves them, then wait for it (no longer than deadlines.push + deadlines.start, which ends the
-run).
+released when every producer has acknowledged the newest policy: while one loads, the others go on with the slots that
+max_staleness leaves them, then wait for it. One whose process is lost is not waited for, unless it is the last.
 
-A lost process (rollout.supervised_worker) loses only the groups it had in flight; each is issued again by its position.
+A lost process (rollout.supervised_worker) loses only the groups it had in flight, and those of a policy that it was not
+proven to have; each is issued again by its position, at once.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ import pyarrow as pa
 from cluster.actor import RevivableActor
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
+from cluster.group_slot import GroupSlot
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.cursor import Cursor
@@ -99,17 +100,27 @@ class Producer:
     async def _lane(self) -> None:
         buffer, cursor = self.pipes.buffer, self.pipes.cursor
         while True:
+            await self.worker.present()
             slot = await buffer.admit()
+            if self.worker.away:  # lost while this lane waited: the slot is another worker's
+                buffer.give_up(slot)
+                continue
             position, attempt = cursor.issue()
             problem = self.pipes.problems.at(position)
-            group = await self.request(problem, self.sampling(position, attempt), attempt)
-            if group is not None:
-                await self.feed.proof_of(max(group.column("policy_version_max").to_pylist()))
-                await buffer.put(slot, group)
+            losses, again = self.feed.losses, partial(self._again, slot, problem, attempt)
+            group = await self.request(problem, self.sampling(position, attempt), attempt, again)
+            if group is None:
                 continue
-            self._count_loss(problem)
-            buffer.give_up(slot)
-            cursor.again(position, attempt)
+            if await self.feed.proof_of(max(group.column("policy_version_max").to_pylist()), losses):
+                await buffer.put(slot, group)
+            else:  # nothing is known of the process that sampled it
+                again()
+
+    def _again(self, slot: GroupSlot, problem: Problem, attempt: int) -> None:
+        """The group is lost: at once, its slot is free and its position is issued again, to whoever asks first."""
+        self._count_loss(problem)
+        self.pipes.buffer.give_up(slot)
+        self.pipes.cursor.again(problem.position, attempt)
 
     def _count_loss(self, problem: Problem) -> None:
         """A problem that takes every generator down with it must not go round for ever."""
@@ -125,9 +136,12 @@ class Producer:
         with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
             return await self.worker.rollout(problem, sampling, attempt)
 
-    async def request(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """One group; None if the process was lost meanwhile (it is alive again when this returns)."""
-        return await self.worker.attempt(partial(self._rollout, problem, sampling, attempt))
+    async def request(
+        self, problem: Problem, sampling: Sampling, attempt: int, lost: Callable[[], None] = lambda: None
+    ) -> pa.Table | None:
+        """One group; None if the process was lost meanwhile (`lost` is called then; it is alive again when this
+        returns)."""
+        return await self.worker.attempt(partial(self._rollout, problem, sampling, attempt), lost)
 
     async def _rollouts(
         self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import pyarrow as pa
@@ -68,30 +69,59 @@ async def _nothing() -> None:
     """For a worker that is not supplied with policies."""
 
 
+def _no_group() -> None:
+    """For a call whose loss costs nothing but another call."""
+
+
+@dataclass(slots=True)
+class Supply:
+    """What supplies a worker with policies.
+
+    leave: is told that the process is lost. rearm: brings a fresh one the newest policy, if there is one. others:
+    whether another worker is supplied meanwhile.
+    """
+
+    leave: Callable[[], Awaitable[None]] = _nothing
+    rearm: Callable[[], Awaitable[None]] = _nothing
+    others: Callable[[], bool] = lambda: False
+
+
 class SupervisedWorker:
     """The process of one worker through all its lives.
 
-    rearm: brings a fresh process the newest policy, if there is one; set by who supplies the worker with policies.
+    supply: set by who supplies the worker with policies.
     replacing: what a fresh process is started inside of; set by who must make room for it.
     """
 
     def __init__(self, actor: RevivableActor[RolloutService], deadlines: DeadlineConfig) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.name = actor.name
-        self.rearm: Callable[[], Awaitable[None]] = _nothing
+        self.supply = Supply()
         self.replacing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self.restarts = 0
         self._life = 0
         self._losses = Losses(actor.name)  # since the last finished group
         self._reviving = asyncio.Lock()
 
-    async def attempt(self, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """What `ask` gives; None if the process was lost meanwhile (a fresh one is there when this returns)."""
+    @property
+    def away(self) -> bool:
+        """Whether its process is lost and no fresh one is ready."""
+        return self._reviving.locked()
+
+    async def present(self) -> None:
+        """Waits until it is not away."""
+        async with self._reviving:
+            pass
+
+    async def attempt(self, ask: Callable[[], Awaitable[T]], lost: Callable[[], None] = _no_group) -> T | None:
+        """What `ask` gives; None if the process was lost meanwhile (a fresh one is there when this returns, `lost` was
+        called long before)."""
         async with self._reviving:  # a fresh process is being given its policy: nothing is asked of it before
             life = self._life
         try:
             return await ask()
         except (ActorDied, DeadlineExceeded) as error:
+            lost()
             await self._revive(life, error)
             return None
 
@@ -133,12 +163,23 @@ class SupervisedWorker:
                 return
             while True:
                 self._losses.add(error)
+                await self.supply.leave()
                 try:
                     async with self.replacing():
-                        await self.actor.revive(self.deadlines.start)
-                    await self.rearm()
+                        await self._replace()
+                    await self.supply.rearm()
                     break
                 except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
                     error = again
             self.restarts += 1
             self._life += 1
+
+    async def _replace(self) -> None:
+        """A fresh process. While other workers go on nobody waits for it, and the node that it needs may come back."""
+        while True:
+            try:
+                return await self.actor.revive(self.deadlines.start)
+            except DeadlineExceeded as late:
+                if not self.supply.others():
+                    raise
+                log.warning("%s; the other generators go on, and it is tried again", late)

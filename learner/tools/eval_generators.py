@@ -44,7 +44,7 @@ class EvaluatedWorker:
         self, actor: RevivableActor[RolloutService], policy: Adapter | Weights, deadlines: DeadlineConfig
     ) -> None:
         self._worker, self._policy = SupervisedWorker(actor, deadlines), policy
-        self._worker.rearm = self._deliver
+        self._worker.supply.rearm = self._deliver
 
     async def begin(self) -> None:
         """Brings it the policy."""

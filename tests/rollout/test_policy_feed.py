@@ -35,7 +35,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
         await feed.prove(Push(Adapter.build(version, b"", {}), (1, 2), expect(said([-1.0])), "float32"))
-        await feed.proof_of(version)
+        assert await feed.proof_of(version, 0)
     sentence = (
         "generator-0: 1 tensors cannot be read back from its engine, first lora_B: only logprobs prove that they arrive"
     )

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pyarrow as pa
 
-from cluster.actor import Local
+from cluster.actor import DeadlineExceeded, Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.policy_slot import PolicySlot
@@ -49,7 +49,14 @@ class Worker:
 class Process(Local[Worker]):
     """Local, whose later lives answer soon."""
 
+    room: ClassVar = asyncio.Event()  # for fresh processes
+
     async def revive(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.room.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name}: start gave no answer within {deadline_s:g} s") from None
         await super().revive(deadline_s)
         self._object.gate = opened()
 
@@ -79,9 +86,13 @@ class Team:
     ) -> None:
         rank = len(self._tasks)
         actor = Process(f"generator-{rank}", Worker, [rank, gate, learning or opened(), self.asked])
-        deadlines = DeadlineConfig(group=deadline_s)
+        deadlines = DeadlineConfig(group=deadline_s, start=0.01)
         producer = Producer(cast(Local[Any], actor), self.pipes, lambda position, attempt: Sampling(2, 8), deadlines)
         self._tasks.append(asyncio.create_task(producer.run(workers)))
+
+    async def publish(self, version: int) -> None:
+        push = Push(Adapter.build(version, b"weights", {}), (1, 2), expect(PROBE), "float32")
+        await self.pipes.policy_slot.publish(version, push)
 
     async def learn(self) -> Counter[int]:
         """One step; groups by worker."""
@@ -102,7 +113,8 @@ class Team:
 async def team(folder: Path) -> AsyncIterator[Team]:
     """A team under policy v0; the workers are up to the body."""
     members = Team(folder)
-    await members.pipes.policy_slot.publish(0, Push(Adapter.build(0, b"weights", {}), (1, 2), expect(PROBE), "float32"))
+    await members.publish(0)
+    Process.room.set()
     try:
         yield members
     finally:
@@ -147,6 +159,31 @@ async def test_what_a_lost_worker_had_is_issued_again_and_made_by_whoever_is_fre
             await members.learn()
     assert [group for group in sorted(members.learned) if group[1] > 0] == [(0, 1), (1, 1), (2, 1)]
     assert len({position for position, _ in members.learned}) == 20 * PER_STEP
+
+
+async def test_a_worker_whose_node_is_lost_is_waited_for_by_nobody_and_taken_back(tmp_path: Path) -> None:
+    """Its slots are free at once; it misses a policy, and many starts for which there is no room."""
+    async with team(tmp_path) as members:
+        members.hire(asyncio.Event(), 2, deadline_s=0.1)
+        members.hire(opened(), 2)
+        slot = members.pipes.policy_slot
+        await slot.acknowledged(0, ["generator-0", "generator-1"], 5)
+        Process.room.clear()
+        for version in range(1, 4):
+            for _ in range(20):
+                assert await members.learn() == {1: 2} or version == 1
+            await asyncio.sleep(0.1)  # as long as ten starts
+            await members.publish(version)
+            await slot.acknowledged(version, ["generator-0", "generator-1"], 5)
+        assert slot.acknowledgements == {"generator-0": 0, "generator-1": 3}
+        Process.room.set()
+        while slot.acknowledgements["generator-0"] < 3:
+            await asyncio.sleep(0)
+        await idle()
+        shares = sum([await members.learn() for _ in range(30)], Counter())
+    assert min(shares[0], shares[1]) >= 10 * PER_STEP
+    assert len({position for position, _ in members.learned}) == len(members.learned)
+    assert {p for p, _ in members.learned} >= {0, 1, 2}
 
 
 async def test_a_worker_that_waits_long_for_its_first_policy_holds_no_slot(tmp_path: Path) -> None:
