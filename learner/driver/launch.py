@@ -53,7 +53,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
             return 0
         for note in (prepared.budgets.note, *prepared.notes):
             progress.note(note)
-        progress.note("starting Ray, generators and learner (about 20 s on two cores)")
+        progress.note("starting Ray, generators and learner (about 10 s on two cores)")
         cpus = sum(role.cpus for role in roles(config))
         metered = PROMETHEUS in config.trackers
         session = connect(config.cluster.address, cpus, prepared.budgets.policy_bytes, metered, commands)
