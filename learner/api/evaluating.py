@@ -39,7 +39,8 @@ def evaluate(
         model, rewards, config, settings: as in `train`.
         dataset: the problems, as in `train`, all of them; None: those that such a run holds out.
         adapter: folder in PEFT's format.
-        run: what `train` returned, or a run's folder: its configuration, and what it has learned.
+        run: what `train` returned, or a run's folder: its configuration, and what it has learned; with `model` that
+            one is scored in its place.
         samples: completions of each problem beside the greedy one, at rollout.temperature.
         limit: the first so many problems.
         threshold: the score from which on a completion is correct for pass@k.
@@ -55,20 +56,20 @@ def evaluate(
         raise InputError(wrong)
     from learner.api.settings import checked, tree_of
 
-    _check_counts(samples, limit)
+    _check_numbers(samples, limit, threshold)
     if run is not None:
-        if config is not None:
-            raise InputError("run: does not go with config, which it has in its folder; give one of them")
-        learned = _learned(run)
-        config, model, adapter = learned.run_dir / "config.yaml", model or learned.model, adapter or learned.adapter
+        folder = run.run_dir if isinstance(run, TrainResult) else Path(run)
+        config = _configuration(folder, config)
+        if model is None:
+            model, adapter = _learned(folder, adapter)
     inputs = Inputs()
     given = settings if dataset is None else _whole(settings, limit)
     tree = tree_of(config, model, rewards, {"dataset": dataset}, given, inputs)
     checked(tree)
     path = None if adapter is None else os.fspath(adapter)
     asked = {"adapter": path, "held_out": dataset is None, "samples": samples, "limit": limit, "threshold": threshold}
-    with tempfile.TemporaryDirectory(prefix="gleaner-eval-") as folder:
-        return _evaluated(Path(folder), {"config": inputs.write(Path(folder), tree), **asked})
+    with tempfile.TemporaryDirectory(prefix="gleaner-eval-") as made:
+        return _evaluated(Path(made), {"config": inputs.write(Path(made), tree), **asked})
 
 
 def _evaluated(folder: Path, given: Mapping[str, Any]) -> "Evaluated":
@@ -96,19 +97,32 @@ def _whole(settings: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
     return dict(settings) if said else {"data.size": limit, **settings}
 
 
-def _check_counts(samples: int, limit: int | None) -> None:
+def _check_numbers(samples: int, limit: int | None, threshold: float) -> None:
     if not isinstance(samples, int) or samples < 0:
         raise InputError(f"samples: must be a whole number from 0, got {samples!r}")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise InputError(f"limit: must be a whole number from 1, or None for all, got {limit!r}")
+    if not isinstance(threshold, int | float):
+        raise InputError(f"threshold: must be a number, got {threshold!r}")
 
 
-def _learned(run: TrainResult | str | os.PathLike[str]) -> TrainResult:
-    """What a run has left. Raises InputError where it has no checkpoint yet."""
-    found = result_of(run.run_dir if isinstance(run, TrainResult) else Path(run), [])
-    if found.adapter is None and found.model is None:
+def _configuration(folder: Path, given: str | os.PathLike[str] | None) -> Path:
+    """The file that a run has written. Raises InputError where there is none, and where another is given beside it."""
+    if given is not None:
+        raise InputError("run: does not go with config, which it has in its folder; give one of them")
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise InputError(f"run: must be what train returned, or a run folder such as runs/run, got {folder}; check it")
+    return file
+
+
+def _learned(folder: Path, adapter: str | os.PathLike[str] | None) -> tuple[Path | None, str | os.PathLike[str] | None]:
+    """Model and adapter as a run has left them; a given adapter counts. Raises InputError where there is neither."""
+    found = result_of(folder, [])
+    adapter = found.adapter if adapter is None else adapter
+    if found.model is None and adapter is None:
         raise InputError(
-            f"run: {found.run_dir} has neither adapter/ nor model/, so it has no checkpoint yet; for its base give "
+            f"run: {folder} has neither adapter/ nor model/, so it has no checkpoint yet; for its base give "
             "config= and its config.yaml"
         )
-    return found
+    return found.model, adapter

@@ -36,7 +36,8 @@ def tree_of(
     try:
         tree = {} if config is None else read_yaml(Path(config))
         for key in sorted(settings, key=lambda one: one.count(".")):
-            config_io.assign(tree, key, plain(settings[key], key, inputs.function))
+            known = key.partition(".")[0] in RunConfig.model_fields
+            config_io.assign(tree, key, plain(settings[key], key, inputs.function if known else _unread))
         if model is not None:
             _set(tree, *_model(model))
         if rewards is not None:
@@ -47,6 +48,11 @@ def tree_of(
     except ConfigError as error:
         raise InputError(str(error)) from None
     return tree
+
+
+def _unread(value: Any, where: str) -> str:
+    """Of a key that there is not, such as one of TRL's arguments, the name is what is wrong, whatever the value."""
+    return type(value).__name__
 
 
 def checked(tree: Mapping[str, Any]) -> RunConfig:

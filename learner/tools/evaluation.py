@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -57,7 +57,7 @@ class Evaluated:
     unscored: int
     failed: int
     seconds: float
-    rows: pa.Table
+    rows: pa.Table = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: all but the rows."""

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import yaml
 
 from learner import InputError, TrainError, TrainResult, evaluate, plan, train
 from learner.api.inputs import Inputs
@@ -74,6 +75,10 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
     [
         ({"stepz": 3}, "^stepz: unknown key; did you mean steps?"),
         ({"learner.lora.ranc": 3, "steps": 0}, "(?s)steps: .*equal to 1.*\nlearner.lora.ranc: unknown key"),
+        (
+            {"train_dataset": datasets.Dataset.from_list(ROWS), "peft_config": object()},
+            "(?s)^train_dataset: unknown key; docs/trl.md says of TRL's: dataset; .*\npeft_config: .* learner.lora",
+        ),
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p: there is no such key: the learner scores the full distribution"),
         ({"learner": {"learning_rate": np.zeros(2)}}, "^learner.learning_rate: must be what .* got ndarray"),
         ({"model": object()}, "^model: must be a hub name or a folder, got object; .* save_pretrained"),
@@ -133,7 +138,8 @@ class Found:
     [
         ({"samples": -1}, "^samples: must be a whole number from 0, got -1"),
         ({"limit": 0}, "^limit: must be a whole number from 1, or None for all, got 0"),
-        ({"run": "gone"}, "^run: gone has neither adapter/ nor model/, so it has no checkpoint yet"),
+        ({"threshold": "1"}, "^threshold: must be a number, got '1'"),
+        ({"run": "gone"}, "^run: must be what train returned, or a run folder .*, got gone"),
         ({"run": "gone", "config": "my.yaml"}, "^run: does not go with config"),
         ({"rewards": ["number"], "dataset": ROWS}, "^model: required, but not given"),
     ],
@@ -141,6 +147,22 @@ class Found:
 def test_what_is_wrong_with_an_evaluation_is_said(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         evaluate(**given)
+
+
+def test_a_run_is_scored_as_it_was_learned_or_with_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("learner.api.evaluating._evaluated", lambda folder, asked: given.append(asked))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written(tmp_path / "inputs")))
+    with pytest.raises(InputError, match="has neither adapter/ nor model/, so it has no checkpoint yet"):
+        evaluate(run=tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    evaluate(run=tmp_path)
+    evaluate("its/base", run=tmp_path)
+    assert [one["adapter"] for one in given] == [str(tmp_path / "adapter"), None]
+    assert [one["config"]["model"]["path"] for one in given] == ["some/model", "its/base"]
 
 
 def test_lines_of_metrics_come_once(tmp_path: Path) -> None:
