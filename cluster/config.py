@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -16,12 +16,18 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def _slice_or_cards(count: float) -> float:
+    if count > 1 and count != int(count):
+        raise ValueError(f"must be a fraction of one card or a whole number of cards, got {count:g}; take {int(count)}")
+    return count
+
+
 class GpuConfig(Frozen):
     """GPU of one role instance: 0 = CPU, a fraction = a slice of one card, 1 = a card of its own."""
 
-    generator: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Of each generator: 0 is the CPU, a fraction a slice of a card, 1 a card of its own. 0.5 for both roles: two
-    slices of one card."""
+    generator: Annotated[float, Field(ge=0), AfterValidator(_slice_or_cards)] = 0.0
+    """Of each generator: 0 is the CPU, a fraction a slice of a card, 1 a card of its own; 2 or more are cards of one
+    machine over which vLLM spreads a model that is too large for one. 0.5 for both roles: two slices of one card."""
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the learner, likewise. 1 for both roles: a card each."""
 
@@ -74,8 +80,16 @@ class ClusterConfig(Frozen):
     its own."""
     gpus: GpuConfig = GpuConfig()
     cpus: CpuConfig = CpuConfig()
+    tensor_parallel: Annotated[int, Field(ge=1)] | None = None
+    """Processes over which each generator spreads its model, with a card each; null: as many as `gpus.generator` has
+    cards. Set it on a CPU, where they share `cpus.generator`, to try such a run."""
     learners: Annotated[int, Field(ge=1)] = 1
     """Ranks of the learner: processes that share the work of each step, each with `cpus.learner` and `gpus.learner` of
     its own and a whole copy of the model. Raise it where training is the longer side and there are cores or cards to
     spare; with `learner.mode: lora` only."""
     deadlines: DeadlineConfig = DeadlineConfig()
+
+    @property
+    def shards(self) -> int:
+        """Processes over which each generator spreads its model."""
+        return self.tensor_parallel or max(1, int(self.gpus.generator))

@@ -17,7 +17,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process to place: its name, CPU cores, and share of GPUs (0 to 1)."""
+    """One process to place: its name, CPU cores, and GPUs: a share of one (0 to 1), or several."""
 
     name: str
     cpus: float
@@ -40,7 +40,8 @@ def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placem
 
 
 def pack(roles: Sequence[Role]) -> Placement:
-    """Places roles first-fit, the largest GPU share first: one bundle for each card, one for each role without a GPU.
+    """Places roles first-fit, the most GPUs first: one bundle for each card, one for each role with several cards,
+    which are then of one node, and one for each role without a GPU.
 
     Among equal shares the last role, the learner, is placed first, so that it shares its card with generators.
     """
@@ -53,9 +54,9 @@ def pack(roles: Sequence[Role]) -> Placement:
             index = fits[0]
             bundles[index]["CPU"] += role.cpus
         else:
-            index = len(bundles)
-            bundles.append({"CPU": role.cpus, **({"GPU": 1.0} if role.gpus > 0 else {})})
-            free.append(1.0 if role.gpus > 0 else 0.0)
+            index, cards = len(bundles), max(1.0, role.gpus) if role.gpus > 0 else 0.0
+            bundles.append({"CPU": role.cpus, **({"GPU": cards} if cards else {})})
+            free.append(cards)
         free[index] -= role.gpus
         bundle_of[role.name] = index
     return Placement(bundles, bundle_of)

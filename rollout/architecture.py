@@ -60,6 +60,24 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
         )
 
 
+def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
+    """Raises ArchitectureError if the model cannot be spread evenly over so many processes, whole heads in each."""
+    text = text_of(config)
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    counts = {
+        "attention heads": heads,
+        "key and value heads": text.get("num_key_value_heads") or heads,
+        "units of a feed-forward block": text.get("intermediate_size"),
+    }
+    uneven = {name: count for name, count in counts.items() if isinstance(count, int) and count % shards}
+    if uneven:
+        told = ", ".join(f"{count} {name}" for name, count in uneven.items())
+        raise ArchitectureError(
+            f"cluster.tensor_parallel: a generator of {shards} processes (cluster.gpus.generator) must divide the "
+            f"model's parts evenly, and {path} has {told}; take a number that divides them"
+        )
+
+
 def check_length(config: Mapping[str, Any], path: str, tokens: int) -> None:
     """Raises ArchitectureError if sampler and learner would rotate positions by different factors.
 

@@ -51,6 +51,8 @@ class EngineSettings:
         dtype: "float32", "bfloat16" or "float16", for weights and adapters.
         max_model_len: prompt and completion together, tokens.
         kv_cache_bytes: bytes of KV cache per device.
+        shards: processes over which the model is spread (tensor parallelism), each with a device of its own. Above 1
+            only adapters are replaced, and whole weights stay as they were loaded.
         max_num_seqs: sequences decoded at once.
         max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
             adapters, weights are replaced by load_weights.
@@ -87,6 +89,7 @@ class EngineSettings:
     max_lora_rank: int
     adapter_window: int
     seed: int
+    shards: int = 1
     base: str = "none"
     lora_targets: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
@@ -119,7 +122,12 @@ class EngineSettings:
                 f"shares_base needs adapters, and no sleep: got max_lora_rank={self.max_lora_rank}, "
                 f"sleeps={self.sleeps}"
             )
-        for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs"):
+        if self.shards > 1 and (self.base != "none" or self.sleeps or self.shares_base):
+            raise ValueError(
+                f"shards={self.shards} needs a base in 16 or 32 bits, no sleep and no shared base: got "
+                f"base={self.base}, sleeps={self.sleeps}, shares_base={self.shares_base}"
+            )
+        for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -163,6 +171,12 @@ class Engine(Protocol):
         """The newest policy, read back from the tensors that the engine computes with, not from what it was sent.
 
         Raises NoAdapter, EngineAsleep, EngineDied, EngineClosed.
+        """
+        ...
+
+    async def peak_memory(self) -> float:
+        """Most bytes of its process since its start, on CUDA of the allocator. Of several processes: on CUDA of the one
+        that had most, which is a card's; on a CPU of all together. Raises EngineDied, EngineClosed.
         """
         ...
 

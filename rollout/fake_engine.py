@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.telemetry import peak_memory
 from rollout.engine import EngineAsleep, EngineClosed, NoAdapter
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights, digest_of
@@ -88,6 +89,10 @@ class FakeEngine:
         if len(token_ids) < 2:
             raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
         return np.array([self._logprobs(a, self._policy, 1.0)[b] for a, b in pairwise(token_ids)], np.float32)
+
+    async def peak_memory(self) -> float:
+        """See Engine.peak_memory."""
+        return peak_memory()
 
     async def held(self) -> Held:
         self._newest()

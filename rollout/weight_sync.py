@@ -47,8 +47,8 @@ class DeliveryError(RuntimeError):
 class Receipt(NamedTuple):
     """A generator's answer to a policy that it was sent.
 
-    digest: sha256 hex of the bytes it loaded. load_s: seconds that it took. peak_memory: bytes of its process, since
-    its start.
+    digest: sha256 hex of the bytes it loaded. load_s: seconds that it took. peak_memory: as of
+    Engine.peak_memory.
     """
 
     digest: str

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 
 from cluster.actor import Unusable
-from cluster.telemetry import peak_memory
 from rewards.base import case_of
 from rewards.config import RewardConfig
 from rewards.pool import NOWHERE, Judging, RewardPool
@@ -149,8 +148,8 @@ class RolloutWorker(RolloutService):
                 digest = await self.engine.load_weights(policy)
             else:
                 digest = await self.engine.load_adapter(policy)
-        self._version = policy.version
-        return Receipt(digest, time.perf_counter() - start, peak_memory())
+            self._version, seconds = policy.version, time.perf_counter() - start
+            return Receipt(digest, seconds, await self.engine.peak_memory())
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         start = time.perf_counter()

@@ -30,15 +30,16 @@ class Serving:
     targets: tuple[str, ...] = tuple(LINEAR)
     cuda: bool = True
     longest: int = 0  # tokens, prompt and completion
+    shards: int = 1  # processes over which the model is spread, each with a card
 
 
 def generator_bytes(shape: Shape, serving: Serving) -> Parts:
-    """What vLLM holds while it generates.
+    """What vLLM holds while it generates; with shards, what one of its cards does.
 
-    weights: the base; nf4 with float32 scales. kv_cache: what it is given (kv_cache_memory_bytes). lora_slots: b n for
-      each adapter version (max_loras buffers of the highest rank). workspace: activations of one engine step of up to
-      4096 tokens, b (2 f + 4 h) each, and 16 V per sequence for float32 logits and what sampling makes of them
-      (estimate).
+    weights: the base, or an even share of it; nf4 with float32 scales. kv_cache: what it is given
+      (kv_cache_memory_bytes). lora_slots: b n for each adapter version (max_loras buffers of the highest rank).
+    workspace: activations of one engine step of up to 4096 tokens, b (2 f + 4 h) each, of a shard f / shards; and 16 V
+      per sequence for float32 logits and what sampling makes of them (estimate).
     graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
       that arrive (cluster.memory.weight_push); on CUDA they do one layer at a time, while no step is run. context: one
       process.
@@ -50,17 +51,24 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     tokens = max(PREFILL_TOKENS, serving.sequences, 0 if serving.cuda else serving.longest)  # a CPU splits no prefill
     in_4_bits = serving.base == "nf4"
     matrix = in_4_bits * b * max(i * o for i, o in map(shape.linear, LINEAR))
-    activations = tokens * b * ((3 if in_4_bits else 2) * shape.ffn + 4 * shape.hidden)
+    shards, processes = serving.shards, engine_processes(serving.shards)
+    activations = tokens * b * ((3 if in_4_bits else 2) * shape.ffn // shards + 4 * shape.hidden)
     graphs = 12 * 10**6 * shape.layers + matrix
     extra = {"graphs": graphs} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
+    here = 1 if serving.cuda else shards  # shards in one memory
     return {
-        "weights": base_bytes(shape, serving.base, b, nested=False),
-        "kv_cache": serving.kv_bytes,
-        "lora_slots": serving.adapters * b * shape.lora_params(serving.rank, serving.targets),
-        "workspace": activations + matrix + 16 * serving.sequences * shape.vocab,
+        "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
+        "kv_cache": here * serving.kv_bytes // shards,
+        "lora_slots": here * serving.adapters * b * shape.lora_params(serving.rank, serving.targets, shards),
+        "workspace": here * (activations + matrix + 16 * serving.sequences * shape.vocab),
         **extra,
-        "context": CONTEXT if serving.cuda else ENGINE_PROCESS,
+        "context": CONTEXT if serving.cuda else processes * ENGINE_PROCESS,
     }
+
+
+def engine_processes(shards: int) -> int:
+    """Of one generator: the engine computes itself, or has a worker for each shard."""
+    return 1 if shards == 1 else 1 + shards
 
 
 def asleep(parts: Parts) -> Parts:

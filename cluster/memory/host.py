@@ -1,6 +1,6 @@
 """What a run on cards takes of the machine's main memory, in bytes, by part. On a CPU the plan itself is of it."""
 
-from cluster.memory.generator import ENGINE_PROCESS
+from cluster.memory.generator import ENGINE_PROCESS, engine_processes
 from cluster.memory.learner import LEARNER_PROCESS
 from cluster.memory.plan import Plan, Wish
 from cluster.memory.units import DTYPE_BYTES, Parts
@@ -55,7 +55,7 @@ def host_bytes(
         "rewards": found.generators * reward_processes * each,
         "environments": found.generators * (ENVIRONMENT_SERVER + environments * ENVIRONMENT) if environments else 0,
         "learner": learners * (LEARNER_PROCESS + CUDA_LIBRARIES),
-        "generators": found.generators * (ENGINE_PROCESS + CUDA_LIBRARIES),
+        "generators": found.generators * engine_processes(found.shards) * (ENGINE_PROCESS + CUDA_LIBRARIES),
         "asleep": found.generators * asleep,
         "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
         "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,

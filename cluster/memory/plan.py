@@ -27,6 +27,7 @@ class Workload:
     sequences: int = 128  # most that are decoded at once
     adapters: int = 2  # policy versions that a generator holds
     generators: int = 1  # on one device
+    shards: int = 1  # processes of each, which have a card each
     learners: int = 1  # likewise
     groups: int | None = None  # of a step, if that is known
 
@@ -91,9 +92,10 @@ class Plan:
     kv_bytes: int
     sequences: int  # of full length that the KV cache holds at once
     learner: Parts  # of one
-    generator: Parts  # likewise
+    generator: Parts  # likewise, of one of its cards
     generators: int = 1
     learners: int = 1
+    shards: int = 1  # of a generator, over which kv_bytes are spread
 
     @property
     def learner_bytes(self) -> int:

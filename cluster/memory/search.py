@@ -83,7 +83,7 @@ def _plan(
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
     serving = Serving(
         wish.dtype, base, wish.rank, 0 if sent else work.adapters, sent, work.sequences, kv_bytes, wish.targets,
-        wish.cuda, work.whole,
+        wish.cuda, work.whole, work.shards,
     )  # fmt: skip
     held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
     learner = learner_memory.learner_bytes(shape, learning, micro)
@@ -91,7 +91,7 @@ def _plan(
         learner["weights"] = 0  # counted where they lie, with the generator
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
-        learner, generator_bytes(shape, serving), work.generators, work.learners,
+        learner, generator_bytes(shape, serving), work.generators, work.learners, work.shards,
     )  # fmt: skip
 
 
@@ -126,7 +126,8 @@ def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
     count = work.sequences
     while count > found.sequences:
         size = cache_bytes(found.shape, wish.kv_dtype, work.whole, count, cuda=wish.cuda)
-        more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": size})
+        here = size // work.shards if wish.cuda else size
+        more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": here})
         if _fits(more, wish):
             return more
         count -= max(1, count // 16)

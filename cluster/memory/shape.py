@@ -30,6 +30,7 @@ LINEAR = {
     "up_proj": ("hidden", "ffn"),
     "down_proj": ("ffn", "hidden"),
 }
+SPLIT_BY_INPUT = ("o_proj", "down_proj")  # in tensor parallelism; the others by their outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,12 @@ class Shape:
         """All parameters, a tied head once."""
         return self.linear_params + self.other_params + self.embedding_params
 
-    def lora_params(self, rank: int, targets: tuple[str, ...] = tuple(LINEAR)) -> int:
-        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1)."""
-        return self.layers * rank * sum(sum(self.linear(target)) for target in targets)
+    def lora_params(self, rank: int, targets: tuple[str, ...] = tuple(LINEAR), shards: int = 1) -> int:
+        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1); with shards,
+        those of one of them, where one of the two matrices is split (rollout.vllm.shards)."""
+        ends = ((target in SPLIT_BY_INPUT, *self.linear(target)) for target in targets)
+        widths = (wide // shards + out if by_input else wide + out // shards for by_input, wide, out in ends)
+        return self.layers * rank * sum(widths)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "model") -> "Shape":

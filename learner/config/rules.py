@@ -14,6 +14,7 @@ from learner.config.learner import LoraConfig, ValueConfig
 from learner.config.rank_rules import RANKS
 from learner.config.rule import Rule
 from learner.config.settings import Settings
+from learner.config.shard_rules import SHARDS
 from rewards.config import adapters_of, functions_of
 
 
@@ -249,4 +250,4 @@ SHARED = (
     ),
 )  # fmt: skip
 
-RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED, *RANKS)
+RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED, *RANKS, *SHARDS)

@@ -42,7 +42,7 @@ def check_placement(config: RunConfig, assumed: Cards | None) -> None:
 
 
 def _check_cards(config: RunConfig) -> None:
-    wanted = sum("GPU" in bundle for bundle in pack(roles(config)).bundles)
+    wanted = int(sum(bundle.get("GPU", 0) for bundle in pack(roles(config)).bundles))
     if wanted == 0:
         return
     driver = nvml.driver_version()

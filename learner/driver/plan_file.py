@@ -33,7 +33,7 @@ class PlanFile:
                 "device_bytes": found.device_bytes if self._limited else None, "layout": found.layout,
                 "base": found.base, "checkpointing": found.checkpointing, "token_budget": found.token_budget,
                 "kv_bytes": found.kv_bytes, "sequences": found.sequences, "generators": found.generators,
-                "learners": found.learners,
+                "learners": found.learners, "shards": found.shards,
             }  # fmt: skip
         self._write()
 

@@ -53,6 +53,7 @@ def workload(config: RunConfig, sequences: int) -> Workload:
         sequences=sequences,
         adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
         generators=_generators_a_card(config),
+        shards=config.cluster.shards,
         learners=config.cluster.learners if config.cluster.gpus.learner == 0 else 1,  # as of generators
         groups=config.learner.groups_per_step,
     )

@@ -37,7 +37,7 @@ from learner.model.weight_files import WeightsError, adapter_weights, model_weig
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import functions_of
-from rollout.architecture import ArchitectureError, check_architecture, check_length
+from rollout.architecture import ArchitectureError, check_architecture, check_length, check_shards
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.cursor import Cursor
 from rollout.data.problems import Problems, ProblemsError, load
@@ -216,6 +216,7 @@ def load_chat(config: RunConfig) -> Chat:
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
     check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
+    check_shards(chat.config, config.model.path, config.cluster.shards)
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)
     return chat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -14,6 +13,7 @@ import torch
 from cluster.memory.generator import PREFILL_TOKENS
 from cluster.memory.kv_cache import BLOCK_CPU
 from rollout.engine import EngineSettings
+from rollout.vllm.shards import shard_arguments, workers_environment
 from rollout.vllm.startup import lora_arguments, shorten_start
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
@@ -54,7 +54,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     if settings.base == "nf4":
         # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
-    return arguments | (_cuda_arguments(settings) if cuda else _cpu_arguments(settings))
+    arguments |= _cuda_arguments(settings) if cuda else _cpu_arguments(settings)
+    return arguments | (shard_arguments(settings.shards, cuda=cuda) if settings.shards > 1 else {})
 
 
 def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -128,17 +129,10 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
     if arguments.get("enable_lora"):
         arguments = arguments | lora_arguments(arguments["model"], arguments["lora_target_modules"])
     shorten_start(arguments["model"])
-    preload = os.environ.get("LD_PRELOAD")
-    try:
+    with workers_environment(arguments.get("tensor_parallel_size", 1)):
         engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, and with them their loaders
         with _recorded(arguments.get("load_format", "auto")) if shares_base else nullcontext():
             return LLMEngine.from_engine_args(engine_args)
-    finally:
-        # vLLM on CPU sets LD_PRELOAD (libgomp, tcmalloc) for worker processes that we do not have; reward processes
-        # would inherit it from this one, tcmalloc's large reservations included.
-        os.environ.pop("LD_PRELOAD", None)
-        if preload is not None:
-            os.environ["LD_PRELOAD"] = preload
 
 
 def _recorded(load_format: str) -> AbstractContextManager[None]:

@@ -47,10 +47,17 @@ class Read:
 
 
 @dataclass(slots=True)
+class Peak:
+    """peak_memory(), of several processes."""
+
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
 class Share:
     """share_base()."""
 
     answer: Future[Any] = field(default_factory=Future)
 
 
-Command = Request | Load | Read | Rest | Share
+Command = Request | Load | Read | Peak | Rest | Share

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cluster.telemetry import peak_memory
 from rollout.engine import EngineSettings
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, Held, Sampling, Weights
 from rollout.vllm.arguments import check_can_continue, engine_arguments
-from rollout.vllm.commands import Load, Read, Request, Rest, Share
+from rollout.vllm.commands import Load, Peak, Read, Request, Rest, Share
 from rollout.vllm.convert import (
     checked_prompt,
     completion_params,
@@ -80,6 +81,13 @@ class VllmEngine:
         """See Engine.held. It waits for the current step and for nothing else."""
         held: Held = await self._thread.call(Read())
         return held
+
+    async def peak_memory(self) -> float:
+        """See Engine.peak_memory."""
+        if self._settings.shards == 1:
+            return peak_memory()
+        peak: float = await self._thread.call(Peak())
+        return peak
 
     async def load_adapter(self, adapter: Adapter) -> str:
         """See Engine.load_adapter. With in_flight "finish" it waits, and lets later calls wait behind it, while every

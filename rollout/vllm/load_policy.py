@@ -74,8 +74,9 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
     """
     window.check(staged)
     try:
-        # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a function may be passed as it is.
-        engine.collective_rpc(_replace, args=(payload, staged.keys))
+        if staged.keys:  # not so of Weights.unchanged
+            # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0, one shard), so what is in memory is passed as it is.
+            engine.collective_rpc(_replace, args=(payload, staged.keys))
     except Exception as error:
         raise RuntimeError(f"weights v{staged.version} were loaded in part: {type(error).__name__}: {error}") from error
     window.replace(staged)
@@ -83,8 +84,6 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:
     """Runs in vLLM's worker."""
-    if not names:  # Weights.unchanged
-        return
     worker.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
     model = worker.model_runner.get_model()
     head: Any = getattr(model, "lm_head", None)

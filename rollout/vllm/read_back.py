@@ -1,7 +1,8 @@
 """The policy read back from what vLLM computes with: the slots of its LoRA kernels, or its weights.
 
-Only the engine's own thread calls held_by, between two steps. The functions under it run in vLLM's worker, which is in
-this process. Read in vLLM 0.32 (lora/layers, layers/utils.py); one device per engine, so no tensor is sharded.
+Only the engine's own thread calls held_by, between two steps. The functions under it run in vLLM's workers: one in this
+process, or one in a process of its own for each shard, which then all read at the same time. Read in vLLM 0.32
+(lora/layers, layers/utils.py). Whole weights are those of one device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from rollout.tensor_digests import columns_of, digests_of, read_of
 from rollout.types import Held
 from rollout.vllm.adapter_cache import Resident
+from rollout.vllm.shards import agreed, whole_pair
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -24,9 +26,7 @@ def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
 
     It costs a copy and a digest of each tensor, and where vLLM repacked weights for a CPU a prompt of COLUMNS tokens.
     """
-    # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so functions and residents are passed as they are.
-    found: list[Held] = engine.collective_rpc(_adapter if adapters else _weights, args=(newest,))
-    return found[0]
+    return agreed(engine.collective_rpc(_adapter if adapters else _weights, args=(newest,)))
 
 
 def _adapter(worker: Any, newest: Resident) -> Held:
@@ -66,8 +66,9 @@ def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int)
         for part, stack_a, stack_b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
             a, b, used = stack_a[slot, 0], stack_b[slot, 0], rank if part in keys else 0
             if part in keys:
-                yield keys[part][True], a[:rank]
-                yield keys[part][False], b[:, :rank]
+                whole_a, whole_b = whole_pair(layer, a[:rank], b[:, :rank])
+                yield keys[part][True], whole_a
+                yield keys[part][False], whole_b
             if used < len(a) and a[used:].any() and b[:, used:].any():  # vLLM zeroes a slot before it fills it
                 yield f"{part} beyond what was sent", b[:, used:]
 

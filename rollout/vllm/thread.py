@@ -19,6 +19,7 @@ from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
 from rollout.vllm.arguments import build_engine
 from rollout.vllm.commands import Command
+from rollout.vllm.shards import settle_ends
 from rollout.vllm.startup import shut_down
 from rollout.vllm.turns import Turns, settle
 
@@ -82,6 +83,8 @@ class EngineThread:
     def _run(self, arguments: dict[str, Any], started: Future[None]) -> None:
         try:
             engine = build_engine(arguments, shares_base=self._settings.shares_base)
+            if self._settings.shards > 1:
+                settle_ends(engine)
             self._turns = Turns(engine, self._settings, self.window)
             self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
         except BaseException as error:  # raised again by the constructor

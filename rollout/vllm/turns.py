@@ -12,9 +12,10 @@ from rollout.engine import EngineSettings
 from rollout.shared_base.manifest import Manifest
 from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
-from rollout.vllm.commands import Command, Load, Read, Request, Rest, Share
+from rollout.vllm.commands import Command, Load, Peak, Read, Request, Rest, Share
 from rollout.vllm.convert import lora_request
 from rollout.vllm.policies import Policies
+from rollout.vllm.shards import peak_of
 
 
 class Turns:
@@ -72,6 +73,8 @@ class Turns:
                 settle(command.answer, None)
             elif isinstance(command, Read):
                 settle(command.answer, self._policies.held())
+            elif isinstance(command, Peak):
+                settle(command.answer, peak_of(self.engine))
             elif isinstance(command, Share):
                 settle(command.answer, self._share())
             elif not command.answer.cancelled():

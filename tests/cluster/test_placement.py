@@ -20,6 +20,14 @@ def test_fractions_that_do_not_fit_one_card_take_another_and_cpu_roles_their_own
     assert found.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}]
 
 
+def test_a_generator_of_several_cards_has_them_on_one_node_and_shares_none() -> None:
+    roles = [Role("generator-0", 1, 2.0), Role("generator-1", 1, 2.0), Role("learner", 1, 0.5)]
+    found = place(roles, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}])
+    assert found.bundles == [{"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}]
+    with pytest.raises(PlacementError, match=r"5 GPU, of which \{'CPU': 1, 'GPU': 2.0\} on one node"):
+        place(roles, [{"CPU": 4.0, "GPU": 1.0}] * 5)
+
+
 def test_ten_tenths_are_one_card() -> None:  # although 10 * 0.1 != 1.0 by repeated subtraction
     found = place([Role(f"generator-{i}", 1, 0.1) for i in range(10)], [{"CPU": 10.0, "GPU": 1.0}])
     assert len(found.bundles) == 1

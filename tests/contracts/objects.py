@@ -39,6 +39,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "manager.modules": PLAIN,
         "manager.packed_modules": PLAIN,
         "layer": ("vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",),
+        "layer.base_layer": ("vllm.model_executor.layers.linear.ColumnParallelLinear",),
         # One of many: what each of vLLM's plain transformers has.
         "model": ("vllm.model_executor.models.llama.LlamaForCausalLM",),
         "model.model": ("vllm.model_executor.models.llama.LlamaModel",),
@@ -98,10 +99,11 @@ CALLED_WITH = {
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",
 }
 
-# Environment variables and attributes, by how their names begin, and what holds their names. Ray's are read in many
-# places: of those is asked only that some file has the name.
+# Environment variables and attributes, by how their names begin (the longest counts), and what holds their names. Ray's
+# are read in many places: of those is asked only that some file has the name.
 TEXT = "TEXT"
 VARIABLES = {
+    "VLLM_DIST_": f"vllm.{TEXT}",  # set by its worker, and by nobody else
     "VLLM_": "vllm.envs.environment_variables",
     **dict.fromkeys(("RAY_", "DASHBOARD_METRIC_"), f"ray.{TEXT}"),
     "bnb_": f"vllm_bnb_plugin.{TEXT}",  # attributes of a parameter, which the plugin sets by name

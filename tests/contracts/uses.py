@@ -114,9 +114,9 @@ class File:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if node.value in ASKED_FOR:
                     yield Use(ASKED_FOR[node.value], self._at(node))
-                for start, holder in VARIABLES.items():
-                    if node.value.startswith(start) and node.value.isidentifier():
-                        yield Use(f"{holder}.{node.value}", self._at(node))
+                starts = [start for start in VARIABLES if node.value.startswith(start) and node.value.isidentifier()]
+                if starts:
+                    yield Use(f"{VARIABLES[max(starts, key=len)]}.{node.value}", self._at(node))
             elif isinstance(node, ast.ClassDef):
                 yield from self._inherited(node)
             elif isinstance(node, ast.FunctionDef) and f"{self.name}:{node.name}" in CALLED_WITH:

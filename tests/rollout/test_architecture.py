@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.architecture import ArchitectureError, check_architecture, check_length, has_experts
+from rollout.architecture import ArchitectureError, check_architecture, check_length, check_shards, has_experts
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 PHI: dict[str, Any] = {"model_type": "phi3", "original_max_position_embeddings": 4096}
@@ -60,3 +60,13 @@ def test_longrope_is_refused_beyond_the_length_at_which_its_factors_change(confi
 def test_other_positions_have_no_such_length() -> None:
     check_length(PHI, "m", 10**6)
     check_length(PHI | {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8}}, "m", 10**6)
+
+
+def test_a_model_is_spread_evenly_or_refused() -> None:
+    model = LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+    for shards in (1, 2, 4):
+        check_shards(model, "m", shards)
+    with pytest.raises(ArchitectureError, match="of 3 processes .* and m has 4 key and value heads; take a number"):
+        check_shards(model, "m", 3)
+    with pytest.raises(ArchitectureError, match="has 12 attention heads, 4 key and value heads;"):
+        check_shards(model, "m", 8)

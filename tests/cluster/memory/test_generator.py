@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.memory.generator import Serving, asleep, generator_bytes
+from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, generator_bytes
 from cluster.memory.learner import Learning, Micro, learner_bytes
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
@@ -29,6 +29,23 @@ def test_a_generator_by_hand() -> None:
     assert nf4 == 973_078_528 * 9 // 16 + 64 * 7 * 16 + 2 * (1_235_814_400 - 973_078_528)
     assert asleep(parts) == {name: parts[name] for name in ("workspace", "graphs", "context")}
     assert "graphs" not in generator_bytes(LLAMA, Serving(cuda=False))
+
+
+def test_one_of_two_shards_by_hand() -> None:
+    parts = generator_bytes(LLAMA, Serving(kv_bytes=10**9, shards=2))
+    assert parts == {
+        "weights": 1_235_814_400,
+        "kv_cache": 10**9 // 2,
+        # q 2048 + 1024, k and v 2048 + 256, o 1024 + 2048, gate and up 2048 + 4096, down 4096 + 2048
+        "lora_slots": 2 * 2 * 16 * 16 * (3072 + 2 * 2304 + 3072 + 3 * 6144),
+        "workspace": 4096 * 2 * (8192 + 4 * 2048) + 16 * 128 * 128_256,
+        "graphs": 16 * 12 * 10**6,
+        "context": CONTEXT,
+    }
+    on_cpu = generator_bytes(LLAMA, Serving(kv_bytes=10**9, shards=2, cuda=False))  # both in one memory
+    assert [on_cpu[name] for name in ("weights", "kv_cache")] == [2 * 1_235_814_400, 10**9]
+    assert on_cpu["lora_slots"] == 2 * parts["lora_slots"]
+    assert on_cpu["context"] == 3 * ENGINE_PROCESS
 
 
 def test_two_processes_on_one_card_pay_for_two_contexts() -> None:

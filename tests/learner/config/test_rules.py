@@ -16,6 +16,7 @@ ONE_BASE = "memory.base=shared"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 PPO = "learner.algorithm=ppo"
 SEVERAL = ("cluster.learners=2",)
+SPREAD = "cluster.tensor_parallel=2"
 OFFLOAD = ("learner.offload_boundaries=true", "learner.checkpointing=full")
 
 MODEL = "rewards=[{use: 'adapter:x'}, {use: format, weight: 0}]"
@@ -61,6 +62,11 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([*SEVERAL, FULL], "cluster.learners: above 1 needs learner.mode=lora.*got cluster.learners=2, learner.mode=full"),
     ([*SEVERAL, "cluster.gpus.learner=0.5"], "cluster.learners: above 1 needs a card or none.*got.*gpus.learner=0.5"),
     ([*SEVERAL, ONE_BASE], "cluster.learners: above 1 needs memory.base=own.*got.*memory.base=shared"),
+    ([SPREAD, GENERATOR_CARD], "cluster.tensor_parallel: must be the number.*got.*parallel=2, .*gpus.generator=1.0"),
+    ([SPREAD, FULL], "cluster.tensor_parallel: above 1 .* needs learner.mode=lora.*got.*=2, .*=0.0, learner.mode=full"),
+    (["cluster.gpus.generator=2", "learner.push=merged"], "cluster.tensor_parallel: above 1 .* needs learner.push"),
+    ([SPREAD, "model.base=nf4"], "cluster.tensor_parallel: above 1 .* needs model.base=none: .*got.*model.base=nf4"),
+    ([SPREAD, ONE_BASE], "cluster.tensor_parallel: above 1 .* needs memory.base=own.*got.*memory.base=shared"),
     (["learner.reduce=exact", FULL], "learner.reduce: exact needs learner.mode=lora.*got learner.mode=full"),
     ([PAGED], "learner.optimizer.kind: paged_adamw_8bit needs CUDA.*got cluster.gpus.learner=0"),
     ([*OFFLOAD], "learner.offload_boundaries: true needs.*checkpointing=full, cluster.gpus.learner=0"),

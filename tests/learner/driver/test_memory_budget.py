@@ -126,6 +126,19 @@ def test_a_card_for_each_role() -> None:
     assert budgets.kv_cache > GIB
 
 
+def test_a_generator_of_two_cards_holds_half_of_its_model_on_each() -> None:
+    cards: dict[str, Any] = {"memory": {"device": "16GiB"}, "rollout": {"kv_cache": "2GiB"}}
+    (config, model), (one, _) = (run(**cards, cluster={"gpus": {"generator": n, "learner": 1}}) for n in (2, 1))
+    budgets, whole = settle(config, model).plan, settle(one, model).plan
+    assert budgets is not None
+    assert whole is not None
+    for part in ("weights", "kv_cache"):
+        assert budgets.generator[part] == whole.generator[part] // 2
+    assert budgets.sequences == whole.sequences
+    engine = worker_spec(config, 0, settle(config, model)).engine
+    assert (engine.shards, engine.kv_cache_bytes) == (2, GIB)
+
+
 def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     fixed: dict[str, Any] = {
         "rollout": {"kv_cache": "2GiB", "max_completion_length": 786},

@@ -1,0 +1,76 @@
+"""One model over two processes: what it holds, samples and scores is what one process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from examples.random_model import make_tiny_model
+from rollout.engine import EngineDied
+from rollout.types import Held, Sampling
+from rollout.vllm.shards import agreed
+from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
+from tests.rollout.vllm.test_held import of_adapter
+
+SAME = Sampling(n=2, max_tokens=60, seed=7)
+LAYER = "model.layers.1.mlp.down_proj"  # split by its inputs: of an adapter A is split, and B whole in both
+
+
+def change(worker: Any, rank: int, name: str) -> None:
+    """Runs in vLLM's workers: one weight of an adapter's slots in one of them."""
+    layer = worker.model_runner.lora_manager._adapter_manager.modules[LAYER]
+    if layer.tp_rank == rank:
+        getattr(layer, name)[0][:, 0, 0, 0] += 1
+
+
+def shards() -> list[psutil.Process]:
+    """Those of this process that compute."""
+    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
+
+
+@pytest.mark.timeout(400)
+def test_two_processes_are_one_model_and_one_that_dies_ends_both(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, family="Llama", kv_heads=2)
+    shared_before = set(Path("/dev/shm").glob("vllm*"))
+    alone, case = EngineCase(model), EngineCase(model, shards=2)
+    try:
+        assert len(shards()) == 2
+        for version in range(4):  # more than there are slots
+            run(case.push())
+            run(alone.push())
+            held = run(case.engine.held())
+            assert held.tensors == of_adapter(case.adapters[version], torch.float32)
+            assert held.unread == ()
+        ids = [*PROMPT, 3, 5, 7]
+        assert np.abs(run(case.engine.probe(ids)) - case.logprobs(3, ids)).max() < TOLERANCE
+        for completion in run(case.engine.generate(PROMPT, Sampling(n=4, max_tokens=40, seed=0))):
+            case.check(completion, PROMPT, 3)
+        of_one, of_two = (run(each.engine.generate(PROMPT, SAME)) for each in (alone, case))
+        assert [c.token_ids.tolist() for c in of_one] == [c.token_ids.tolist() for c in of_two]
+        for rank, stack, wrong in ((1, "lora_a_stacked", "lora_A"), (1, "lora_b_stacked", "lora_B")):
+            case.engine._thread._turns.engine.collective_rpc(change, args=(rank, stack))
+            found = run(case.engine.held()).tensors
+            assert f"base_model.model.{LAYER}.{wrong}.weight" in {k for k, v in found.items() if held.tensors[k] != v}
+        os.kill(shards()[1].pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="restart its worker"):
+            run(case.engine.probe(ids))
+    finally:
+        run(alone.engine.close())
+        run(case.engine.close())
+    assert shards() == []
+    assert set(Path("/dev/shm").glob("vllm*")) <= shared_before
+
+
+def test_what_shards_do_not_agree_on_is_nobodys_digest() -> None:
+    one, other = Held({"a": "1", "b": "2"}, ("c",)), Held({"a": "1", "b": "3", "d": "4"}, ("c",))
+    apart = "differs between shards"
+    assert agreed([one, other]) == Held({"a": "1", "b": apart, "d": apart}, ("c",))
+    assert agreed([one]) == one
