@@ -18,8 +18,9 @@ from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
 from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
-from learner.ranks.ranks import Ranks, all_of
-from learner.ranks.service import Meeting, RankService
+from learner.ranks.ranks import Ranks
+from learner.ranks.regroup import Regroup, meet
+from learner.ranks.service import RankService
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
 from rewards.pool import Judging
@@ -96,10 +97,8 @@ async def joined(processes: "Sequence[Remote[Trainer]]", deadlines: DeadlineConf
     if not others:
         return first
     ranks = cast("Sequence[Remote[RankService]]", processes)
-    port = await ranks[0].call(RankService.open, deadlines.start, first.address, deadlines.start)
-    meeting = Meeting(first.address, port, deadlines.start, deadlines.step)
-    await all_of([rank.call(RankService.join, deadlines.start, meeting, rank.address) for rank in ranks])
-    return Ranks(ranks)
+    await meet(ranks, deadlines.start, deadlines.step)
+    return Ranks(ranks, Regroup(ranks, deadlines.start, deadlines.step))
 
 
 async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:

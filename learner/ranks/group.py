@@ -16,7 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import all_gather, all_reduce, init_process_group
+from torch.distributed.distributed_c10d import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    destroy_process_group,
+    init_process_group,
+    is_initialized,
+)
 
 from cluster.actor import Unusable
 from learner.ranks.message import packed, unpacked
@@ -61,6 +68,21 @@ class Group(Peers):
                 "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
                 store=store, rank=self.rank, world_size=self.count, timeout=timedelta(seconds=meeting.step_s),
             )  # fmt: skip
+
+    def leave(self) -> None:
+        """Lets go of a group of which another rank is gone; nothing happens without one."""
+        if is_initialized():
+            destroy_process_group()
+
+    def broadcast(self, own: bytes, source: int) -> bytes:
+        """What rank `source` gives."""
+        with _or_lost():
+            size = torch.tensor([len(own)])
+            broadcast(size, source)
+            sent = torch.frombuffer(bytearray(own), dtype=torch.uint8) if self.rank == source else None
+            buffer = torch.empty(int(size), dtype=torch.uint8) if sent is None else sent
+            broadcast(buffer, source)
+        return own if self.rank == source else buffer.numpy().tobytes()
 
     def sum(self, values: Tensor) -> None:
         with _or_lost():

@@ -1,26 +1,35 @@
 """The ranks of the learner, seen as one actor by the loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cluster.actor import Actor, ActorDied, Method, P, Shared, T
-from learner.ranks.service import PEER_LOST, RankService
+from learner.ranks.calls import all_of
+from learner.ranks.regroup import Regroup
+from learner.ranks.service import RankService
 from learner.trainer.service import TrainerService
 
-GRACE_S = 3.0  # for the rank that was lost to be named, once another has missed it
 LARGEST = ("time/train", "memory/learner_peak")  # metrics of a process; the others are of all micro-batches
 
 
 class Ranks:
-    """An Actor. What changes the learner's state reaches every rank; what only reads it is asked of rank 0."""
+    """An Actor. What changes the learner's state reaches every rank; what only reads it is asked of rank 0.
 
-    def __init__(self, ranks: Sequence[Actor[RankService]]) -> None:
+    A rank that is lost is replaced (learner.ranks.regroup), and what was asked of it is asked again: the step that was
+    under way, from where it began, to the same bits.
+    """
+
+    def __init__(self, ranks: Sequence[Actor[RankService]], regroup: Regroup) -> None:
         self.name = "learner"
-        self._ranks = list(ranks)
+        self._ranks, self._regroup = list(ranks), regroup
+        self._mending, self._mended = asyncio.Lock(), 0  # how often
+        self._steps, self._under_way = 0, False
+        self._beside: set[asyncio.Future[None]] = set()  # calls beside a step, which were made before it
 
     async def call(
         self,
@@ -32,39 +41,63 @@ class Ranks:
     ) -> T:
         """As Actor.call. Of several ranks that fail, the error is that of one that did not fail for another's sake."""
         one = cast(Callable[..., Any], method)  # RankService has all methods of TrainerService
+        step: Callable[..., Any] = self._step
+        answer: T
+        if one is TrainerService.step:
+            answer = await step(deadline_s, *args, **kwargs)
+        elif one is TrainerService.pulse:  # of a process that is not there yet it says so
+            answer = await self._ask(one, deadline_s)
+        else:
+            with self._known_beside():
+                answer = await self._again(lambda: self._ask(one, deadline_s, *args, **kwargs))
+        return answer
+
+    async def _step(self, deadline_s: float, groups: list[pa.Table]) -> dict[str, float]:
+        self._steps += 1
+        shared: Any = Shared(groups)
+
+        async def once() -> dict[str, float]:
+            if self._beside:  # asked before the step, so of the policy before it, also when asked again
+                await asyncio.wait(self._beside)
+            metrics: dict[str, float] = await self._ask(RankService.numbered_step, deadline_s, shared, self._steps)
+            return metrics
+
+        self._under_way = True
+        try:
+            metrics = await self._again(once)
+        finally:
+            self._under_way = False
+        self._regroup.stepped()
+        return metrics
+
+    async def _again(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """The answer, however often ranks are lost meanwhile, as long as each loss can be made good."""
+        while True:
+            mended = self._mended
+            try:
+                return await ask()
+            except ActorDied as error:
+                async with self._mending:
+                    if mended == self._mended:  # else another call has seen to it
+                        await self._regroup.after(error, self._steps if self._under_way else None)
+                        self._mended += 1
+
+    async def _ask(self, method: Callable[..., Any], deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
         join = JOINED.get(method.__name__)
         if join is None:
-            answer: T = await self._ranks[0].call(one, deadline_s, *args, **kwargs)
-            return answer
+            return await self._ranks[0].call(method, deadline_s, *args, **kwargs)
         sent = [Shared(arg) if isinstance(arg, list) else arg for arg in args]
-        joined: T = join(await all_of([rank.call(one, deadline_s, *sent, **kwargs) for rank in self._ranks]))
-        return joined
+        return join(await all_of([rank.call(method, deadline_s, *sent, **kwargs) for rank in self._ranks]))
 
-
-async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Their answers, in order; or what the first that fails raises, unless that was for another's sake, which then has
-    some seconds to say why."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and all(map(_missed_another, _errors(tasks))):
-            await asyncio.wait(waiting, timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION)
-        if errors := sorted(_errors(tasks), key=_missed_another):
-            raise errors[0]
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    done = [task for task in tasks if task.done() and not task.cancelled()]
-    return [error for error in (task.exception() for task in done) if error is not None]
-
-
-def _missed_another(error: BaseException) -> bool:
-    return isinstance(error, ActorDied) and PEER_LOST in (error.reason or "")
+    @contextmanager
+    def _known_beside(self) -> Iterator[None]:
+        done = asyncio.get_running_loop().create_future()
+        self._beside.add(done)
+        try:
+            yield
+        finally:
+            self._beside.discard(done)
+            done.set_result(None)
 
 
 def _first(answers: list[Any]) -> Any:
@@ -77,14 +110,15 @@ def _metrics(answers: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _mismatch(answers: list[pa.Array]) -> pa.Array:
-    """Each row is known to the rank that trained on it."""
-    return pc.coalesce(*answers)
+    """Each row is known to the rank that trained on it. One that has come since the step knows none."""
+    most = max(map(len, answers))
+    return pc.coalesce(*(answer for answer in answers if len(answer) == most))
 
 
 # What all ranks are asked, and how their answers become one. A step gets on as long as any rank does: the others may
 # wait for it, so pulses are added.
 JOINED: dict[str, Callable[[list[Any]], Any]] = {
-    "step": _metrics,
+    "numbered_step": _metrics,
     "rehearse": _metrics,
     "mismatch": _mismatch,
     "score": _first,

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, Protocol
 
+import pyarrow as pa
+
 from learner.trainer.service import TrainerService
 
 PEER_LOST = "another rank is gone"  # how a rank says that it is whole itself
@@ -17,8 +19,27 @@ class Meeting(NamedTuple):
     step_s: float
 
 
+class Return(NamedTuple):
+    """To what ranks go back after the loss of one, or of several.
+
+    source: a rank that was not lost, whose state the fresh ones get. fresh: this rank is one of them. undo: number of
+    the step that was under way; None if none was.
+    """
+
+    source: int
+    fresh: bool
+    undo: int | None
+
+
 class RankService(TrainerService, Protocol):
     """learner.ranks.rank_trainer.RankTrainer. Calls that step, score or rehearse must reach all ranks in one order."""
+
+    async def numbered_step(self, groups: list[pa.Table], number: int) -> dict[str, float]:
+        """As `step`. Until the next one, the state before it is kept in main memory, to go back to."""
+
+    async def rejoin(self, meeting: Meeting, address: str, back: Return) -> None:
+        """Meets the other ranks once more, after some were lost, and takes the state of the source as it was before the
+        step that was under way. Raises as `join`."""
 
     async def open(self, host: str, start_s: float) -> int:
         """Of rank 0: the port of a fresh store on this address of its node, which others connect to."""

@@ -179,16 +179,21 @@ class Trainer(TrainerService):
         return _memory_metrics(self._memory, self._budget, 0)
 
     def _save(self, folder: Path) -> dict[str, Digest]:
-        state = {
+        return trainer_state.write(folder, self._policy, self._path, self._state())
+
+    def _load(self, folder: Path) -> None:
+        self._set_state(trainer_state.read(folder, self._policy))
+
+    def _state(self) -> dict[str, Any]:
+        """Everything but weights that the next steps depend on: tensors and plain values."""
+        return {
             "version": self._version,
             "nonfinite": self._guard.in_a_row,
             "random": random_state(self._policy.head.device),
             **self._updates.state_dict(),
         }
-        return trainer_state.write(folder, self._policy, self._path, state)
 
-    def _load(self, folder: Path) -> None:
-        state = trainer_state.read(folder, self._policy)
+    def _set_state(self, state: dict[str, Any]) -> None:
         self._updates.load_state_dict(state)
         self._version, self._guard.in_a_row = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._policy.head.device)

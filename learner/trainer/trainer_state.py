@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from cluster.files import Digest, digests_in
 from learner.model import export
+from learner.model.masters import Masters
 from learner.model.policy import Policy
 from learner.model.roles import ScoredAdapter
 
 STATE_FILE = "trainer.pt"
+POLICY = ""  # no name of a role
 
 
 def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dict[str, Digest]:
@@ -47,6 +50,27 @@ def read(folder: Path, policy: Policy) -> dict[str, Any]:
     for name, role in _trained(policy):
         role.load(folder / name)
     return state
+
+
+def weights_of(policy: Policy) -> dict[str, dict[str, Tensor]]:
+    """Copies in main memory of what `set_weights` needs: role -> name -> weight, the policy's role first."""
+    own = {POLICY: policy.masters} | {name: _masters(role).named for name, role in _trained(policy)}
+    return {
+        role: {name: weight.detach().to("cpu", copy=True) for name, weight in named.items()}
+        for role, named in own.items()
+    }
+
+
+def set_weights(policy: Policy, weights: dict[str, dict[str, Tensor]]) -> None:
+    """Sets those of policy and trained roles. Raises ValueError if they are another model's."""
+    policy.load(weights[POLICY])
+    for name, role in _trained(policy):
+        _masters(role).load(weights[name])
+
+
+def _masters(role: ScoredAdapter) -> Masters:
+    assert role.masters is not None, "a role that is trained has masters"
+    return role.masters
 
 
 def _trained(policy: Policy) -> list[tuple[str, ScoredAdapter]]:

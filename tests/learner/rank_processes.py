@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from learner.ranks.rank_trainer import RankTrainer
-from learner.ranks.service import Meeting
+from learner.ranks.service import Meeting, Return
 from tests.learner.trainers import make_trainer
 
 HOST, DEADLINE_S = "127.0.0.1", 60.0
@@ -37,20 +38,33 @@ class RankProcesses:
     """`ranks` trainers as tests.learner.trainers.make_trainer makes them, each in a process of one thread."""
 
     def __init__(self, ranks: int, path: str, settings: dict[str, Any]) -> None:
+        self._made = (ranks, path, settings)
+        started = [self._start(rank) for rank in range(ranks)]
+        self.ends = [end for end, _ in started]
+        self.processes = [process for _, process in started]
+        assert self.all(join, self._open()) == [None] * ranks
+
+    def replace(self, lost: int, undo: int | None) -> None:
+        """A fresh process for a rank that was killed; the others meet it, and all are where the step `undo` began."""
+        self.processes[lost].join()
+        self.ends[lost], self.processes[lost] = self._start(lost)
+        source = 0 if lost > 0 else 1
+        assert self.all(rejoin, self._open(), source, lost, undo) == [None] * len(self.ends)
+
+    def _start(self, rank: int) -> tuple[Connection, ForkServerProcess]:
         context = multiprocessing.get_context("forkserver")  # which imports torch once for all
         context.set_forkserver_preload(["tests.learner.rank_processes"])
-        self.ends: list[Connection] = []
-        self.processes = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, ranks, path, settings), daemon=True)
-            process.start()
-            theirs.close()
-            self.ends.append(ours)
-            self.processes.append(process)
-        port = self._answer(0)
-        for end in self.ends[1:]:
-            end.send(port)
+        ours, theirs = context.Pipe()
+        ranks, path, settings = self._made
+        process = context.Process(target=_serve, args=(theirs, rank, ranks, path, settings), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def _open(self) -> int:
+        self.ends[0].send((open_, ()))
+        port: int = self._answer(0)
+        return port
 
     def all(self, work: Work, *args: Any) -> list[Any]:
         """What each rank gives, or how it failed; None of one that died."""
@@ -97,12 +111,6 @@ def _serve(end: Connection, rank: int, ranks: int, path: str, settings: dict[str
     assert isinstance(trainer, RankTrainer)
 
     async def serve() -> None:
-        if rank == 0:
-            port = await trainer.open(HOST, DEADLINE_S)
-            end.send(port)
-        else:
-            port = await asyncio.to_thread(end.recv)
-        await trainer.join(Meeting(HOST, port, DEADLINE_S, DEADLINE_S), HOST)
         while True:
             work, args = await asyncio.to_thread(end.recv)
             try:
@@ -111,6 +119,49 @@ def _serve(end: Connection, rank: int, ranks: int, path: str, settings: dict[str
                 end.send(Failed(type(error).__name__, "".join(traceback.format_exception(error))))
 
     asyncio.run(serve())
+
+
+async def open_(trainer: Any) -> Any:
+    return await trainer.open(HOST, DEADLINE_S)
+
+
+async def join(trainer: Any, port: int) -> None:
+    await trainer.join(Meeting(HOST, port, DEADLINE_S, DEADLINE_S), HOST)
+
+
+async def rejoin(trainer: Any, port: int, source: int, lost: int, undo: int | None) -> None:
+    meeting = Meeting(HOST, port, DEADLINE_S, DEADLINE_S)
+    await trainer.rejoin(meeting, HOST, Return(source, trainer.rank == lost, undo))
+
+
+async def numbered_step(trainer: Any, groups: list[pa.Table], number: int) -> tuple[str, Any]:
+    """The digest of the policy after it, and what the step said of itself."""
+    metrics = await trainer.numbered_step(groups, number)
+    policy, _ = await trainer.policy()
+    return policy.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}
+
+
+async def doomed_step(trainer: Any, groups: list[pa.Table], number: int, rank: int, moment: str) -> tuple[str, Any]:
+    """The same, in which that rank is killed: at its begin, before its first update, or when it has finished."""
+    doomed, plain, done = trainer.rank == rank, trainer._updates.updater.step, []
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        done.append(1)
+        return die() if doomed and moment == "middle" and len(done) == 1 else plain(*args, **kwargs)
+
+    if doomed and moment == "begin":
+        die()
+    trainer._updates.updater.step = update
+    try:
+        answer = await numbered_step(trainer, groups, number)
+    finally:
+        trainer._updates.updater.step = plain
+    if doomed:
+        die()
+    return answer
 
 
 async def steps(trainer: Any, groups: list[pa.Table], count: int, packed: bool = True) -> list[tuple[str, Any]]:

@@ -12,7 +12,15 @@ import torch
 
 from learner.algo.loss_config import LossConfig
 from learner.ranks.rank_trainer import check_alike
-from tests.learner.rank_processes import Failed, gradients, rank_processes, steps, with_room_for
+from tests.learner.rank_processes import (
+    Failed,
+    doomed_step,
+    gradients,
+    numbered_step,
+    rank_processes,
+    steps,
+    with_room_for,
+)
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import make_trainer
 
@@ -93,6 +101,25 @@ def test_a_killed_rank_ends_the_others_at_once(tiny_path: str, ragged: list[pa.T
     assert isinstance(failed, Failed)
     assert failed.kind == "Unusable"
     assert "another rank is gone (" in failed.text
+
+
+@pytest.mark.parametrize(("rank", "moment"), [(1, "begin"), (0, "middle"), (1, "end")])
+async def test_a_killed_rank_is_replaced_and_no_bit_changes(
+    tiny_path: str, adapter_path: str, ragged: list[pa.Table], rank: int, moment: str
+) -> None:
+    """Wherever the others are: the step that was under way is taken again by all."""
+    settings = EXACT | SEVERAL
+    alone = await steps(make_trainer(tiny_path, adapter=adapter_path, **settings), ragged, 3)
+    with rank_processes(2, tiny_path, adapter=adapter_path, **settings) as ranks:
+        assert ranks.all(numbered_step, ragged, 1) == [alone[0]] * 2
+        answers = ranks.all(doomed_step, ragged, 2, rank, moment)
+        assert answers[rank] is None
+        assert (answers[1 - rank] == alone[1]) == (moment == "end")  # the other has finished, or missed it
+        ranks.replace(rank, undo=2)
+        assert ranks.all(numbered_step, ragged, 2) == [alone[1]] * 2
+        ranks.kill(rank)
+        ranks.replace(rank, undo=None)
+        assert ranks.all(numbered_step, ragged, 3) == [alone[2]] * 2
 
 
 def test_ranks_that_compute_differently_are_refused() -> None:

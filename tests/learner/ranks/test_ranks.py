@@ -13,23 +13,53 @@ import pytest
 from cluster.actor import ActorDied, Local, RemoteError, Unusable
 from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.watched_learner import LearnerLost, WatchedLearner
-from learner.ranks import ranks as module
-from learner.ranks.ranks import Ranks, all_of
-from learner.ranks.service import PEER_LOST
+from learner.ranks import calls as module
+from learner.ranks.calls import all_of
+from learner.ranks.ranks import Ranks
+from learner.ranks.regroup import IN_A_ROW, Regroup
+from learner.ranks.service import PEER_LOST, Meeting, Return
 from learner.trainer.service import TrainerService
+from rollout.weight_sync import Answer
 
 GROUPS: list[Any] = ["a group"]
 
 
 class FakeRank(FakeTrainer):
-    """Step n of rank r takes n - r seconds and n + r bytes. Any group will do."""
+    """Step n of rank r takes n - r seconds and n + r bytes. Any group will do.
 
-    def __init__(self, rank: int) -> None:
+    meets: what each rank was told as they met. doomed: (rank, method) whose next call kills that process.
+    """
+
+    def __init__(self, rank: int, meets: list[Any], doomed: list[tuple[int, str]]) -> None:
         super().__init__(vocab_size=8)
-        self.rank = rank
+        self.rank, self.meets, self.doomed, self.dead = rank, meets, doomed, False
 
-    async def step(self, groups: list[Any]) -> dict[str, float]:
+    def living(self, method: str) -> None:
+        if (self.rank, method) in self.doomed:
+            self.doomed.remove((self.rank, method))
+            self.dead = True
+        if self.dead:
+            raise Unusable("killed")
+
+    async def open(self, host: str, start_s: float) -> int:
+        return 1
+
+    async def rejoin(self, meeting: Meeting, address: str, back: Return) -> None:
+        self.living("rejoin")
+        self.meets.append((self.rank, back))
+        self.version = back.undo - 1 if back.undo is not None else 2
+
+    async def pulse(self) -> float:
+        self.living("pulse")
+        return await super().pulse()
+
+    async def policy(self) -> Any:
+        self.living("policy")
+        return await super().policy()
+
+    async def numbered_step(self, groups: list[Any], number: int) -> dict[str, float]:
         assert groups is GROUPS
+        self.living("step")
         metrics = await super().step(groups)
         return metrics | {"time/train": self.version - self.rank, "memory/learner_peak": self.version + self.rank}
 
@@ -42,10 +72,20 @@ class FakeRank(FakeTrainer):
         return self.rank == 0
 
 
+class Process(Local[Any]):
+    """In this one."""
+
+    address = "here"
+
+
+def several(kinds: list[Any], meets: list[Any], doomed: list[tuple[int, str]]) -> Ranks:
+    ranks = [Process(f"learner-{rank}", kind, [rank, meets, doomed]) for rank, kind in enumerate(kinds)]
+    return Ranks(ranks, Regroup(ranks, 1, 1))
+
+
 @pytest.fixture
 def learner() -> Ranks:
-    made: Any = FakeRank
-    return Ranks([Local(f"learner-{rank}", made, [rank]) for rank in range(3)])
+    return several([FakeRank] * 3, [], [])
 
 
 async def test_a_step_is_everybodys_and_a_save_is_rank_0s(learner: Ranks, tmp_path: Path) -> None:
@@ -62,8 +102,64 @@ async def test_a_step_is_everybodys_and_a_save_is_rank_0s(learner: Ranks, tmp_pa
     assert (await learner.call(TrainerService.policy, 1))[0].version == 2
 
 
+@pytest.mark.parametrize("lost", [[0], [2], [0, 1]])
+async def test_lost_ranks_are_replaced_and_the_step_is_taken_again(
+    lost: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    meets: list[Any] = []
+    learner = several([FakeRank] * 3, meets, [(rank, "step") for rank in lost])
+    source = next(rank for rank in range(3) if rank not in lost)
+    for version in (1, 2):
+        assert (await learner.call(TrainerService.step, 1, GROUPS))["loss/total"] == version
+    assert await learner.call(TrainerService.pulse, 1) == 6
+    assert sorted(meets) == [(rank, Return(source, rank in lost, 1)) for rank in range(3)]
+    names = ", ".join(f"learner-{rank}" for rank in lost)
+    assert f"{names}: a fresh process gets the state of learner-{source}; the step is taken again" in caplog.text
+
+
+async def test_between_two_steps_nothing_is_undone() -> None:
+    meets: list[Any] = []
+    learner = several([FakeRank] * 2, meets, [(0, "policy")])
+    for _ in range(2):
+        await learner.call(TrainerService.step, 1, GROUPS)
+    assert (await learner.call(TrainerService.policy, 1))[0].version == 2
+    assert sorted(meets) == [(0, Return(1, True, None)), (1, Return(1, False, None))]
+
+
+async def test_what_was_asked_before_a_step_is_asked_again_before_it() -> None:
+    """The probe is of the policy before the step, in which both calls lose rank 0."""
+
+    class Slow(FakeRank):
+        async def probe(self, token_ids: list[int]) -> Answer:
+            await asyncio.sleep(0.1)
+            self.living("probe")
+            return await super().probe(token_ids)
+
+        async def numbered_step(self, groups: list[Any], number: int) -> dict[str, float]:
+            if not self.meets:
+                await asyncio.sleep(0.05)
+            return await super().numbered_step(groups, number)
+
+    learner = several([Slow] * 2, [], [(0, "step")])
+    probe = asyncio.create_task(learner.call(TrainerService.probe, 1, [1, 2, 3]))
+    step = asyncio.create_task(learner.call(TrainerService.step, 1, GROUPS))
+    expected = await several([FakeRank] * 2, [], []).call(TrainerService.probe, 1, [1, 2, 3])
+    assert (await probe).held == expected.held
+    assert (await step)["loss/total"] == 1
+
+
+@pytest.mark.parametrize(
+    "doomed",
+    [[(0, "step"), (1, "step")], [(1, "step")] * (IN_A_ROW + 1), [(1, "step"), (0, "rejoin")]],
+    ids=["nobody is left", "again and again", "another in the meantime"],
+)
+async def test_a_loss_that_cannot_be_made_good_is_a_lost_learner(doomed: list[tuple[int, str]]) -> None:
+    with pytest.raises(ActorDied, match="learner-[01]: killed"):
+        await several([FakeRank] * 2, [], doomed).call(TrainerService.step, 1, GROUPS)
+
+
 class Stuck(FakeRank):
-    async def step(self, groups: list[Any]) -> dict[str, float]:
+    async def numbered_step(self, groups: list[Any], number: int) -> dict[str, float]:
         await asyncio.sleep(60)
         return {}
 
@@ -73,10 +169,9 @@ class Stuck(FakeRank):
 
 
 async def test_a_rank_that_hangs_is_a_learner_that_hangs() -> None:
-    kinds: list[Any] = [FakeRank, Stuck]
-    several = Ranks([Local(f"learner-{rank}", kind, [rank]) for rank, kind in enumerate(kinds)])
+    hangs = several([FakeRank, Stuck], [], [])
     with pytest.raises(LearnerLost, match="learner: step is without an answer"):
-        await WatchedLearner(several, silence_s=0.2).call(TrainerService.step, 5, GROUPS)
+        await WatchedLearner(hangs, silence_s=0.2).call(TrainerService.step, 5, GROUPS)
 
 
 MISSED = ActorDied("learner-0: another rank is gone", reason=f"{PEER_LOST} (closed)")

@@ -1,0 +1,76 @@
+"""A rank that is lost is replaced: the others meet its successor, and all are again where the step began."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
+from learner.ranks.calls import all_of
+from learner.ranks.service import Meeting, RankService, Return
+from learner.trainer.service import TrainerService
+
+log = logging.getLogger("learner")
+
+LOOK_S = 10.0  # for a rank to say that it is there; its event loop answers while it computes
+IN_A_ROW = 3  # losses without a step between them; then the learner as a whole counts as lost
+
+
+class Rank(RevivableActor[RankService], Protocol):
+    """A rank's process, and its node's address."""
+
+    @property
+    def address(self) -> str:
+        """On which it listens for the others."""
+
+
+async def meet(ranks: Sequence[Rank], start_s: float, step_s: float, back: Sequence[Return] = ()) -> None:
+    """All ranks find each other at rank 0. back: of each, after a loss."""
+    port = await ranks[0].call(RankService.open, start_s, ranks[0].address, start_s)
+    meeting = Meeting(ranks[0].address, port, start_s, step_s)
+    if not back:
+        await all_of([rank.call(RankService.join, start_s, meeting, rank.address) for rank in ranks])
+        return
+    places = zip(ranks, back, strict=True)
+    await all_of([rank.call(RankService.rejoin, start_s, meeting, rank.address, own) for rank, own in places])
+
+
+class Regroup:
+    """start_s, step_s: cluster.deadlines."""
+
+    def __init__(self, ranks: Sequence[Rank], start_s: float, step_s: float) -> None:
+        self._ranks, self._start_s, self._step_s = list(ranks), start_s, step_s
+        self._in_a_row = 0
+
+    def stepped(self) -> None:
+        """A step is done, so whatever was lost before it is made good."""
+        self._in_a_row = 0
+
+    async def after(self, error: ActorDied, undo: int | None) -> None:
+        """All ranks are there again, those that were lost as fresh processes. undo: number of the step under way.
+
+        Raises the error itself if nobody is left to take the state from, or after too many losses in a row; ActorDied,
+        DeadlineExceeded or RemoteError if another one is lost meanwhile.
+        """
+        self._in_a_row += 1
+        lost = [rank for rank, there in enumerate(await asyncio.gather(*map(_is_there, self._ranks))) if not there]
+        if isinstance(error, StartFailed) or self._in_a_row > IN_A_ROW or len(lost) == len(self._ranks):
+            raise error
+        source = next(rank for rank in range(len(self._ranks)) if rank not in lost)
+        names = ", ".join(self._ranks[rank].name for rank in lost)
+        taken_again = "" if undo is None else "; the step is taken again"
+        log.warning(
+            "%s; %s: a fresh process gets the state of %s%s", error, names or "no process is lost",
+            self._ranks[source].name, taken_again,
+        )  # fmt: skip
+        await asyncio.gather(*(self._ranks[rank].revive(self._start_s) for rank in lost))
+        back = [Return(source, rank in lost, undo) for rank in range(len(self._ranks))]
+        await meet(self._ranks, self._start_s, self._step_s, back)
+
+
+async def _is_there(rank: Rank) -> bool:
+    try:
+        await rank.call(TrainerService.pulse, LOOK_S)
+    except (ActorDied, DeadlineExceeded):
+        return False
+    return True
