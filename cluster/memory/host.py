@@ -3,7 +3,8 @@
 from cluster.memory.generator import ENGINE_PROCESS, engine_processes
 from cluster.memory.learner import LEARNER_PROCESS
 from cluster.memory.plan import Plan, Wish
-from cluster.memory.units import DTYPE_BYTES, Parts
+from cluster.memory.shape import Shape
+from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, Parts
 from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
 
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
@@ -35,7 +36,8 @@ def host_bytes(
     object_store: what it may take; Ray keeps it in /dev/shm.
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
     learners: ranks of the learner, each with its own of what follows.
-    offloaded: learner.offload_boundaries. paged: the states of paged_adamw_8bit, once the card is full.
+    offloaded: learner.offload_boundaries. undo: of several ranks, what each step began with. paged: the states of
+      paged_adamw_8bit, once the card is full.
     passing: the most of what comes and goes: the learner's weights as they are loaded (4-bit ones one matrix at a
       time), copies of a push of whole weights, or of the weights that a checkpoint of a whole model writes. vLLM reads
       mapped files: those pages are cache, and given back when memory is wanted.
@@ -58,6 +60,12 @@ def host_bytes(
         "generators": found.generators * engine_processes(found.shards) * (ENGINE_PROCESS + CUDA_LIBRARIES),
         "asleep": found.generators * asleep,
         "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
+        "undo": learners * _undo(shape, wish) if learners > 1 else 0,
         "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
         "passing": max(learners * loading, pushing, saving),
     }
+
+
+def _undo(shape: Shape, wish: Wish) -> int:
+    """Of one rank: masters and states of its adapter (cluster.memory.learner.undo_bytes)."""
+    return (4 + STATE_BYTES[wish.optimizer]) * shape.lora_params(wish.rank, wish.targets)

@@ -72,6 +72,7 @@ class Learning:
     cuda: bool = True
     value_rank: int = 0  # of PPO's value, an adapter on the same targets; 0: there is none
     exact: bool = False  # learner.reduce: gradients are added in two float64 parts
+    undo: bool = False  # of several ranks each keeps in main memory what its step began with
     fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
 
     def keeps_floats(self, shape: Shape) -> bool:
@@ -110,6 +111,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
     reference: of full fine-tuning with beta > 0 (learner.model.reference).
+    undo: on a CPU (see undo_bytes).
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)
@@ -128,7 +130,13 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
         "gradients": ((4 if masters else b) + (16 if learning.exact else 0)) * n,
         "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
         "reference": reference_bytes(shape, learning.reference, b),
+        **({"undo": undo_bytes(shape, learning)} if learning.undo and not learning.cuda else {}),
     }
+
+
+def undo_bytes(shape: Shape, learning: Learning) -> int:
+    """Of main memory: masters and states as they were when a step began (learner.ranks.memory)."""
+    return (4 + STATE_BYTES[learning.optimizer]) * trained_params(shape, learning)
 
 
 def trained_params(shape: Shape, learning: Learning) -> int:

@@ -73,6 +73,7 @@ class Wish:
     kv_dtype: str = "bfloat16"  # or fp8
     layouts: tuple[Layout, ...] = ("slices", "alternating")
     exact: bool = False  # learner.reduce
+    undo: bool = False  # the learner has several ranks
     shared: bool = False  # memory.base: shared: one base for both roles, the generator's
     cuda: bool = True
     learner_cap: int | None = None  # bytes that a role may have at most

@@ -77,7 +77,7 @@ def _plan(
 ) -> Plan:
     learning = Learning(
         wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_ranks,
-        wish.reference, wish.offload, wish.cuda, wish.value_rank, wish.exact,
+        wish.reference, wish.offload, wish.cuda, wish.value_rank, wish.exact, wish.undo,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])

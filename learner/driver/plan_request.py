@@ -92,6 +92,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         offload=learner.offload_boundaries,
         base=model.base,
         exact=config.settled_learner.reduce == "exact",
+        undo=config.cluster.learners > 1,
         shared=sizes.base == "shared",
         checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,

@@ -97,8 +97,8 @@ async def joined(processes: "Sequence[Remote[Trainer]]", deadlines: DeadlineConf
     if not others:
         return first
     ranks = cast("Sequence[Remote[RankService]]", processes)
-    await meet(ranks, deadlines.start, deadlines.step)
-    return Ranks(ranks, Regroup(ranks, deadlines.start, deadlines.step))
+    await meet(ranks, deadlines)
+    return Ranks(ranks, Regroup(ranks, deadlines))
 
 
 async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:

@@ -1,6 +1,7 @@
 """The ranks of the learner, seen as one actor by the loop."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -27,7 +28,7 @@ class Ranks:
     def __init__(self, ranks: Sequence[Actor[RankService]], regroup: Regroup) -> None:
         self.name = "learner"
         self._ranks, self._regroup = list(ranks), regroup
-        self._mending, self._mended = asyncio.Lock(), 0  # how often
+        self._mending, self._looking, self._mended = asyncio.Lock(), asyncio.Lock(), 0  # how often
         self._steps, self._under_way = 0, False
         self._beside: set[asyncio.Future[None]] = set()  # calls beside a step, which were made before it
 
@@ -45,12 +46,16 @@ class Ranks:
         answer: T
         if one is TrainerService.step:
             answer = await step(deadline_s, *args, **kwargs)
-        elif one is TrainerService.pulse:  # of a process that is not there yet it says so
-            answer = await self._ask(one, deadline_s)
+        elif one is TrainerService.pulse:
+            answer = await self._pulse(deadline_s)
         else:
             with self._known_beside():
                 answer = await self._again(lambda: self._ask(one, deadline_s, *args, **kwargs))
         return answer
+
+    async def _pulse(self, deadline_s: float) -> Any:
+        """While a rank is replaced, which has deadlines of its own, seconds that grow."""
+        return time.monotonic() if self._mending.locked() else await self._ask(TrainerService.pulse, deadline_s)
 
     async def _step(self, deadline_s: float, groups: list[pa.Table]) -> dict[str, float]:
         self._steps += 1
@@ -73,7 +78,7 @@ class Ranks:
     async def _again(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer, however often ranks are lost meanwhile, as long as each loss can be made good."""
         while True:
-            mended = self._mended
+            mended, watch = self._mended, asyncio.create_task(self._watch())
             try:
                 return await ask()
             except ActorDied as error:
@@ -81,6 +86,16 @@ class Ranks:
                     if mended == self._mended:  # else another call has seen to it
                         await self._regroup.after(error, self._steps if self._under_way else None)
                         self._mended += 1
+            finally:
+                watch.cancel()
+
+    async def _watch(self) -> None:
+        """Looks for ranks that hang, for one call at a time, and not while a process starts."""
+        while True:
+            await asyncio.sleep(self._regroup.every_s)
+            if not self._mending.locked() and not self._looking.locked():
+                async with self._looking:
+                    await self._regroup.kill_hung()
 
     async def _ask(self, method: Callable[..., Any], deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
         join = JOINED.get(method.__name__)

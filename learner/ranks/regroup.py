@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
+from cluster.config import DeadlineConfig
 from learner.ranks.calls import all_of
 from learner.ranks.service import Meeting, RankService, Return
 from learner.trainer.service import TrainerService
@@ -23,9 +24,13 @@ class Rank(RevivableActor[RankService], Protocol):
     def address(self) -> str:
         """On which it listens for the others."""
 
+    async def kill(self) -> None:
+        """Ends the process, whatever it does."""
 
-async def meet(ranks: Sequence[Rank], start_s: float, step_s: float, back: Sequence[Return] = ()) -> None:
+
+async def meet(ranks: Sequence[Rank], deadlines: DeadlineConfig, back: Sequence[Return] = ()) -> None:
     """All ranks find each other at rank 0. back: of each, after a loss."""
+    start_s, step_s = deadlines.start, deadlines.step
     port = await ranks[0].call(RankService.open, start_s, ranks[0].address, start_s)
     meeting = Meeting(ranks[0].address, port, start_s, step_s)
     if not back:
@@ -36,11 +41,30 @@ async def meet(ranks: Sequence[Rank], start_s: float, step_s: float, back: Seque
 
 
 class Regroup:
-    """start_s, step_s: cluster.deadlines."""
+    """deadlines: a rank whose process does not answer for half a heartbeat hangs, and is killed. So it is replaced
+    before the learner as a whole counts as hung (learner.driver.watched_learner)."""
 
-    def __init__(self, ranks: Sequence[Rank], start_s: float, step_s: float) -> None:
-        self._ranks, self._start_s, self._step_s = list(ranks), start_s, step_s
+    def __init__(self, ranks: Sequence[Rank], deadlines: DeadlineConfig) -> None:
+        self._ranks, self._deadlines = list(ranks), deadlines
         self._in_a_row = 0
+
+    @property
+    def every_s(self) -> float:
+        """Between two looks for ranks that hang."""
+        return self._deadlines.heartbeat / 8
+
+    async def kill_hung(self) -> None:
+        """One look; whoever waits for the answer of a rank that is killed hears of its end."""
+        await asyncio.gather(*map(self._kill_if_hung, self._ranks))
+
+    async def _kill_if_hung(self, rank: Rank) -> None:
+        try:
+            await rank.call(TrainerService.pulse, self._deadlines.heartbeat / 2)
+        except DeadlineExceeded as error:
+            log.warning("%s: it hangs, and is killed", error)
+            await rank.kill()
+        except ActorDied:
+            return
 
     def stepped(self) -> None:
         """A step is done, so whatever was lost before it is made good."""
@@ -63,9 +87,9 @@ class Regroup:
             "%s; %s: a fresh process gets the state of %s%s", error, names or "no process is lost",
             self._ranks[source].name, taken_again,
         )  # fmt: skip
-        await asyncio.gather(*(self._ranks[rank].revive(self._start_s) for rank in lost))
+        await asyncio.gather(*(self._ranks[rank].revive(self._deadlines.start) for rank in lost))
         back = [Return(source, rank in lost, undo) for rank in range(len(self._ranks))]
-        await meet(self._ranks, self._start_s, self._step_s, back)
+        await meet(self._ranks, self._deadlines, back)
 
 
 async def _is_there(rank: Rank) -> bool:

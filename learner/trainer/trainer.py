@@ -142,10 +142,11 @@ class Trainer(TrainerService):
         return file.exists()
 
     async def save(self, folder: Path) -> dict[str, Digest]:
-        return await self._thread.run(lambda: self._save(folder))
+        write = partial(trainer_state.write, folder, self._policy, self._path)
+        return await self._thread.run(lambda: write(self._state()))
 
     async def load(self, folder: Path) -> None:
-        await self._thread.run(lambda: self._load(folder))
+        await self._thread.run(lambda: self._set_state(trainer_state.read(folder, self._policy)))
 
     def _step(self, groups: list[pa.Table]) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries
@@ -177,12 +178,6 @@ class Trainer(TrainerService):
         self._updates.rehearse(prompt_length, self._version)
         self._memory.check()
         return _memory_metrics(self._memory, self._budget, 0)
-
-    def _save(self, folder: Path) -> dict[str, Digest]:
-        return trainer_state.write(folder, self._policy, self._path, self._state())
-
-    def _load(self, folder: Path) -> None:
-        self._set_state(trainer_state.read(folder, self._policy))
 
     def _state(self) -> dict[str, Any]:
         """Everything but weights that the next steps depend on: tensors and plain values."""

@@ -15,20 +15,21 @@ from tests.flow.run import Run, wait_until
 
 
 @pytest.mark.timeout(600)
-def test_killed_ranks_are_replaced_and_one_process_learns_the_same(tmp_path: Path) -> None:
+def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_path: Path) -> None:
     """No step is lost; taken again by a learner of one process, every step has the same digest."""
     model = make_tiny_model(tmp_path / "tiny", family="Llama")
     run = Run(tmp_path, model, steps=8, cluster={"learners": 2})
     with run.watched() as (_, addresses):
-        process = run.start("data.eval.every=0", "checkpoint.every=8")
-        for lost, after in ((1, 2), (0, 4)):
+        process = run.start("data.eval.every=0", "checkpoint.every=8", "cluster.deadlines.heartbeat=20")
+        for lost, by, after in ((1, signal.SIGKILL, 2), (0, signal.SIGSTOP, 4)):
             wait_until(lambda after=after: len(run.metrics()) > after, f"{after + 1} steps", 240, process)  # type: ignore[misc]
             (pid,) = (pid for pid, command in run.processes().items() if f"ray::learner-{lost}" in command)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, by)
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
+    assert "learner-0: pulse gave no answer within 10 s" in output, output
     for lost, kept in ((1, 0), (0, 1)):
-        said = rf"learner-{lost}: process died during .* it was killed .*; learner-{lost}: a fresh .* state of learner-{kept}"
+        said = rf"learner-{lost}: process died .* it was killed .*; learner-{lost}: a fresh .* state of learner-{kept}"
         assert re.search(said, " ".join(output.split())), output
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6, 7, 8]
     rows = [ledger.read(path) for path in ledger.steps(run.folder / "rollouts")]

@@ -57,6 +57,7 @@ def test_ranks_that_share_a_memory_divide_it_and_hold_exact_sums() -> None:
     assert alone.plan is not None
     assert ranks.plan is not None
     assert ranks.plan.learner["gradients"] == 5 * alone.plan.learner["gradients"]  # 4 bytes a weight, and 16 of sums
+    assert ranks.plan.learner["undo"] == 3 * alone.plan.learner["gradients"]  # 12 bytes a weight, to go back to
     assert ranks.plan.device_peak == 3 * ranks.plan.learner_bytes + ranks.plan.generator_bytes
     assert ranks.learner_bytes is not None
     context = ranks.plan.learner["context"]
