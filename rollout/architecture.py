@@ -48,10 +48,11 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
                 f"model.path: must be a causal language model of text alone, and {path} (model_type {kind}) {what}; "
                 "give the text-only model of that family, or another (docs/models.md)"
             )
-    if lora and kind in TRANSPOSED:
+    if kind in TRANSPOSED:
+        why = "which vLLM serves without LoRA" if lora else "whose weights vLLM holds transposed: unreadable for proofs"
         raise ArchitectureError(
-            f"model.path: LoRA is trained on nn.Linear layers, and those of {path} (model_type {kind}) are Conv1D, "
-            "which vLLM serves without LoRA; give another architecture (docs/models.md)"
+            f"model.path: must have nn.Linear layers, and those of {path} (model_type {kind}) are Conv1D, {why}; give "
+            "another architecture (docs/models.md)"
         )
     if not lora and has_experts(config):
         raise ArchitectureError(

@@ -62,6 +62,12 @@ def test_other_positions_have_no_such_length() -> None:
     check_length(PHI | {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8}}, "m", 10**6)
 
 
+@pytest.mark.parametrize(("lora", "why"), [(True, "without LoRA"), (False, "holds transposed")])
+def test_layers_that_are_no_linear_ones_are_refused_in_both_modes(lora: bool, why: str) -> None:
+    with pytest.raises(ArchitectureError, match=f"gpt2\\) are Conv1D, .*{why}.*; give another"):
+        check_architecture({"model_type": "gpt2"}, "m", lora=lora)
+
+
 def test_a_model_is_spread_evenly_or_refused() -> None:
     model = LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
     for shards in (1, 2, 4):
