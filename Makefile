@@ -1,11 +1,11 @@
-# make setup | demo | demo-tools | check | test | test-browser | test-trackers | test-lm-eval | docs | test-docs | package
-# | smoke | contracts | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | test-browser | test-trackers | test-lm-eval | test-nodes | docs
+# | test-docs | package | smoke | contracts | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .PHONY: setup demo demo-tools check test test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
-.PHONY: kernels mutants lock clean
+.PHONY: test-nodes kernels mutants lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -88,6 +88,10 @@ test-trackers: setup
 	    $(INSTALL) --target build/trackers -r requirements/trackers.txt
 	    cp requirements/trackers.txt build/trackers/.requirements; }
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
+
+# A run on emulated nodes, of which one is killed and comes back; NODES=1 because it takes two minutes.
+test-nodes: setup
+	@NODES=1 $(BIN)/pytest -n 0 -p no:cacheprovider tests/nodes
 
 # The pages as a site in build/site; a link that leads nowhere, or a page without a place in mkdocs.yml, is an error.
 docs: setup

@@ -97,6 +97,9 @@ class RevivableActor(Actor[S_co], Protocol[S_co]):
         """Puts a fresh process (state as after construction) in the place of this one, which is killed if it still
         runs, and waits for its constructor; ActorDied, StartFailed, DeadlineExceeded."""
 
+    async def until_ended(self) -> None:
+        """Waits for ever; ActorDied as soon as this process ends."""
+
 
 class Local(Generic[S]):
     """The same interface over an object in this process: logic tests and runs without a cluster."""
@@ -118,6 +121,9 @@ class Local(Generic[S]):
             if not limit.expired():  # the method's own
                 raise
             raise DeadlineExceeded(f"{self.name}: {method.__name__} gave no answer within {deadline_s:g} s") from None
+
+    async def until_ended(self) -> None:
+        await asyncio.Event().wait()
 
     async def revive(self, deadline_s: float) -> None:
         self._object = self._make()

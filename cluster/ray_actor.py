@@ -8,6 +8,7 @@ counts losses must see each of them.
 import asyncio
 import gc
 import logging
+import math
 import os
 import time
 import traceback
@@ -72,6 +73,10 @@ class Host:
     async def started(self) -> Started:
         return self._started
 
+    async def until_ended(self) -> None:
+        """Gives no answer: Ray tells the caller when the process ends."""
+        await asyncio.Event().wait()
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._object, method)(*args, **kwargs)
 
@@ -111,6 +116,9 @@ class Remote(Generic[S_co]):
             failed = StartFailed(f"{self.name}: {started.error}", started.error, started.wrong_input)
             failed.add_note(f"In the process of {self.name} (pid {started.pid}):\n{started.story}")
             raise failed
+
+    async def until_ended(self) -> None:
+        await self._await(self._handle.until_ended.remote(), "its work", math.inf)
 
     async def kill(self) -> None:
         import ray

@@ -94,6 +94,7 @@ class Producer:
         first = await self.feed.first()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.feed.follow(first))
+            tasks.create_task(self.worker.keep())
             for _ in range(ceil(self.pipes.buffer.slots / workers)):
                 tasks.create_task(self._lane())
 
@@ -150,10 +151,15 @@ class Producer:
             return await self.worker.rollouts(problems, samplings, attempt, rounds)
 
     async def requests(
-        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
-    ) -> pa.Table | None:
-        """Groups of several problems, as of SupervisedWorker.rollouts; None as of `request`."""
-        return await self.worker.attempt(partial(self._rollouts, problems, samplings, attempt, rounds))
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
+        lost: Callable[[], None],
+    ) -> pa.Table | None:  # fmt: skip
+        """Groups of several problems, as of SupervisedWorker.rollouts; None and `lost` as of `request`."""
+        return await self.worker.attempt(partial(self._rollouts, problems, samplings, attempt, rounds), lost)
+
+    async def present(self) -> None:
+        """Waits until its process is not being replaced."""
+        await self.worker.present()
 
     async def sleep(self) -> None:
         """The engine frees its device memory (memory.layout: alternating); no group may be running."""

@@ -18,6 +18,19 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in begun]
 
 
+@asynccontextmanager
+async def alongside(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Work without end goes on inside this block. The first error of any ends the block, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(one) for one in work]
+            yield
+            for task in begun:
+                task.cancel()
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+
+
 class Room:
     """Places that are taken several at a time; first come, first served."""
 

@@ -101,29 +101,39 @@ class SupervisedWorker:
         self.restarts = 0
         self._life = 0
         self._losses = Losses(actor.name)  # since the last finished group
-        self._reviving = asyncio.Lock()
+        self._revival: asyncio.Task[None] | None = None
 
     @property
     def away(self) -> bool:
         """Whether its process is lost and no fresh one is ready."""
-        return self._reviving.locked()
+        return self._revival is not None and not self._revival.done()
 
     async def present(self) -> None:
-        """Waits until it is not away."""
-        async with self._reviving:
-            pass
+        """Waits until it is not away. Raises what its replacement failed of meanwhile."""
+        while self._revival is not None and not self._revival.done():
+            await asyncio.shield(self._revival)  # it goes on if who waits is cancelled
 
     async def attempt(self, ask: Callable[[], Awaitable[T]], lost: Callable[[], None] = _no_group) -> T | None:
         """What `ask` gives; None if the process was lost meanwhile (a fresh one is there when this returns, `lost` was
         called long before)."""
-        async with self._reviving:  # a fresh process is being given its policy: nothing is asked of it before
-            life = self._life
+        await self.present()  # a fresh process is being given its policy: nothing is asked of it before
+        life = self._life
         try:
             return await ask()
         except (ActorDied, DeadlineExceeded) as error:
             lost()
-            await self._revive(life, error)
+            await self._revived(life, error)
             return None
+
+    async def keep(self) -> None:
+        """Replaces the process whenever it is lost, for ever, also while nobody asks anything of it."""
+        try:
+            while True:
+                await self.attempt(self.actor.until_ended)
+        finally:
+            if self._revival is not None:
+                self._revival.cancel()
+                await asyncio.gather(self._revival, return_exceptions=True)
 
     async def certainly(self, method: Callable[[RolloutService], Awaitable[None]]) -> None:
         """Calls a method that has no arguments and no answer; if the process is lost, once more on a fresh one."""
@@ -156,23 +166,25 @@ class SupervisedWorker:
         self._losses.forget()
         return group
 
-    async def _revive(self, life: int, error: ActorDied | DeadlineExceeded) -> None:
-        """One fresh process for all calls that were lost together; groups that it had are issued again."""
-        async with self._reviving:
-            if self._life != life:
-                return
-            while True:
-                self._losses.add(error)
-                await self.supply.leave()
-                try:
-                    async with self.replacing():
-                        await self._replace()
-                    await self.supply.rearm()
-                    break
-                except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
-                    error = again
-            self.restarts += 1
-            self._life += 1
+    async def _revived(self, life: int, error: ActorDied | DeadlineExceeded) -> None:
+        """Waits for one fresh process for all calls that were lost together; groups that they had are issued again."""
+        if self._life == life and not self.away:
+            self._revival = asyncio.create_task(self._revive(error))
+        await self.present()
+
+    async def _revive(self, error: ActorDied | DeadlineExceeded) -> None:
+        while True:
+            self._losses.add(error)
+            await self.supply.leave()
+            try:
+                async with self.replacing():
+                    await self._replace()
+                await self.supply.rearm()
+                break
+            except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
+                error = again
+        self.restarts += 1
+        self._life += 1
 
     async def _replace(self) -> None:
         """A fresh process. While other workers go on nobody waits for it, and the node that it needs may come back."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 
 from learner.config import RunConfig
 from rollout.schema import Problem
-from rollout.side_by_side import side_by_side
+from rollout.side_by_side import alongside
 from rollout.types import Sampling
 
 LARGEST = 16  # problems of a call; a call costs about as much as the problem in it
@@ -21,10 +22,14 @@ class Asks(Protocol):
     """What generates groups: a Producer."""
 
     async def requests(
-        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
-    ) -> pa.Table | None:
-        """The groups of the problems, in their order; None if the process was lost meanwhile (it is alive again when
-        this returns)."""
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
+        lost: Callable[[], None],
+    ) -> pa.Table | None:  # fmt: skip
+        """The groups of the problems, in their order; None if the process was lost meanwhile (`lost` is called then; it
+        is alive again when this returns)."""
+
+    async def present(self) -> None:
+        """Waits until its process is not being replaced."""
 
 
 class Calls(NamedTuple):
@@ -59,24 +64,28 @@ async def generate(
     attempt: int = 0,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[pa.Table]:
-    """The groups of all problems, in their order, in tables of one or more. A call whose process is lost is made again,
-    by whoever is free first.
+    """The groups of all problems, in their order, in tables of one or more. A call whose process is lost is made again
+    at once, by whoever is free first.
 
     sampling: how the group of the i-th is sampled, all of one size. done: told of so many more that are there.
     """
     calls = calls_of(len(problems), len(asked), groups_at_once(config, sampling(0).n))
-    free: asyncio.Queue[Asks] = asyncio.Queue()
-    for one in [*asked] * calls.at_once:
-        free.put_nowait(one)
+    starts = range(0, len(problems), calls.size)
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+    for start in starts:
+        waiting.put_nowait(start)
+    answers: dict[int, asyncio.Future[pa.Table]] = {start: asyncio.Future() for start in starts}
 
-    async def answer(start: int) -> pa.Table:
-        mine = problems[start : start + calls.size]
-        samplings, groups = [sampling(start + i) for i in range(len(mine))], None
-        while groups is None:
-            one = await free.get()
-            groups = await one.requests(mine, samplings, attempt, calls.rounds)
-            free.put_nowait(one)
-        done(len(mine))
-        return groups
+    async def lane(one: Asks) -> None:
+        while True:
+            await one.present()
+            start = await waiting.get()
+            mine = problems[start : start + calls.size]
+            samplings = [sampling(start + i) for i in range(len(mine))]
+            groups = await one.requests(mine, samplings, attempt, calls.rounds, partial(waiting.put_nowait, start))
+            if groups is not None:
+                answers[start].set_result(groups)
+                done(len(mine))
 
-    return await side_by_side(answer(start) for start in range(0, len(problems), calls.size))
+    async with alongside(lane(one) for one in [*asked] * calls.at_once):
+        return [await answers[start] for start in starts]

@@ -51,10 +51,15 @@ class EvaluatedWorker:
         await self._worker.attempt(self._deliver)  # a process that is lost in it gets the policy as it is revived
 
     async def requests(
-        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
-    ) -> pa.Table | None:
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
+        lost: Callable[[], None],
+    ) -> pa.Table | None:  # fmt: skip
         """As Producer.requests."""
-        return await self._worker.attempt(partial(self._worker.rollouts, problems, samplings, attempt, rounds))
+        return await self._worker.attempt(partial(self._worker.rollouts, problems, samplings, attempt, rounds), lost)
+
+    async def present(self) -> None:
+        """As SupervisedWorker.present."""
+        await self._worker.present()
 
     async def _deliver(self) -> None:
         worker = self._worker

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import pyarrow as pa
 
-from cluster.actor import DeadlineExceeded, Local
+from cluster.actor import ActorDied, DeadlineExceeded, Local
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.policy_slot import PolicySlot
@@ -18,6 +18,7 @@ from rollout.data.cursor import Cursor
 from rollout.fake_groups import make_group, make_problem
 from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
+from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Sampling
 from rollout.weight_sync import Answer, Push, Receipt
 from tests.pushes import expect, said
@@ -204,3 +205,29 @@ async def test_a_late_worker_gets_its_share(tmp_path: Path) -> None:
         shares = sum([await members.learn() for _ in range(30)], Counter())
     assert shares.total() == 30 * PER_STEP
     assert min(shares[0], shares[1]) >= 10 * PER_STEP
+
+
+async def test_a_process_that_ends_while_nothing_is_asked_of_it_is_replaced_at_once() -> None:
+    class Ending(Local[Any]):
+        ends, revived = asyncio.Event(), asyncio.Event()
+
+        async def until_ended(self) -> None:
+            await self.ends.wait()
+            raise ActorDied("generator-0: process died")
+
+        async def revive(self, deadline_s: float) -> None:
+            self.ends.clear()
+            self.revived.set()
+
+    worker = SupervisedWorker(Ending("generator-0", object, []), DeadlineConfig())
+    keeping = asyncio.create_task(worker.keep())
+    await idle()
+    assert worker.restarts == 0
+    Ending.ends.set()
+    async with asyncio.timeout(5):
+        await Ending.revived.wait()
+    await idle()
+    assert worker.restarts == 1
+    assert not worker.away
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)

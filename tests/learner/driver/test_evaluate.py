@@ -23,10 +23,13 @@ class Generator:
         self.said = said
 
     async def requests(
-        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int, lost: object
     ) -> pa.Table:
         assert [sampling.temperature for sampling in samplings] == [0] * len(problems)
         return pa.concat_tables(map(self.group, problems))
+
+    async def present(self) -> None:
+        """It always is."""
 
     def group(self, problem: Problem) -> pa.Table:
         value, status = self.said[problem.position]
