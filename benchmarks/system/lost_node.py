@@ -132,7 +132,7 @@ def lost(role: str, away_s: float, *overrides: str) -> dict[str, Any]:
                 "role": role, "away_s": away_s, "steps_before": before, "next_step_s": later[0] - killed,
                 "longest_wait_s": max(gaps), "median_step_s": sorted(steady)[len(steady) // 2],
                 "steps_while_away": sum(killed < moment < back for moment in at),
-                "took_part_s": joined - back, **counted(run), "said": _of_role(run.said(), role),
+                "took_part_s": joined - back, **counted(run),
             }  # fmt: skip
         finally:
             run.end()
@@ -146,18 +146,14 @@ def _took_part(run: Run, role: str, killed: float, back: float) -> Callable[[], 
         mine = {
             step
             for step, _, _, worker in run.trained()
-            if f"generator-{worker}" == role and times.get(step, 0.0) > back + 5.0
+            if f"generator-{worker}" == role and times.get(step, 0.0) > back + SETTLED_S
         }
         return len(mine) >= AFTER
 
     def learner() -> bool:
-        return sum(row["at"] > killed for row in run.rows()) >= AFTER
+        return len([row for row in run.rows() if row["at"] > killed]) >= AFTER
 
     return learner if role == "learner" else generator
-
-
-def _of_role(text: str, role: str) -> list[str]:
-    return [line for line in text.splitlines() if role in line or "restart" in line]
 
 
 def report(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:
