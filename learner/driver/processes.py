@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cluster.actor import Actor, RevivableActor
+from cluster.actor import Actor, ActorDied, RevivableActor, StartFailed
 from cluster.config import DeadlineConfig
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session
@@ -62,7 +62,7 @@ async def start_processes(
             for process in workers:
                 starting.create_task(started(process, start))
             for rank in learner:
-                starting.create_task(rank.ready(start))
+                starting.create_task(learner_started(rank, start))
     else:
         for worker in workers:
             await started(worker, start)
@@ -70,7 +70,7 @@ async def start_processes(
                 await worker.call(RolloutService.sleep, start)
         base = await workers[0].call(RolloutService.share_base, start) if shares else None
         learner = spawn_learner(prepared, session, base)
-        await asyncio.gather(*(rank.ready(start) for rank in learner))
+        await asyncio.gather(*(learner_started(rank, start) for rank in learner))
     trainer = WatchedLearner(await joined(learner, config.cluster.deadlines), config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
@@ -104,6 +104,17 @@ async def joined(processes: "Sequence[Remote[Trainer]]", deadlines: DeadlineConf
 async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
     """A generator that is lost as it starts is tried again, as one that is lost later."""
     await until_started(generator.name, partial(generator.ready, deadline_s), partial(generator.revive, deadline_s))
+
+
+async def learner_started(rank: "Remote[Trainer]", deadline_s: float) -> None:
+    """A process of the learner that is killed as it starts is started once more; an error in it would come again."""
+    try:
+        await rank.ready(deadline_s)
+    except StartFailed:
+        raise
+    except ActorDied as error:
+        log.warning("%s; starting a fresh process", error)
+        await rank.revive(deadline_s)
 
 
 def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:

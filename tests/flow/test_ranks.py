@@ -14,6 +14,11 @@ from rollout import ledger
 from tests.flow.run import Run, wait_until
 
 
+def rank(run: Run, number: int) -> list[int]:
+    """Its process id, if it is there."""
+    return [pid for pid, command in run.processes().items() if f"ray::learner-{number}" in command]
+
+
 @pytest.mark.timeout(600)
 def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_path: Path) -> None:
     """No step is lost; taken again by a learner of one process, every step has the same digest."""
@@ -21,12 +26,14 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
     run = Run(tmp_path, model, steps=8, cluster={"learners": 2})
     with run.watched() as (_, addresses):
         process = run.start("data.eval.every=0", "checkpoint.every=8", "cluster.deadlines.heartbeat=20")
+        wait_until(lambda: rank(run, 1) != [], "a rank to start", 60, process)
+        os.kill(rank(run, 1)[0], signal.SIGKILL)
         for lost, by, after in ((1, signal.SIGKILL, 2), (0, signal.SIGSTOP, 4)):
             wait_until(lambda after=after: len(run.metrics()) > after, f"{after + 1} steps", 240, process)  # type: ignore[misc]
-            (pid,) = (pid for pid, command in run.processes().items() if f"ray::learner-{lost}" in command)
-            os.kill(pid, by)
+            os.kill(rank(run, lost)[0], by)
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
+    assert "learner-1: process died during start" in output, output
     assert "learner-0: pulse gave no answer within 10 s" in output, output
     for lost, kept in ((1, 0), (0, 1)):
         said = rf"learner-{lost}: process died .* it was killed .*; learner-{lost}: a fresh .* state of learner-{kept}"
