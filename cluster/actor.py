@@ -97,8 +97,9 @@ class RevivableActor(Actor[S_co], Protocol[S_co]):
         """Puts a fresh process (state as after construction) in the place of this one, which is killed if it still
         runs, and waits for its constructor; ActorDied, StartFailed, DeadlineExceeded."""
 
-    async def until_ended(self) -> None:
-        """Waits for ever; ActorDied as soon as this process ends."""
+    async def until_ended(self, silence_s: float) -> None:
+        """Waits for ever; ActorDied as soon as this process ends, DeadlineExceeded once it has given no answer for so
+        long: it hangs."""
 
 
 class Local(Generic[S]):
@@ -122,7 +123,7 @@ class Local(Generic[S]):
                 raise
             raise DeadlineExceeded(f"{self.name}: {method.__name__} gave no answer within {deadline_s:g} s") from None
 
-    async def until_ended(self) -> None:
+    async def until_ended(self, silence_s: float) -> None:
         await asyncio.Event().wait()
 
     async def revive(self, deadline_s: float) -> None:

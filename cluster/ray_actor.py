@@ -31,6 +31,7 @@ from cluster.actor import (
 )
 from cluster.exit_reason import ExitReasons
 
+LOOK_EVERY_S = 15.0  # whether a process still answers
 MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
 
 
@@ -117,8 +118,16 @@ class Remote(Generic[S_co]):
             failed.add_note(f"In the process of {self.name} (pid {started.pid}):\n{started.story}")
             raise failed
 
-    async def until_ended(self) -> None:
-        await self._await(self._handle.until_ended.remote(), "its work", math.inf)
+    async def until_ended(self, silence_s: float) -> None:
+        ended = asyncio.ensure_future(self._await(self._handle.until_ended.remote(), "its work", math.inf))
+        try:
+            while not ended.done():
+                await self._await(self._handle.started.remote(), "pulse", silence_s)
+                await asyncio.wait({ended}, timeout=min(silence_s / 4, LOOK_EVERY_S))
+            await ended
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
 
     async def kill(self) -> None:
         import ray

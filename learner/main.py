@@ -37,7 +37,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong."""
+    """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
+    130 stopped by Ctrl-C before it began."""
     if wrong := called_from.hidden_package() or called_from.wrong_place():
         print(f"error: {wrong}", file=sys.stderr)
         return 2
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
         return _dry_run(config, args.assume_gpus) if args.dry_run else _train(config)
+    except KeyboardInterrupt:  # once it has begun, learner.driver.launch stops it with a checkpoint
+        print("stopped before the run began", file=sys.stderr)
+        return 130
     except (Exception, BaseExceptionGroup) as several:
         from learner.driver import preflight
 

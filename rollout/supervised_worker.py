@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import pyarrow as pa
@@ -126,10 +127,12 @@ class SupervisedWorker:
             return None
 
     async def keep(self) -> None:
-        """Replaces the process whenever it is lost, for ever, also while nobody asks anything of it."""
+        """Replaces the process whenever it is lost, for ever, also while nobody asks anything of it. One that hangs is
+        lost, too: its event loop answers while it generates and while it takes a policy."""
+        silence_s = self.deadlines.heartbeat / 2
         try:
             while True:
-                await self.attempt(self.actor.until_ended)
+                await self.attempt(partial(self.actor.until_ended, silence_s))
         finally:
             if self._revival is not None:
                 self._revival.cancel()

@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+import psutil
+
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.chaos_faults import MARK, Fault, drawn, inject, processes_of
 from rollout import ledger
@@ -34,31 +36,43 @@ SHARED = Path("/dev/shm")
 QUIET_STEPS = 20  # at the end, without faults
 SETTINGS = (
     "name=chaos", "max_staleness=1", "rollout.workers=2", "cluster.learners=2", "learner.restarts=1000",
-    "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5", "trackers=[]",
-    "data.eval.every=50", "data.eval.size=100",
+    "cluster.deadlines.start=60", "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5",
+    "trackers=[]", "data.eval.every=50", "data.eval.size=100",
 )  # fmt: skip
 
 
 class Runs:
-    """The command, again and again, in one run folder. Attributes: starts: how often. mark: of its processes."""
+    """The command, again and again, in one run folder. starts: how often."""
 
-    def __init__(self, folder: Path, overrides: list[str]) -> None:
-        self.run_dir, self.mark, self.starts = folder / "chaos", uuid.uuid4().hex, 0
+    def __init__(self, folder: Path, total_steps: int, overrides: list[str]) -> None:
+        self.run_dir, self.starts = folder / "chaos", 0
+        self._mark, self._known = uuid.uuid4().hex, set[psutil.Process]()
+        self._total_steps = total_steps
         self._words = [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml"]
         self._words += [*SETTINGS, f"output_dir={folder}", *overrides]
         self._log = (folder / "output.log").open("ab")
-        self.driver = self._start(10**6)
+        self.driver = self._start(total_steps)
 
     def _start(self, steps: int) -> subprocess.Popen[bytes]:
         self.starts += 1
         return subprocess.Popen(
             [*self._words, f"steps={steps}"], stdout=self._log, stderr=subprocess.STDOUT,
-            env=os.environ | {MARK: self.mark}, start_new_session=True,
+            env=os.environ | {MARK: self._mark}, start_new_session=True,
         )  # fmt: skip
 
     def again_if_ended(self) -> None:
         if self.driver.poll() is not None:
-            self.driver = self._start(10**6)
+            self.driver = self._start(self._total_steps)
+
+    def processes(self) -> dict[psutil.Process, str]:
+        """Those alive, and their command lines."""
+        found = processes_of(self._mark)
+        self._known.update(found)
+        return found
+
+    def left(self) -> int:
+        """How many of all that were ever seen are alive."""
+        return sum(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in self._known)
 
     def finish(self) -> int:
         """SIGINT, then the same command for some steps more; its exit code."""
@@ -91,7 +105,7 @@ def chaos(runs: Runs, options: argparse.Namespace) -> tuple[list[Fault], list[tu
         if not seen:
             due = now + options.every[0]
         elif now >= due:
-            fault = inject(kind, rng, now, processes_of(runs.mark), runs.driver.pid, runs.run_dir)
+            fault = inject(kind, rng, now, runs.processes(), runs.driver.pid, runs.run_dir)
             if fault is not None:
                 print(f"{now:6.0f} s  step {seen[-1][1]:5}  {fault.kind}, pid {fault.pid}", flush=True)
                 faults.append(fault)
@@ -131,7 +145,7 @@ def summary(runs: Runs, faults: list[Fault], seen: list[tuple[float, int]], shar
         },
         "faults after which it came no further": len(gaps) - len(felt),
         "first and last held-out accuracy": accuracies[:1] + accuracies[-1:],
-        "processes left": len(processes_of(runs.mark)),
+        "processes left": runs.left(),
         "bytes of shared memory left": sum(file.stat().st_size for file in set(SHARED.iterdir()) - shared_before),
     }
 
@@ -146,7 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     shared_before = set(SHARED.iterdir())
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), options.overrides)
+        runs = Runs(Path(folder), int(60 * options.minutes), options.overrides)  # no more than one step a second
         faults, seen = chaos(runs, options)
         code = runs.finish()
         time.sleep(5)  # for processes whose parent has ended

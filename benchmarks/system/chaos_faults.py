@@ -1,6 +1,6 @@
 """Faults for a run of gleaner, each at a process of it that is alive: what is done, and to which.
 
-A run's processes are known by a mark in their environment, which all of them inherit.
+A run's processes are known by a mark in their environment, which they inherit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 MARK = "GLEANER_CHAOS"
 KINDS = {  # kind -> how often beside the others
@@ -39,16 +41,18 @@ class Fault(NamedTuple):
     pid: int
 
 
-def processes_of(mark: str) -> dict[int, str]:
-    """Living processes of the run: pid -> command line."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+def processes_of(mark: str) -> dict[psutil.Process, str]:
+    """Living processes of the run, and their command lines. Reward processes, whose environment is taken from them, are
+    known by their parents."""
+    found: dict[psutil.Process, str] = {}
+    for process in psutil.process_iter():
         try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            if process not in found and process.environ().get(MARK) == mark:
+                for one in (process, *process.children(recursive=True)):
+                    found[one] = " ".join(one.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue  # it ended while we looked
-    return {pid: command for pid, command in found.items() if command}  # a dead one that nobody waits for has none
+    return {one: command for one, command in found.items() if command}  # a dead one that nobody waits for has none
 
 
 def drawn(rng: random.Random) -> str:
@@ -58,7 +62,7 @@ def drawn(rng: random.Random) -> str:
 
 
 def inject(
-    kind: str, rng: random.Random, at: float, processes: Mapping[int, str], driver: int, run_dir: Path
+    kind: str, rng: random.Random, at: float, processes: Mapping[psutil.Process, str], driver: int, run_dir: Path
 ) -> Fault | None:
     """A fault of this kind; None if the process that it needs is not there (yet)."""
     action, what = kind.split(" ")[:2]
@@ -67,7 +71,7 @@ def inject(
             return None
         pid = driver
     else:
-        pids = [pid for pid, command in processes.items() if NAMES[what] in command]
+        pids = [one.pid for one, command in processes.items() if NAMES[what] in command]
         if not pids:
             return None
         pid = rng.choice(pids)

@@ -126,7 +126,12 @@ async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     os.kill(hung, signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded, match=r"toy: count gave no answer within 1 s \(last answer \d s ago\)"):
         await toy.call(Toy.count, 1)
+    with pytest.raises(DeadlineExceeded, match="toy: pulse gave no answer within 1 s"):
+        await toy.until_ended(1)
     await toy.revive(deadline_s=60)
+    with pytest.raises(TimeoutError):  # it answers, so it is only waited for
+        async with asyncio.timeout(2):
+            await toy.until_ended(1)
     assert await toy.call(Toy.pid, 10) != hung
     await toy.kill()
 

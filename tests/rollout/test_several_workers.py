@@ -211,7 +211,7 @@ async def test_a_process_that_ends_while_nothing_is_asked_of_it_is_replaced_at_o
     class Ending(Local[Any]):
         ends, revived = asyncio.Event(), asyncio.Event()
 
-        async def until_ended(self) -> None:
+        async def until_ended(self, silence_s: float) -> None:
             await self.ends.wait()
             raise ActorDied("generator-0: process died")
 

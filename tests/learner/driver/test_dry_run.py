@@ -264,3 +264,15 @@ def test_a_trial_s_notes_reach_the_log(
     )
     Trial("notes", RunConfig.model_validate(config_of(model))).finish()
     assert caplog.messages == ["not tried: no card"]
+
+
+def test_ctrl_c_before_the_run_begins_is_no_traceback(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: RunConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("learner.main._train", interrupted)
+    Path("config.yaml").write_text(yaml.safe_dump(config_of(model)))
+    assert main(["--config", "config.yaml"]) == 130
+    assert capsys.readouterr().err.endswith("stopped before the run began\n")
