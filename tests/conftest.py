@@ -33,12 +33,12 @@ hypothesis.settings.register_profile(
 
 
 class InTwo(LoadScopeScheduling):  # type: ignore[misc]
-    """Two processes (`-n 2 --dist loadscope`) that take about as long: whole runs in one, which mostly wait for
-    processes to start; the rest in the other, with those of the recipes. Each keeps the order of one process, in which
-    what a test leaves behind is known to do no harm."""
+    """Two processes (`-n 2 --dist loadscope`) that take about as long: whole runs and the ranks in one, which mostly wait
+    for processes to start; the rest in the other, with those of the recipes. Each keeps the order of one process, in
+    which what a test leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith("tests/flow/") else "the rest"
+        return "whole runs" if nodeid.startswith(("tests/flow/", "tests/learner/ranks/")) else "the rest"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:
