@@ -33,8 +33,8 @@ hypothesis.settings.register_profile(
 
 
 class InTwo(LoadScopeScheduling):  # type: ignore[misc]
-    """Two processes (`-n 2 --dist loadscope`) that take about as long: whole runs and the ranks in one, which mostly wait
-    for processes to start; the rest in the other, with those of the recipes. Each keeps the order of one process, in
+    """Two processes (`-n 2 --dist loadscope`) that take about as long: in one the whole runs and the ranks, which
+    mostly wait for processes to start; in the other the rest, with the recipes. Each keeps the order of one process, in
     which what a test leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
