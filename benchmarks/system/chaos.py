@@ -26,11 +26,11 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-import psutil
-
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
-from benchmarks.system.chaos_faults import MARK, Fault, drawn, inject, processes_of
-from rollout import ledger
+from benchmarks.processes import marked
+from benchmarks.system.chaos_faults import Fault, drawn, inject
+from benchmarks.system.run_folder import counted, rows
+from learner.api.metrics_lines import MetricsLines
 
 SHARED = Path("/dev/shm")
 QUIET_STEPS = 20  # at the end, without faults
@@ -42,112 +42,82 @@ SETTINGS = (
 
 
 class Runs:
-    """The command, again and again, in one run folder. starts: how often."""
+    """The command, again and again, in one run folder. starts: how often. mark: of its processes."""
 
     def __init__(self, folder: Path, total_steps: int, overrides: list[str]) -> None:
-        self.run_dir, self.starts = folder / "chaos", 0
-        self._mark, self._known = uuid.uuid4().hex, set[psutil.Process]()
+        self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
         self._total_steps = total_steps
         self._words = [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml"]
         self._words += [*SETTINGS, f"output_dir={folder}", *overrides]
         self._log = (folder / "output.log").open("ab")
-        self.driver = self._start(total_steps)
+        self._driver = self._start(total_steps)
 
     def _start(self, steps: int) -> subprocess.Popen[bytes]:
         self.starts += 1
         return subprocess.Popen(
             [*self._words, f"steps={steps}"], stdout=self._log, stderr=subprocess.STDOUT,
-            env=os.environ | {MARK: self._mark}, start_new_session=True,
+            env=os.environ | {"XDG_GLEANER_CHAOS": self.mark}, start_new_session=True,
         )  # fmt: skip
 
     def again_if_ended(self) -> None:
-        if self.driver.poll() is not None:
-            self.driver = self._start(self._total_steps)
-
-    def processes(self) -> dict[psutil.Process, str]:
-        """Those alive, and their command lines."""
-        found = processes_of(self._mark)
-        self._known.update(found)
-        return found
-
-    def left(self) -> int:
-        """How many of all that were ever seen are alive."""
-        return sum(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in self._known)
+        if self._driver.poll() is not None:
+            self._driver = self._start(self._total_steps)
 
     def finish(self) -> int:
         """SIGINT, then the same command for some steps more; its exit code."""
-        self.driver.send_signal(signal.SIGINT)
+        self._driver.send_signal(signal.SIGINT)
         try:
-            self.driver.wait(180)
+            self._driver.wait(180)
         except subprocess.TimeoutExpired:
-            self.driver.kill()
-        self.driver = self._start(len(self.steps()) + QUIET_STEPS)
-        return self.driver.wait(300)
-
-    def steps(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far."""
-        file = self.run_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+            self._driver.kill()
+        self._driver = self._start(rows(self.run_dir)[-1]["step"] + QUIET_STEPS)
+        return self._driver.wait(300)
 
 
-def chaos(runs: Runs, options: argparse.Namespace) -> tuple[list[Fault], list[tuple[float, int]]]:
-    """The faults, and when the run was further than ever before: (seconds since the begin, step)."""
+def chaos(runs: Runs, options: argparse.Namespace) -> tuple[list[Fault], list[float]]:
+    """The faults, and when the run was further than ever before, in seconds since the begin."""
     rng, began = random.Random(options.seed), time.monotonic()
     faults: list[Fault] = []
-    seen: list[tuple[float, int]] = []
-    due, kind = 0.0, drawn(rng)
+    moments: list[float] = []
+    lines, furthest = MetricsLines(runs.run_dir / "metrics.jsonl"), -1.0
+    due, kind = float("inf"), drawn(rng)
     while (now := time.monotonic() - began) < 60 * options.minutes:
         runs.again_if_ended()
-        steps = runs.steps()
-        if steps and (not seen or steps[-1]["step"] > seen[-1][1]):
-            seen.append((now, steps[-1]["step"]))
-        if not seen:
-            due = now + options.every[0]
-        elif now >= due:
-            fault = inject(kind, rng, now, runs.processes(), runs.driver.pid, runs.run_dir)
-            if fault is not None:
-                print(f"{now:6.0f} s  step {seen[-1][1]:5}  {fault.kind}, pid {fault.pid}", flush=True)
-                faults.append(fault)
-                due, kind = now + rng.uniform(*options.every), drawn(rng)
+        step = max((line["step"] or 0 for line in lines.new()), default=-1)
+        if step > furthest:
+            due = due if moments else now + options.every[0]  # the first fault
+            furthest = step
+            moments.append(now)
+        if now >= due and (fault := inject(kind, rng, now, marked(runs.mark), runs.run_dir)) is not None:
+            print(f"{now:6.0f} s  step {furthest:5.0f}  {fault.kind}, pid {fault.pid}", flush=True)
+            faults.append(fault)
+            due, kind = now + rng.uniform(*options.every), drawn(rng)
         time.sleep(0.2)
-    return faults, seen
+    return faults, moments
 
 
-def ledger_of(run_dir: Path) -> Counter[int]:
-    """Position of a problem -> in how many steps of the surviving line it was trained."""
-    trained: Counter[int] = Counter()
-    for file in ledger.steps(run_dir / "rollouts"):
-        trained.update(set(ledger.read(file).column("position").to_pylist()))
-    return trained
-
-
-def summary(runs: Runs, faults: list[Fault], seen: list[tuple[float, int]], shared_before: set[Path]) -> dict[str, Any]:
-    steps, trained = runs.steps(), ledger_of(runs.run_dir)
-    newest = max((runs.run_dir / "checkpoints").glob("step-*"))
-    low = json.loads((newest / "state.json").read_text())["cursor"]["low"]  # every position below is done
-    gaps = sorted(next((at for at, _ in seen if at > fault.at), float("nan")) - fault.at for fault in faults)
-    felt = [gap for gap in gaps if gap == gap]
+def summary(runs: Runs, faults: list[Fault], moments: list[float], shared_before: set[Path]) -> dict[str, Any]:
+    steps = rows(runs.run_dir)
+    felt = [next(at for at in moments if at > fault.at) - fault.at for fault in faults if moments[-1] > fault.at]
     accuracies = [line["eval/accuracy"] for line in steps if "eval/accuracy" in line]
-    cuts = quantiles(felt, n=100) if len(felt) > 1 else [float("nan")] * 99
     return {
         "faults": dict(Counter(fault.kind for fault in faults)),
         "starts of the command": runs.starts,
-        "steps": steps[-1]["step"],
         "steps in order": [line["step"] for line in steps] == list(range(len(steps))),
-        "problems trained": len(trained),
-        "lost": sum(position not in trained for position in range(low)),
-        "doubled": sum(count > 1 for count in trained.values()),
-        "s until it was further than before": {
-            "median": cuts[49],
-            "p99": cuts[98],
-            "most": max(felt, default=float("nan")),
-        },
-        "faults after which it came no further": len(gaps) - len(felt),
+        **counted(runs.run_dir),
+        "s until it was further than before": _spread(felt),
+        "faults after which it came no further": len(faults) - len(felt),
         "first and last held-out accuracy": accuracies[:1] + accuracies[-1:],
-        "processes left": runs.left(),
+        "processes left": len(marked(runs.mark)),
         "bytes of shared memory left": sum(file.stat().st_size for file in set(SHARED.iterdir()) - shared_before),
     }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {}
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return {"median": round(cuts[49], 1), "p99": round(cuts[98], 1), "most": round(max(seconds), 1)}
 
 
 def main() -> None:
@@ -161,15 +131,15 @@ def main() -> None:
     shared_before = set(SHARED.iterdir())
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), int(60 * options.minutes), options.overrides)  # no more than one step a second
-        faults, seen = chaos(runs, options)
+        faults, moments = chaos(runs, options)
         code = runs.finish()
         time.sleep(5)  # for processes whose parent has ended
-        found = {"minutes": options.minutes, "exit code": code} | summary(runs, faults, seen, shared_before)
+        found = {"minutes": options.minutes, "exit code": code} | summary(runs, faults, moments, shared_before)
     told = conditions(ENGINE_PACKAGES)
     rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
     text = f"# A run under faults\n\n{as_table(['what', 'found'], rows)}\n\n{under(told, 'Wall time')}\n"
     save("chaos", {"conditions": told} | found, text)
-    sys.exit(code or found["lost"] or found["doubled"])
+    sys.exit(code or found["lost"] or found["doubled"] or found["processes left"])
 
 
 if __name__ == "__main__":

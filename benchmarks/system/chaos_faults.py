@@ -1,35 +1,35 @@
-"""Faults for a run of gleaner, each at a process of it that is alive: what is done, and to which.
-
-A run's processes are known by a mark in their environment, which they inherit.
-"""
+"""Faults for a run of gleaner, each at a process of it that is alive: what is done, and to which."""
 
 from __future__ import annotations
 
 import os
 import random
-import signal
 from collections.abc import Mapping
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP, Signals
 from typing import NamedTuple
 
-import psutil
 
-MARK = "GLEANER_CHAOS"
-KINDS = {  # kind -> how often beside the others
-    "kill generator": 4,
-    "stop generator": 2,
-    "kill rank": 4,
-    "stop rank": 2,
-    "kill reward process": 2,
-    "kill driver": 2,
-    "kill driver, newest checkpoint damaged": 1,
-    "kill raylet": 1,
-}
-NAMES = {
-    "generator": "ray::generator-",
-    "rank": "ray::learner-",
-    "reward": "multiprocessing.spawn import spawn_main",
-    "raylet": "/raylet/raylet ",
+class Kind(NamedTuple):
+    """often: beside the other kinds. command: what the command line of the process holds. damaging: the newest
+    checkpoint, before."""
+
+    often: int
+    signal: Signals
+    command: str
+    damaging: bool = False
+
+
+GENERATOR, RANK, DRIVER = "ray::generator-", "ray::learner-", "-m learner.main"
+KINDS = {
+    "kill generator": Kind(4, SIGKILL, GENERATOR),
+    "stop generator": Kind(2, SIGSTOP, GENERATOR),
+    "kill rank": Kind(4, SIGKILL, RANK),
+    "stop rank": Kind(2, SIGSTOP, RANK),
+    "kill reward process": Kind(2, SIGKILL, "multiprocessing.spawn import spawn_main"),
+    "kill driver": Kind(2, SIGKILL, DRIVER),
+    "kill driver, newest checkpoint damaged": Kind(1, SIGKILL, DRIVER, damaging=True),
+    "kill raylet": Kind(1, SIGKILL, "/raylet/raylet "),
 }
 
 
@@ -41,45 +41,24 @@ class Fault(NamedTuple):
     pid: int
 
 
-def processes_of(mark: str) -> dict[psutil.Process, str]:
-    """Living processes of the run, and their command lines. Reward processes, whose environment is taken from them, are
-    known by their parents."""
-    found: dict[psutil.Process, str] = {}
-    for process in psutil.process_iter():
-        try:
-            if process not in found and process.environ().get(MARK) == mark:
-                for one in (process, *process.children(recursive=True)):
-                    found[one] = " ".join(one.cmdline())
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # it ended while we looked
-    return {one: command for one, command in found.items() if command}  # a dead one that nobody waits for has none
-
-
 def drawn(rng: random.Random) -> str:
-    """The kind of the next fault."""
-    (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
-    return kind
+    """The name of the next fault's kind."""
+    (name,) = rng.choices(list(KINDS), [kind.often for kind in KINDS.values()])
+    return name
 
 
-def inject(
-    kind: str, rng: random.Random, at: float, processes: Mapping[psutil.Process, str], driver: int, run_dir: Path
-) -> Fault | None:
-    """A fault of this kind; None if the process that it needs is not there (yet)."""
-    action, what = kind.split(" ")[:2]
-    if what.startswith("driver"):
-        if "damaged" in kind and not _damage(rng, run_dir):
-            return None
-        pid = driver
-    else:
-        pids = [one.pid for one, command in processes.items() if NAMES[what] in command]
-        if not pids:
-            return None
-        pid = rng.choice(pids)
+def inject(name: str, rng: random.Random, at: float, processes: Mapping[int, str], run_dir: Path) -> Fault | None:
+    """A fault of this kind; None if what it needs is not there (yet)."""
+    kind = KINDS[name]
+    pids = [pid for pid, command in processes.items() if kind.command in command]
+    if not pids or (kind.damaging and not _damage(rng, run_dir)):
+        return None
+    pid = rng.choice(pids)
     try:
-        os.kill(pid, signal.SIGSTOP if action == "stop" else signal.SIGKILL)
+        os.kill(pid, kind.signal)
     except ProcessLookupError:
         return None
-    return Fault(at, kind, pid)
+    return Fault(at, name, pid)
 
 
 def _damage(rng: random.Random, run_dir: Path) -> bool:

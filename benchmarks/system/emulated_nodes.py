@@ -17,6 +17,8 @@ import uuid
 from contextlib import closing
 from pathlib import Path
 
+from benchmarks.processes import marked
+
 STORE = 128 * 2**20  # bytes of a node's object store
 START_S = 60.0
 _RAY = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
@@ -81,15 +83,7 @@ class EmulatedNodes:
 
     def pids(self, name: str | None = None) -> dict[int, str]:
         """Living processes of one node, or of all: pid -> command line."""
-        mark = self._mark if name is None else f"{self._mark}-{name}-"
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark.encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended while we looked
-        return found
+        return marked(self._mark if name is None else f"{self._mark}-{name}-")
 
     def _spawn(self, name: str, options: list[str]) -> None:
         own = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "OMP_", "VLLM_"))}

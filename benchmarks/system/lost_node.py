@@ -12,22 +12,19 @@ it once.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.emulated_nodes import EmulatedNodes
+from benchmarks.system.run_folder import counted, rows, trained
 
 NAMES = ["node-0", "node-1", "node-2"]
 STEPS, PER_STEP = 3000, 8  # more steps than are waited for
@@ -51,9 +48,7 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         """The steps so far, as metrics.jsonl has them."""
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [row for row in (json.loads(line) for line in lines if line.endswith("}")) if "loss/total" in row]
+        return [row for row in rows(self.folder) if "loss/total" in row]
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -78,29 +73,6 @@ class Run:
 
     def said(self) -> str:
         return Path(self._log.name).read_text()[-6000:]
-
-    def trained(self) -> list[tuple[int, int, int, int]]:
-        """Groups of the ledger: step, position in the stream, attempt, generator."""
-        found = set()
-        for file in sorted((self.folder / "rollouts").glob("step-*.parquet")):
-            table = pq.read_table(file, columns=["group_id", "position", "worker"])
-            for name, position, worker in zip(*(table.column(c).to_pylist() for c in table.column_names), strict=True):
-                found.add((int(file.stem[5:]), position, int(name.rpartition("-")[2]), worker))
-        return sorted(found)
-
-
-def counted(run: Run) -> dict[str, int]:
-    """Lost: positions before the last one trained that are in no batch. Doubled: those that are in two."""
-    rows, groups = run.rows(), run.trained()
-    times = Counter(position for _, position, _, _ in groups)
-    return {
-        "steps": rows[-1]["step"],
-        "trained": len(groups),
-        "reissued": sum(attempt > 0 for _, _, attempt, _ in groups),
-        "dropped": round(sum(row.get("buffer/dropped_stale", 0.0) for row in rows)),
-        "lost": len(set(range(max(times) + 1)) - set(times)),
-        "doubled": sum(count > 1 for count in times.values()),
-    }
 
 
 def lost(role: str, away_s: float, *overrides: str) -> dict[str, Any]:
@@ -132,7 +104,7 @@ def lost(role: str, away_s: float, *overrides: str) -> dict[str, Any]:
                 "role": role, "away_s": away_s, "steps_before": before, "next_step_s": later[0] - killed,
                 "longest_wait_s": max(gaps), "median_step_s": sorted(steady)[len(steady) // 2],
                 "steps_while_away": sum(killed < moment < back for moment in at),
-                "took_part_s": joined - back, **counted(run),
+                "took_part_s": joined - back, **counted(run.folder),
             }  # fmt: skip
         finally:
             run.end()
@@ -145,7 +117,7 @@ def _took_part(run: Run, role: str, killed: float, back: float) -> Callable[[], 
         times = {row["step"]: row["at"] for row in run.rows()}
         mine = {
             step
-            for step, _, _, worker in run.trained()
+            for step, _, _, worker in trained(run.folder)
             if f"generator-{worker}" == role and times.get(step, 0.0) > back + SETTLED_S
         }
         return len(mine) >= AFTER
@@ -156,7 +128,7 @@ def _took_part(run: Run, role: str, killed: float, back: float) -> Callable[[], 
     return learner if role == "learner" else generator
 
 
-def report(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:
+def report(found: list[dict[str, Any]], told: dict[str, Any]) -> str:
     names = {
         "next_step_s": "s from the kill to the next step", "longest_wait_s": "longest wait for a step after it, s",
         "median_step_s": "a step before it, s", "steps_while_away": "steps while the node was away",
@@ -165,10 +137,10 @@ def report(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:
         "lost": "lost", "doubled": "doubled",
     }  # fmt: skip
     lines = [
-        [text, *(f"{row[key]:.1f}" if isinstance(row[key], float) else str(row[key]) for row in rows)]
+        [text, *(f"{row[key]:.1f}" if isinstance(row[key], float) else str(row[key]) for row in found)]
         for key, text in names.items()
     ]
-    table = as_table(["", *(f"node of {row['role']}" for row in rows)], lines)
+    table = as_table(["", *(f"node of {row['role']}" for row in found)], lines)
     return f"# A lost node\n\n{table}\n\nConditions: {under(told, 'wall time, on emulated nodes of one machine')}\n"
 
 
@@ -179,11 +151,11 @@ def main() -> None:
     options = parser.parse_args()
     told = conditions(ENGINE_PACKAGES)
     more = {"learner": ["learner.restarts=2", "checkpoint.every=1"]}
-    rows = []
+    found = []
     for role in options.roles:
-        rows.append(lost(role, options.away, *more.get(role, [])))
-        print(rows[-1], flush=True)
-    save("lost_node", {"conditions": told, "rows": rows}, report(rows, told))
+        found.append(lost(role, options.away, *more.get(role, [])))
+        print(found[-1], flush=True)
+    save("lost_node", {"conditions": told, "rows": found}, report(found, told))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.processes import marked
+
 REWARD = '''
 def vowels(prompts, completions, **columns):
     """Share of vowels: a random model can move it."""
@@ -28,7 +30,6 @@ def vowels(prompts, completions, **columns):
 def environment(marker: str) -> dict[str, str]:
     """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
     own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
-    # XDG_: one of the variables that reward processes keep.
     return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"XDG_GLEANER_MARK": marker}
 
 
@@ -113,19 +114,7 @@ class Run:
 
     def processes(self) -> dict[int, str]:
         """Living processes that descend from this run: pid -> command line."""
-        return processes_of(self.marker)
-
-
-def processes_of(marker: str) -> dict[int, str]:
-    """Living processes that have inherited the mark: pid -> command line."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended while we looked
-    return found
+        return marked(self.marker)
 
 
 def metrics_page(folder: Path) -> str:

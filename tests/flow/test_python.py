@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.run import environment, processes_of, wait_until
+from benchmarks.processes import marked
+from tests.flow.run import environment, wait_until
 from tests.test_readme import ROOT, blocks
 
 # A cell is compiled and executed in the names of `__main__`, while the kernel's event loop runs.
@@ -50,7 +51,7 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
 
     killed = run(1)
     assert killed.returncode < 0, killed.stderr
-    wait_until(lambda: processes_of(marker) == {}, "the run to end with what had called it", seconds=90)
+    wait_until(lambda: marked(marker) == {}, "the run to end with what had called it", seconds=90)
     checkpoints = os.listdir(tmp_path / "runs" / "run" / "checkpoints")
     assert len(checkpoints) == 1  # it finished its step first
     step = int(checkpoints[0].removeprefix("step-"))

@@ -15,7 +15,7 @@ from tests.flow.run import Run, wait_until
 
 
 def rank(run: Run, number: int) -> list[int]:
-    """Its process id, if it is there."""
+    """The process ids of this rank: one, once it is there."""
     return [pid for pid, command in run.processes().items() if f"ray::learner-{number}" in command]
 
 
@@ -27,10 +27,12 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
     with run.watched() as (_, addresses):
         process = run.start("data.eval.every=0", "checkpoint.every=8", "cluster.deadlines.heartbeat=20")
         wait_until(lambda: rank(run, 1) != [], "a rank to start", 60, process)
-        os.kill(rank(run, 1)[0], signal.SIGKILL)
+        (starting,) = rank(run, 1)
+        os.kill(starting, signal.SIGKILL)
         for lost, by, after in ((1, signal.SIGKILL, 2), (0, signal.SIGSTOP, 4)):
             wait_until(lambda after=after: len(run.metrics()) > after, f"{after + 1} steps", 240, process)  # type: ignore[misc]
-            os.kill(rank(run, lost)[0], by)
+            (pid,) = rank(run, lost)
+            os.kill(pid, by)
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert "learner-1: process died during start" in output, output
