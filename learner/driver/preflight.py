@@ -10,7 +10,6 @@ from cluster.memory.plan import gib
 from cluster.placement import PlacementError
 from cluster.ray_cluster import in_job
 from learner.config import RunConfig, roles
-from learner.config.learner import LoraConfig
 from learner.driver import checkpoint
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
@@ -27,23 +26,22 @@ from learner.driver.machine_checks import (
     machine_notes,
 )
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
+from learner.driver.model_checks import check_weights, follow_adapter, load_chat
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.trials import ENGINE, LEARNER, LOSS, SHARED_BASE, Trial
-from learner.model.adapter_config import AdapterError, follow, read_adapter
-from learner.model.reference_config import ReferenceConfigError, check_reference
-from learner.model.weight_files import WeightsError, adapter_weights, model_weights
+from learner.model.adapter_config import AdapterError
+from learner.model.reference_config import ReferenceConfigError
+from learner.model.weight_files import WeightsError
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import functions_of
-from rollout.architecture import ArchitectureError, check_architecture, check_length, check_shards
-from rollout.data.chat import Chat, ChatError, Messages, Prompt
+from rollout.architecture import ArchitectureError
+from rollout.data.chat import ChatError, Messages, Prompt
 from rollout.data.cursor import Cursor
 from rollout.data.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
-
-TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 PROBLEMS = (
     PreflightError, PlacementError, MachineError, MemoryPlanError, ArchitectureError, RewardError, ChatError,
@@ -112,10 +110,10 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found = Findings(PROBLEMS)
     found.of(check_placement, config, cards)
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
-    followed = found.of(_follow_adapter, absolute(config))
+    followed = found.of(follow_adapter, absolute(config))
     config, notes = followed or (absolute(config), ())
     chat = found.of(load_chat, config)
-    found.of(_check_weights, config, adapters=followed is not None)
+    found.of(check_weights, config, adapters=followed is not None)
     found.of(check_scored_adapters, config)
     cards = cards or present()
     card, budgets = found.of(size_for, config, cards), None
@@ -179,21 +177,6 @@ def report(prepared: Prepared, cards: Cards | None) -> str:
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
 
 
-def _follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
-    if config.model.reference is not None and config.learner.mode == "full":
-        check_reference(config.model.reference, config.model.path)
-    elif config.model.reference is not None:
-        read_adapter(config.model.reference, "model.reference")
-    if config.model.adapter is None:
-        return config, ()
-    lora = follow(config.learner.lora, config.model.adapter)
-    open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
-    followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
-    config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
-    return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
-
-
 def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from, and those that were passed over."""
     try:
@@ -207,30 +190,6 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
     return resume_from, skipped
-
-
-def load_chat(config: RunConfig) -> Chat:
-    """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
-    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
-    chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
-    chat.stops(config.rollout.stop)
-    _check_context(config, chat.context)
-    check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
-    check_shards(chat.config, config.model.path, config.cluster.shards)
-    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    check_length(chat.config, config.model.path, longest)
-    return chat
-
-
-def _check_weights(config: RunConfig, *, adapters: bool) -> None:
-    """Whether the files of base and adapters are whole. A hub model is looked for in the cache alone."""
-    found = Findings((WeightsError,))
-    found.of(model_weights, config.model.path)
-    if adapters and config.learner.mode == "lora":
-        for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
-            if folder is not None:
-                found.of(adapter_weights, folder, key)
-    found.finish()
 
 
 def check_accuracy(config: RunConfig) -> None:
@@ -247,15 +206,6 @@ class Untokenised:
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """The text instead of token ids: of no length that counts, and different for different prompts."""
         return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
-
-
-def _check_context(config: RunConfig, context: int | None) -> None:
-    need = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    if context is not None and need > context:
-        raise PreflightError(
-            f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
-            f"tokens, got {need}"
-        )
 
 
 def _check_loss(config: RunConfig) -> None:

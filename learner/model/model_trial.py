@@ -58,7 +58,7 @@ def _weights(lm: Any, path: str) -> Iterator[str]:
     by one, say) is known to the loading code alone."""
     try:
         stored = model_weights(path)
-    except WeightsError:  # said by learner.driver.preflight
+    except WeightsError:  # said by learner.driver.model_checks
         return
     if stored is None:
         return
@@ -79,7 +79,7 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
     """What of an adapter does not fit the layers that its own adapter_config.json names."""
     try:
         stored = adapter_weights(folder, key)
-    except WeightsError:  # said by learner.driver.preflight
+    except WeightsError:  # said by learner.driver.model_checks
         return
     try:
         base = load_base(model, torch.device("meta"), lora=True)

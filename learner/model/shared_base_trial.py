@@ -29,7 +29,7 @@ def wrong_with(config: RunConfig) -> list[str]:
     try:
         stored = model_weights(config.model.path)
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
-    except (WeightsError, ValueError, OSError):  # said by learner.driver.preflight and learner.model.model_trial
+    except (WeightsError, ValueError, OSError):  # said by learner.driver.model_checks and learner.model.model_trial
         return []
     if stored is None:  # not in this machine's cache
         return []

@@ -18,7 +18,8 @@ from learner.driver.evaluate import accuracy_reward, greedy, scores_of
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.machine_checks import check_placement
 from learner.driver.memory_budget import settle, settled
-from learner.driver.preflight import PROBLEMS, Untokenised, check_accuracy, check_rewards, load_chat
+from learner.driver.model_checks import load_chat
+from learner.driver.preflight import PROBLEMS, Untokenised, check_accuracy, check_rewards
 from learner.driver.prestart import prestarted
 from learner.model.weight_files import model_weights
 from learner.tools.eval_answers import answer_of

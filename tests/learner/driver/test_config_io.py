@@ -1,6 +1,5 @@
 """The door: what is right comes through whole, and everything that is wrong is said at once, with its place."""
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from learner.config import RunConfig
 from learner.driver.config_io import ConfigError, load, parse_value, to_yaml
 from rewards.secret_values import masked
-from rollout.config import parse_bytes
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: a}, {use: b, weight: 2}]"]
 
@@ -149,69 +147,6 @@ def test_text_on_the_command_line_stays_as_it_stands(text: str, value: object) -
     assert parse_value(text) == value
 
 
-# What a file or a command line may hold, tuned to YAML's own signs: brackets, anchors, tags, dates, numbers.
-HOSTILE = st.lists(
-    st.sampled_from(
-        ["[", "]", "{", "}", ":", ",", "&a ", "*a", "!!int ", "!!python/name:os ", "- ", "#", "'", '"', "|\n"]
-    )
-    | st.sampled_from(
-        ["9" * 5000, "2024-99-99", "0x" + "f" * 40, "1e999", ".inf", "1:99:99", "~", "\0", "\ud800", "\n"]
-    )
-    | st.text(max_size=4),
-    max_size=12,
-).map("".join)
-KEYS = st.sampled_from(
-    ["model", "path", "data", "args", "rewards", "0", "use", "rollout", "kv_cache", "steps", "", "²"]
-)
-
-
-def what_is_said(path: str | None, overrides: list[str]) -> str | None:
-    """What is said of a configuration that is refused; any exception but ConfigError goes on to the test."""
-    try:
-        load(path, overrides)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-@given(overrides=st.lists(st.tuples(st.lists(KEYS, min_size=1, max_size=4), HOSTILE), max_size=3))
-def test_no_override_ends_in_anything_but_a_sentence(overrides: list[tuple[list[str], str]]) -> None:
-    assert what_is_said(None, [*NEEDED, *(f"{'.'.join(keys)}={value}" for keys, value in overrides)]) != ""
-
-
-@given(text=HOSTILE)
-def test_no_file_ends_in_anything_but_a_sentence(tmp_path_factory: Any, text: str) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert what_is_said(str(path), NEEDED) != ""
-
-
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
-)
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("name: \xe9t\xe9\n".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at 6; save it as UTF-8"),
-        (b"steps: " + b"9" * 10_000, "not YAML: Exceeds the limit"),
-        (b"data: " + b"[" * 5000 + b"]" * 5000, "lists and mappings must be nested at most 32 deep"),
-        (b"data: " + b"[" * 40 + b"]" * 40, "lists and mappings must be nested at most 32 deep"),
-        (b"data: {args: &all {again: *all}}", "lists and mappings must be nested at most 32 deep"),
-        (LAUGHS.encode(), "must hold at most 100000 values, aliases counted as often as they are used"),
-        (b"seed: 2024-99-99", "not YAML: month must be in 1..12"),
-        (b'name: "a\\0b"', "text must not hold a null character"),
-        (b"steps: 99999999999999999999", "a whole number must lie within 64 bits"),
-    ],
-)
-def test_a_hostile_file_is_one_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    (said,) = refusal(path=path)
-    assert said.startswith(f"--config {path}: {sentence}")
-
-
 def test_a_wrong_value_is_shown_in_part() -> None:
     (said,) = refusal(f"steps=[{', '.join(['abc'] * 300)}]")
     assert len(said) < 160
@@ -219,23 +154,6 @@ def test_a_wrong_value_is_shown_in_part() -> None:
     assert "{" not in said  # of a rule between keys, not the whole configuration
     (said,) = refusal("memory.device=24")
     assert said == "memory.device: must be a size of at least 1MiB, got 24 bytes; write the unit, for example 24GiB"
-
-
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kb": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-@given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
-def test_sizes(number: int, unit: str, space: str) -> None:
-    assert parse_bytes(f"{number}{space}{unit}") == number * UNITS[unit]
-    assert parse_bytes(f"{number}.5 GiB") == number * 2**30 + 2**29
-
-
-@given(text=st.from_regex(r"[0-9.eE+ -]{1,6}[kKMGiB]{0,3}", fullmatch=True))
-def test_a_size_is_a_number_of_bytes_or_refused(text: str) -> None:
-    with contextlib.suppress(ValueError):
-        size = parse_bytes(text)
-        assert isinstance(size, int)
-        assert size >= 0
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12)
