@@ -33,7 +33,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of docs/quickstart.md, whose commands are all run, to be looked at by those of the other pages."""
     space = Workspace(tmp_path_factory.mktemp("quickstart"))
     for command in filter(is_run, COMMANDS[QUICKSTART]):
-        space.run(command)
+        assert not (said := space.run(command)), said
     return space.folder / "first" / "runs" / "first-run"
 
 
@@ -49,7 +49,7 @@ def test_the_commands_of_a_page(page: str, first_run: Path, tmp_path: Path) -> N
     if once:
         space = Workspace(tmp_path, first_run)
         for command in once:
-            space.run(command)
+            assert not (said := space.run(command)), said
 
 
 def _first_page_of(command: str) -> str:

@@ -59,8 +59,8 @@ class Workspace:
                 shutil.copytree(run, folder / "runs" / name)
             self._problem = _a_problem(run)
 
-    def run(self, command: str) -> None:
-        """Runs it; it must end well. Raises Refused for what must never run here."""
+    def run(self, command: str) -> str:
+        """Runs it; '' if it ended well, else what it said. Raises Refused for what must never run here."""
         check(command)
         for documented, here in INSTEAD.items():
             command = command.replace(documented, here.replace("{problem}", self._problem))
@@ -69,11 +69,12 @@ class Workspace:
                 shutil.rmtree(self.folder / made, ignore_errors=True)
         if command.startswith("cd "):
             self._here /= command.removeprefix("cd ")
-            return
+            return ""
         words = ["bash", "-o", "pipefail", "-c", command]
         env = self._environment()
         ran = subprocess.run(words, cwd=self._here, env=env, capture_output=True, text=True, timeout=500)
-        assert ran.returncode in CODES.get(command, (0,)), f"{command}\n{ran.stdout}{ran.stderr}"
+        ended_well = ran.returncode in CODES.get(command, (0,))
+        return "" if ended_well else f"{command}: exit code {ran.returncode}\n{ran.stdout}{ran.stderr}"
 
     def _environment(self) -> dict[str, str]:
         """With a `gleaner` and a `python` of these sources."""
