@@ -1,0 +1,13 @@
+"""What tests of the reward pool ask of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool, Scores
+
+OneOf = Callable[..., RewardConfig]  # the name of a function of the shared file, and more settings of it
+
+
+async def score(pool: RewardPool, completions: Sequence[str] = ("a", "bb"), **columns: Sequence[Any]) -> Scores:
+    return await pool.score(["p"] * len(completions), completions, [[1]] * len(completions), columns)

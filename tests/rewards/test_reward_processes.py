@@ -1,0 +1,123 @@
+"""How the pool's processes end, and that none is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool, Scores
+from tests.rewards.pool_case import OneOf, score
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids: Sequence[int], within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def workers() -> list[int]:
+    """Our child processes, without multiprocessing's resource tracker, which serves the whole interpreter."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").parent.parent.glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_worker_that_dies_while_idle_costs_nothing(rewards_file: OneOf) -> None:
+    async def main() -> tuple[Scores, Scores]:
+        async with RewardPool([rewards_file("good")]) as pool:
+            await score(pool)
+            (pid,) = workers()
+            os.kill(pid, signal.SIGKILL)
+            first = await score(pool)
+            await asyncio.sleep(0.3)
+            return first, await score(pool)
+
+    assert [scores.status for scores in asyncio.run(main())] == [["ok", "ok"]] * 2
+
+
+def test_a_loaded_function_that_ends_its_process_is_told_and_loading_anew_is_not_charged(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n"
+        "time.sleep(2)\n"
+        "calls = []\n"
+        "def mortal(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    return [1.0] * len(completions) if len(calls) == 1 else os._exit(3)\n"
+    )
+
+    async def main() -> list[Scores]:
+        async with RewardPool([RewardConfig(use=f"{tmp_path}/slow.py:mortal", timeout_s=1.8)]) as pool:
+            found = [await score(pool)]
+            (pid,) = workers()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.3)  # the pool has noticed
+            return [*found, await score(pool), await score(pool)]
+
+    first, afresh, second = asyncio.run(main())
+    assert [first.status, afresh.status, second.status] == [["ok"] * 2, ["ok"] * 2, ["error"] * 2]
+    assert "its process died: exit code 3" in second.failures[0]
+
+
+def test_close_and_deadline_leave_no_process_behind(rewards_file: OneOf, tmp_path: Path) -> None:
+    async def main(timeout_s: float) -> str:
+        note = tmp_path / f"pids_{timeout_s}"
+        pool = RewardPool([rewards_file("child", timeout_s=timeout_s, args={"where": str(note)})])
+        scoring = asyncio.create_task(score(pool))
+        if timeout_s > 1:
+            while not note.exists() or len(note.read_text().split()) < 2:
+                await asyncio.sleep(0.02)  # the reward function has started, and its child
+            begin = time.monotonic()
+            pool.close()
+            assert time.monotonic() - begin < 5
+        scores = await scoring
+        assert gone([int(pid) for pid in note.read_text().split()], within_s=5), "closed or late, yet alive"
+        pool.close()
+        return scores.failures[0]
+
+    assert "no answer within 0.5 s" in asyncio.run(main(0.5))
+    assert "the reward pool was closed before it answered" in asyncio.run(main(60.0))
+    assert workers() == []
+
+
+def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import asyncio
+        from rewards.config import RewardConfig
+        from rewards.pool import RewardPool
+        if __name__ == "__main__":
+            uses = [RewardConfig(use={rewards_file("child").use!r}, timeout_s=60, args={{"where": {str(note)!r}}})]
+            asyncio.run(RewardPool(uses).score(["p"], ["c"], [[1]], {{}}))
+        """)
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    driver = subprocess.Popen([sys.executable, str(script)], env=env, cwd=Path.cwd())
+    try:
+        end = time.monotonic() + 20
+        while not (note.exists() and len(note.read_text().split()) == 2) and time.monotonic() < end:
+            time.sleep(0.05)
+        worker, grandchild = map(int, note.read_text().split())
+    finally:
+        driver.kill()
+        driver.wait()
+    os.kill(grandchild, signal.SIGKILL)  # a reward function's own children outlive a killed driver: documented
+    died = gone([worker], within_s=5)
+    if not died:
+        os.kill(worker, signal.SIGKILL)  # a failing test leaves nothing behind either
+    assert died
