@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -47,10 +48,15 @@ class EmulatedNodes:
         _kill(self.pids())
         self._folder.cleanup()
 
-    def start(self, name: str, cpus: int = 1) -> None:
-        """Starts the node, or starts it again; it joins a few seconds later."""
-        where = [f"--address={self.address}", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}"]
-        self._spawn(name, [*where, "--dashboard-agent-listen-port=0", *_SMALL])
+    def start(self, name: str, cpus: int = 1, **environment: str) -> None:
+        """Starts the node, with more in its environment, or starts it again; it joins a few seconds later."""
+        where = [
+            f"--address={self.address}",
+            "--node-ip-address=127.0.0.1",
+            f"--node-name={name}",
+            f"--num-cpus={cpus}",
+        ]
+        self._spawn(name, [*where, "--dashboard-agent-listen-port=0", *_SMALL], environment)
 
     def until_joined(self, *names: str) -> None:
         """Waits until Ray says that these nodes have started."""
@@ -85,14 +91,14 @@ class EmulatedNodes:
         """Living processes of one node, or of all: pid -> command line."""
         return marked(self._mark if name is None else f"{self._mark}-{name}-")
 
-    def _spawn(self, name: str, options: list[str]) -> None:
+    def _spawn(self, name: str, options: list[str], environment: Mapping[str, str] | None = None) -> None:
         own = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "OMP_", "VLLM_"))}
         self._starts += 1
         self._logs[name] = Path(self._folder.name) / f"{name}-{self._starts}.log"
         with self._logs[name].open("w") as log:
             subprocess.Popen(
                 [*_RAY, *options], stdout=log, stderr=log, start_new_session=True,
-                env=own | {"XDG_GLEANER_NODE": f"{self._mark}-{name}-"},
+                env={**own, **(environment or {}), "XDG_GLEANER_NODE": f"{self._mark}-{name}-"},
             )  # fmt: skip
 
 
