@@ -63,9 +63,12 @@ def settle_ends(engine: Any) -> None:
 
     They are killed with this process, even if they are stopped or hang: vLLM's own way is a thread in each that reads a
     pipe. And where the engine is closed they leave at once: they hold nothing but memory, and vLLM's clean-up of each
-    takes seconds. Hence the names of the memory that they share on a CPU go now, when all have it: it ends with them.
+    takes seconds. Hence the names of all memory that they share go now, when all have it: it ends with them.
     """
     engine.collective_rpc(_settle_end, args=(os.getpid(),))
+    executor = engine.model_executor
+    for queue in (executor.rpc_broadcast_mq, *executor.response_mqs):
+        _forget_name(queue)
 
 
 def _settle_end(worker: Any, parent: int) -> None:
@@ -76,6 +79,17 @@ def _settle_end(worker: Any, parent: int) -> None:
     if name := os.environ.get(SHARED_NAME):
         for memory in Path("/dev/shm").glob(f"{name}*"):
             memory.unlink(missing_ok=True)
+    from vllm.distributed import get_tp_group
+
+    queue: Any = get_tp_group().mq_broadcaster
+    if queue.buffer.is_creator:
+        _forget_name(queue)
+
+
+def _forget_name(queue: Any) -> None:
+    """Of the memory of one of vLLM's queues."""
+    queue.buffer.shared_memory.unlink()
+    queue.buffer.is_creator = False  # who would unlink it once more
 
 
 def peak_of(engine: Any) -> float:
