@@ -17,19 +17,31 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process to place: its name, CPU cores, and GPUs: a share of one (0 to 1), or several."""
+    """One process to place: its name, CPU cores, and GPUs: a share of one (0 to 1), or several. packed: on as few nodes
+    as possible together with the others that are; else on as many as possible."""
 
     name: str
     cpus: float
     gpus: float
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bundles to reserve (in Ray's terms) and, for each role, the index of its bundle."""
+    """Bundles to reserve (in Ray's terms), for each role the index of its bundle, and those with a packed role."""
 
     bundles: list[dict[str, float]]
     bundle_of: dict[str, int]
+    packed: frozenset[int]
+
+    def groups(self) -> list[tuple[str, list[int]]]:
+        """What to reserve one after the other: Ray's strategy, and the indices of its bundles. The larger bundles come
+        first, since the others find room between them more easily."""
+        groups = [("PACK", sorted(self.packed)), ("SPREAD", sorted(set(range(len(self.bundles))) - self.packed))]
+        return sorted((group for group in groups if group[1]), key=lambda group: min(map(self._size, group[1])))
+
+    def _size(self, index: int) -> tuple[float, float]:
+        return -self.bundles[index].get("GPU", 0.0), -self.bundles[index]["CPU"]
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placement:
@@ -59,7 +71,7 @@ def pack(roles: Sequence[Role]) -> Placement:
             free.append(cards)
         free[index] -= role.gpus
         bundle_of[role.name] = index
-    return Placement(bundles, bundle_of)
+    return Placement(bundles, bundle_of, frozenset(bundle_of[role.name] for role in roles if role.packed))
 
 
 def local_node(min_cpus: float) -> dict[str, float]:

@@ -4,7 +4,6 @@ Ray reads its authentication mode from the environment once, as it is imported; 
 a function that runs after `connect` has set that environment.
 """
 
-import asyncio
 import logging
 import os
 import socket
@@ -13,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from cluster import machine
-from cluster.actor import DeadlineExceeded, S
+from cluster.actor import S
 from cluster.exit_reason import ExitReasons
-from cluster.placement import Placement, PlacementError, Role, place, waiting
+from cluster.placement import PlacementError, Role, waiting
 from cluster.ray_actor import Host, Remote
 from cluster.ray_metrics import metrics_address
 from cluster.ray_private import check_doors, close_doors, short_start, system_config
+from cluster.ray_reservation import Node, Reservation
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
-PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 
 # Tables travel as pickle sends them (rollout.schema), which Ray else overrides with a slower way of its own: column by
 # column and with every type, a fifth of the driver's work.
@@ -46,8 +45,7 @@ class Session:
         # Temporary files of roles lie in the private cluster's folder, which is removed even if a role is killed.
         self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
         self._actors: list[Remote[Any]] = []
-        self._group: Any = None
-        self._placement: Placement | None = None
+        self._reserved: Reservation | None = None
         import ray
 
         node: Any = ray._private.worker._global_node
@@ -64,49 +62,30 @@ class Session:
     async def reserve(self, roles: Sequence[Role], deadline_s: float, note: Callable[[str], None] = print) -> None:
         """Reserves room for every role. Raises PlacementError at once if the cluster is too small, DeadlineExceeded if
         no room becomes free in time. `note` receives a line about what is being waited for."""
-        from ray.util.placement_group import placement_group
-
-        self._placement = place(roles, self.nodes())
+        self._reserved = Reservation(roles, self.nodes())
         if self.mode == "local":
             self._role_env |= waiting(roles, os.cpu_count() or 1)
-        self._group = placement_group(self._placement.bundles)
-        free = asyncio.ensure_future(self._group.ready())
-        await asyncio.wait({free}, timeout=min(PATIENCE_S, deadline_s))
-        if not free.done():
-            note(f"waiting up to {deadline_s:g} s for room on the cluster: {self._missing()}")
-            await asyncio.wait({free}, timeout=deadline_s)
-        if not free.done():
-            free.cancel()
-            raise DeadlineExceeded(
-                f"placement: no room after {deadline_s:g} s: {self._missing()}. Stop other jobs or ask for less"
-            )
-        free.result()
+        await self._reserved.until_ready(deadline_s, note)
 
-    def _missing(self) -> str:
-        import ray
+    def node_of(self) -> dict[str, Node]:
+        """The node of each role that room is reserved for, by the role's name."""
+        return self._reservation().nodes()
 
-        assert self._placement is not None
-        need = {kind: sum(b.get(kind, 0.0) for b in self._placement.bundles) for kind in ("CPU", "GPU")}
-        have = ray.available_resources()
-        return ", ".join(
-            f"{need[kind]:g} {kind} asked for, {have.get(kind, 0.0):g} free" for kind in need if need[kind]
-        )
+    def _reservation(self) -> Reservation:
+        assert self._reserved is not None, "reserve() comes first"
+        return self._reserved
 
     def spawn(self, role: Role, factory: Callable[..., S], args: Sequence[Any], env: Mapping[str, str]) -> Remote[S]:
         """Starts a process for a reserved role; `env` is set before anything is imported there."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        assert self._placement is not None, "reserve() comes first"
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
             "max_restarts": 0,  # Remote.revive starts another, and its caller counts
             "max_task_retries": 0,  # a call that may have run is never run again behind our back
             "enable_task_events": False,  # Ray keeps one of each call for ever: 40 kB a step
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=self._placement.bundle_of[role.name]
-            ),
+            "scheduling_strategy": self._reservation().strategy(role),
             "runtime_env": self._runtime_env(role, env),
         }
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
@@ -126,13 +105,11 @@ class Session:
 
     async def release(self) -> None:
         """Kills what this run started and gives its room back."""
-        from ray.util.placement_group import remove_placement_group
-
         for actor in self._actors:
             await actor.kill()
-        if self._group is not None:
-            remove_placement_group(self._group)
-        self._actors, self._group = [], None
+        if self._reserved is not None:
+            self._reserved.remove()
+        self._actors, self._reserved = [], None
 
     async def close(self) -> None:
         """Releases everything, leaves the cluster, and removes a private cluster's folder."""

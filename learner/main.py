@@ -76,10 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dry_run(config: "RunConfig", assumed: str | None) -> int:
     from learner.driver import cards as known_cards
-    from learner.driver import preflight
+    from learner.driver import node_checks, preflight
 
     cards = None if assumed is None else known_cards.parse(assumed)
-    print(preflight.report(preflight.rehearse(config, cards), cards))
+    prepared = preflight.rehearse(config, cards)
+    on_nodes = [] if cards is not None else asyncio.run(node_checks.rehearse_nodes(prepared.config))
+    print(preflight.report(prepared, cards, on_nodes))
     return 0
 
 

@@ -37,6 +37,6 @@ def generator_roles(config: Settings) -> list[Role]:
 
 
 def learner_roles(config: Settings) -> list[Role]:
-    """Those that learn."""
+    """Those that learn; near each other, since ranks exchange gradients in every step."""
     cpus, gpus, count = config.cluster.cpus.learner, config.cluster.gpus.learner, config.cluster.learners
-    return [Role("learner" if count == 1 else f"learner-{rank}", cpus, gpus) for rank in range(count)]
+    return [Role("learner" if count == 1 else f"learner-{rank}", cpus, gpus, packed=True) for rank in range(count)]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,8 +165,8 @@ def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:
     return (f"data.eval.size: {found} problems are held out, {wanted.size} were asked for: {why}",)
 
 
-def report(prepared: Prepared, cards: Cards | None) -> str:
-    """What --dry-run prints."""
+def report(prepared: Prepared, cards: Cards | None, on_nodes: Sequence[str] = ()) -> str:
+    """What --dry-run prints. on_nodes: what a cluster that would be joined says."""
     config = prepared.config
     assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, not looked for"]
     lines = [to_yaml(config), f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
@@ -173,7 +174,7 @@ def report(prepared: Prepared, cards: Cards | None) -> str:
     lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]
     lines += [f"placement    {role.name}: {role.cpus:g} CPU, {role.gpus:g} GPU" for role in roles(config)]
-    lines += [*assumed, prepared.budgets.note, *prepared.notes]
+    lines += [*on_nodes, *assumed, prepared.budgets.note, *prepared.notes]
     return "\n".join([*lines, "model, data and rewards are in order; nothing was started or written"])
 
 

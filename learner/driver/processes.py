@@ -14,6 +14,7 @@ from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session
 from learner.config import RunConfig, generator_roles, learner_roles, roles
 from learner.driver.memory_budget import Budgets
+from learner.driver.node_checks import check_nodes
 from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner
@@ -50,6 +51,8 @@ async def start_processes(
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     await session.reserve(roles(config), start, note)
+    for line in await check_nodes(config, session, start):
+        note(line)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     workers = [
         session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env)

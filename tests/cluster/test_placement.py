@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.placement import PlacementError, Role, place, waiting
+from cluster.placement import PlacementError, Role, pack, place, waiting
 
 
 def test_two_roles_on_one_card_share_one_bundle() -> None:
@@ -45,6 +45,16 @@ def test_cores_together_are_not_cores_on_one_node() -> None:
         place([Role("learner", 3, 0)], small)
     with pytest.raises(PlacementError, match="the cluster has 4 CPU"):
         place([Role(f"generator-{i}", 1, 0) for i in range(5)], small)
+
+
+def test_ranks_are_packed_generators_spread_and_the_larger_bundles_reserved_first() -> None:
+    def groups(generator: float, learner: float) -> list[tuple[str, list[int]]]:
+        generators = [Role(f"generator-{i}", 1, generator) for i in range(2)]
+        return pack([*generators, *(Role(f"learner-{i}", 1, learner, packed=True) for i in range(2))]).groups()
+
+    assert groups(1.0, 1.0) == [("PACK", [0, 3]), ("SPREAD", [1, 2])]
+    assert groups(2.0, 1.0) == [("SPREAD", [0, 1]), ("PACK", [2, 3])]
+    assert groups(0.4, 0.6) == [("PACK", [0, 1])]  # who shares a card with a rank goes with it
 
 
 def test_threads_sleep_while_they_wait_only_where_they_outnumber_the_cores() -> None:

@@ -67,6 +67,13 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "state": (_QUANT_STATE,),
         **dict.fromkeys(("name", "parameter"), PLAIN),
     },
+    "rollout/vllm/shards.py": {
+        "executor": ("vllm.v1.executor.multiproc_executor.MultiprocExecutor",),
+        "executor.response_mqs": PLAIN,
+        "queue": ("vllm.distributed.device_communicators.shm_broadcast.MessageQueue",),
+        "queue.buffer": ("vllm.distributed.device_communicators.shm_broadcast.ShmRingBuffer",),
+        "queue.buffer.shared_memory": PLAIN,  # of the standard library
+    },
     "rollout/vllm/meta_load.py": {"args": ("vllm.engine.arg_utils.EngineArgs",)},
     "rollout/vllm/quant_states.py": {"state": (_QUANT_STATE,), "offsets": PLAIN},
     "rollout/vllm/tool_parsers.py": {
@@ -83,6 +90,11 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ray.remote()": ("ray.actor.ActorClass",),
         "actor_class": ("ray.actor.ActorClass",),
         "group": ("ray.util.placement_group.PlacementGroup",),
+    },
+    "cluster/ray_tasks.py": {
+        "node": PLAIN,  # cluster.ray_reservation.Node
+        "task": ("ray.remote_function.RemoteFunction",),
+        "task.options()": PLAIN,
     },
     "cluster/ray_private.py": {"ray": ("ray",), "ray.util": ("ray.util",)},
     "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},

@@ -1,0 +1,89 @@
+"""Room for the processes of a run on the nodes of a cluster, reserved through Ray's placement groups."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cluster.actor import DeadlineExceeded
+from cluster.placement import Role, place
+
+PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
+
+
+class Node(NamedTuple):
+    """A node of the cluster. name: the one Ray gives it, by default its address, and that of its machine."""
+
+    id: str
+    name: str
+
+
+class Reservation:
+    """One group of bundles for the roles that are packed, which Ray puts on as few nodes as possible, and one for those
+    that it spreads over as many as possible.
+
+    Raises PlacementError if the nodes, given by their resources, cannot hold the roles.
+    """
+
+    def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> None:
+        self._placement = place(roles, nodes)
+        self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and Ray's group of them
+
+    async def until_ready(self, deadline_s: float, note: Callable[[str], None]) -> None:
+        """Raises DeadlineExceeded if no room becomes free in time. `note` receives a line about what is waited for."""
+        from ray.util.placement_group import placement_group
+
+        end, patience = asyncio.get_running_loop().time() + deadline_s, min(PATIENCE_S, deadline_s)
+        for strategy, indices in self._placement.groups():
+            bundles = [self._placement.bundles[index] for index in indices]
+            group = placement_group(bundles, strategy=strategy)
+            self._groups.append((indices, group))
+            free = asyncio.ensure_future(group.ready())
+            await asyncio.wait({free}, timeout=patience)
+            if not free.done():
+                note(f"waiting up to {deadline_s:g} s for room on the cluster: {_missing(bundles)}")
+                await asyncio.wait({free}, timeout=end - asyncio.get_running_loop().time())
+            if not free.done():
+                free.cancel()
+                raise DeadlineExceeded(
+                    f"placement: no room after {deadline_s:g} s: {_missing(bundles)}. Stop other jobs or ask for less"
+                )
+            free.result()
+
+    def strategy(self, role: Role) -> Any:
+        """Where to start the process of this role, in Ray's terms."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self._placement.bundle_of[role.name]
+        indices, group = next(found for found in self._groups if bundle in found[0])
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=indices.index(bundle))
+
+    def nodes(self) -> dict[str, Node]:
+        """The node of each role, by its name."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        known = {
+            node["NodeID"]: Node(node["NodeID"], f"{node['NodeName']} ({node['NodeManagerHostname']})")
+            for node in ray.nodes()
+        }
+        node_of: dict[int, Node] = {}
+        for indices, group in self._groups:
+            on = placement_group_table(group)["bundles_to_node_id"]
+            node_of |= {index: known[on[at]] for at, index in enumerate(indices)}
+        return {name: node_of[bundle] for name, bundle in self._placement.bundle_of.items()}
+
+    def remove(self) -> None:
+        """Gives the room back."""
+        from ray.util.placement_group import remove_placement_group
+
+        for _, group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+
+def _missing(bundles: Sequence[Mapping[str, float]]) -> str:
+    import ray
+
+    need = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
+    have = ray.available_resources()
+    return ", ".join(f"{need[kind]:g} {kind} asked for, {have.get(kind, 0.0):g} free" for kind in need if need[kind])

@@ -1,0 +1,144 @@
+"""Whether the nodes on which a run has room have what it needs: found before anything is loaded there, and said with
+the node's name."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cluster.actor import DeadlineExceeded
+from cluster.ray_cluster import Session, connect, in_job
+from cluster.ray_reservation import Node
+from cluster.ray_tasks import NodeFailed, on_each
+from learner.config import RunConfig, generator_roles, learner_roles, roles
+from learner.driver import run_lock
+from learner.driver.findings import PreflightError
+from learner.driver.fingerprints import REVISION
+from learner.driver.node_facts import NodeFacts, Wanted, look
+from rewards.config import classifier_of, functions_of
+from rewards.pickled import SUFFIX
+from rollout.env.loader import code_of
+
+NEEDED = {"generator": ("torch", "transformers", "vllm"), "learner": ("torch", "transformers", "peft")}
+NOT_CACHED = "not in the cache"
+REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the processes would be
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Of one kind of process: packages, and settings whose models and files it reads."""
+
+    kind: str
+    models: Mapping[str, str]
+    files: Mapping[str, str]
+
+
+async def check_nodes(config: RunConfig, session: Session, deadline_s: float) -> list[str]:
+    """Lines that say where each process is to be, and what is worth knowing. Nothing for a private cluster, which is
+    this machine. Raises PreflightError with a line for each thing that a node lacks or has in another version."""
+    if session.mode == "local":
+        return []
+    node_of = session.node_of()
+    generator, learner = needs(config)
+    wanted = Wanted(
+        {**generator.models, **learner.models}, {**generator.files, **learner.files}, config.run_dir / run_lock.NAME
+    )
+    own = await asyncio.to_thread(look, wanted)
+    answers = await on_each(node_of.values(), look, wanted, deadline_s)
+    wrong: list[str] = []
+    notes = placed(node_of)
+    for node, facts in answers.items():
+        for need, kinds in ((generator, generator_roles(config)), (learner, learner_roles(config))):
+            if not any(node_of[role.name] == node for role in kinds):
+                continue
+            if isinstance(facts, NodeFailed):
+                wrong.append(f"node {node.name}: cannot look at what it has: {facts}")
+                continue
+            wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
+            notes += [f"node {node.name}: {line}" for line in downloads(facts, need)]
+    if wrong:
+        raise PreflightError("\n".join(dict.fromkeys(wrong)))
+    return list(dict.fromkeys(notes))
+
+
+async def rehearse_nodes(config: RunConfig) -> list[str]:
+    """For --dry-run: what `check_nodes` says of a cluster that would be joined, on which room is reserved for a moment.
+    Nothing for a private one. Raises PlacementError, PreflightError."""
+    if config.cluster.address == "local" and not in_job():
+        return []
+    session = connect(config.cluster.address, sum(role.cpus for role in roles(config)))
+    waited: list[str] = []
+    try:
+        await session.reserve(roles(config), REHEARSAL_S, waited.append)
+        return await check_nodes(config, session, config.cluster.deadlines.start)
+    except DeadlineExceeded as error:
+        return [f"{error}; a run waits for {config.cluster.deadlines.start:g} s (cluster.deadlines.start)"]
+    finally:
+        await session.close()
+
+
+def needs(config: RunConfig) -> tuple[Needs, Needs]:
+    """Of a generator, and of the learner."""
+    base = {"model.path": config.model.path}
+    functions = {f"rewards: {one.name}": one.use for one in functions_of(config.rewards)}
+    functions |= {f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)}
+    judges = {f"rewards: {one.name}": model for one in functions_of(config.rewards) if (model := classifier_of(one))}
+    adapters = {
+        "model.adapter": config.model.adapter,
+        "model.reference": config.model.reference,
+        "learner.value.start": config.learner.value.start,
+        **{f"rewards: {one.name}": one.adapter for one in config.rewards if one.adapter is not None},
+    }
+    loss = {"learner.loss.ratio": config.learner.loss.ratio} if config.learner.loss.own else {}
+    return (
+        Needs("generator", base | judges, _files(functions)),
+        Needs("learner", base | {name: path for name, path in adapters.items() if path is not None}, _files(loss)),
+    )
+
+
+def placed(node_of: Mapping[str, Node]) -> list[str]:
+    """A line for each node: which processes of the run are on it."""
+    roles: dict[str, list[str]] = {}
+    for role, node in sorted(node_of.items()):
+        roles.setdefault(node.name, []).append(role)
+    return [f"placement: node {name}: {', '.join(on)}" for name, on in sorted(roles.items())]
+
+
+def lacks(facts: NodeFacts, own: NodeFacts, need: Needs) -> Iterator[str]:
+    """What a node with processes of that kind lacks, or has otherwise than the driver (`own`)."""
+    for name in NEEDED[need.kind]:
+        if name not in facts.packages:
+            yield f"{name} is not installed, and a {need.kind} needs it"
+    for name, there in facts.packages.items():
+        here = own.packages.get(name, there)
+        if there.partition("+")[0] != here.partition("+")[0]:  # after the +: what it was built for
+            yield f"{name} {there} is installed, the driver has {here}; install the same on all nodes"
+    if facts.sources != own.sources:
+        yield "its gleaner differs from the driver's; install the same, or submit the job with --working-dir"
+    for setting, path in {**need.models, **need.files}.items():
+        contents = facts.contents[setting], own.contents[setting]
+        if contents[1] and not contents[0]:
+            yield f"{setting}: {path} is not there; put it on every node, or on a disk that all nodes share"
+        elif file := _first_difference(*contents):
+            yield f"{setting}: {path} is not what the driver has ({file} differs); copy it again"
+    if need.kind == "learner" and facts.lock != own.lock:
+        yield "output_dir: it does not see the driver's run folder; give a folder on a disk that both share"
+
+
+def downloads(facts: NodeFacts, need: Needs) -> Iterator[str]:
+    """Models of the hub that are not in the node's cache."""
+    for setting, name in need.models.items():
+        if NOT_CACHED in facts.contents[setting].get(REVISION, ""):
+            yield f"{setting}: {name} is not in its cache, and is downloaded as the {need.kind} starts"
+
+
+def _first_difference(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """The first file that differs; None: none does, or one of the two is still to be downloaded."""
+    if any(NOT_CACHED in found.get(REVISION, "") for found in (there, here)):
+        return None
+    return next((name for name in sorted({*there, *here}) if there.get(name) != here.get(name)), None)
+
+
+def _files(uses: Mapping[str, str]) -> dict[str, str]:
+    """Of functions that are given as `path/file.py:name`, the path."""
+    found = {setting: use.rpartition(":")[0] for setting, use in uses.items()}
+    return {setting: place for setting, place in found.items() if place.endswith((".py", SUFFIX))}
