@@ -89,7 +89,7 @@ test-trackers: setup
 	    cp requirements/trackers.txt build/trackers/.requirements; }
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
 
-# A run on emulated nodes, of which one is killed and comes back; NODES=1 because it takes two minutes.
+# Runs on emulated nodes, of which one is killed and comes back, or lacks something; NODES=1 because they take three minutes.
 test-nodes: setup
 	@NODES=1 $(BIN)/pytest -n 0 -p no:cacheprovider tests/nodes
 
