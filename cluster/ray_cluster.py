@@ -151,11 +151,7 @@ def connect(
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     os.environ.update(PICKLED_TABLES)
     if in_job() or address != "local":
-        if not in_job():
-            _check_listening(address)
-        import ray
-
-        ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
+        _join(address)
         if shows_metrics:
             metrics_address()  # or it says why there is none
         return Session("joined", None)
@@ -180,6 +176,21 @@ def connect(
         raise
     check_doors(ray)
     return Session("local", folder, commands)
+
+
+def _join(address: str) -> None:
+    """Connects to the cluster that launched us, or the one at `address`. Raises PlacementError if there is none."""
+    if not in_job():
+        _check_listening(address)
+    import ray
+
+    try:
+        ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise PlacementError(
+            f"cluster.address: no running Ray was found for {address!r}; start one with: ray start --head, or use "
+            "cluster.address=local"
+        ) from error
 
 
 def store_bytes(policy_bytes: int, free: int) -> int:
