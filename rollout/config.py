@@ -75,6 +75,10 @@ class EvalConfig(Frozen):
     weight. Reward models are not asked."""
 
 
+# Settings of `data` that say how its path is read: of another path they say nothing.
+OF_ITS_PATH = ("split", "args")
+
+
 class DataConfig(Frozen):
     """Problems: a hub dataset name, a JSON lines, JSON, CSV or Parquet file (also packed: .gz), a folder of
     save_to_disk, or a reasoning_gym task `rg:<task>`."""

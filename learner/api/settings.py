@@ -11,6 +11,7 @@ from learner.api.plain import plain
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.yaml_tree import ConfigError, check_plain, read_yaml
+from rollout.config import OF_ITS_PATH
 
 
 def tree_of(
@@ -35,6 +36,9 @@ def tree_of(
     """
     try:
         tree = {} if config is None else read_yaml(Path(config))
+        if "data.path" in _by_key(datasets) and isinstance(tree.get("data"), dict):
+            for name in OF_ITS_PATH:  # of the file's own data
+                tree["data"].pop(name, None)
         for key in sorted(settings, key=lambda one: one.count(".")):
             known = key.partition(".")[0] in RunConfig.model_fields
             config_io.assign(tree, key, plain(settings[key], key, inputs.function if known else _unread))

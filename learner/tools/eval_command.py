@@ -16,6 +16,7 @@ from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
 from learner.tools.eval_progress import EvalProgress
 from learner.tools.evaluation import Evaluated, evaluate
+from learner.tools.other_data import of_other_data
 from learner.tools.reported import reported
 from rollout.data import hub
 
@@ -129,5 +130,5 @@ def _overrides(asked: Asked) -> list[str]:
     if asked.reward:
         changed.append(f"rewards={json.dumps([{'use': use} for use in asked.reward])}")
     if asked.data is not None:
-        changed.append(f"data.size={asked.limit or 'null'}")
+        changed = [*of_other_data(), f"data.size={asked.limit or 'null'}", *changed]
     return [*changed, *(asked.overrides or [])]

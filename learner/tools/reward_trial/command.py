@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.config_io import ConfigError, load, sentences
+from learner.tools.other_data import of_other_data
 from learner.tools.reward_trial.cases import (
     Case,
     TrialError,
@@ -108,7 +109,8 @@ def _meant(asked: Asked) -> Meant:
             raise TrialError("; ".join(sentences(error, DataConfig))) from None
         assert asked.reward is not None  # options.py has looked
         return Meant(None, data, functions_of([asked.reward]), [])
-    config = load(asked.config, [f"{key}={value}" for key, value in changed.items()])
+    others = of_other_data() if asked.data is not None else []
+    config = load(asked.config, [*others, *(f"{key}={value}" for key, value in changed.items())])
     whole = absolute(config)
     rewards = functions_of(whole.rewards)
     if asked.reward is not None:

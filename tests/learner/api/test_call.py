@@ -56,6 +56,15 @@ def test_a_call_is_a_configuration_with_its_inputs_beside_it(tmp_path: Path) -> 
     assert found["rewards"][2]["use"].endswith("/lambda.pickle:lambda")
 
 
+def test_how_a_files_own_data_is_read_says_nothing_of_other_data(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {path: rg:leg_counting, split: test, args: {max_animals: 3}, size: 9}")
+    found = written(tmp_path / "inputs", config=tmp_path / "base.yaml")
+    assert found["data"].keys() == {"path", "size"}
+    found = written(tmp_path / "more", config=tmp_path / "base.yaml", **{"data.split": "train[:2]"})
+    assert found["data"]["split"] == "train[:2]"
+    assert written(tmp_path / "own", config=tmp_path / "base.yaml", dataset=None)["data"]["args"] == {"max_animals": 3}
+
+
 @pytest.mark.parametrize("made", [list, datasets.Dataset.from_list])
 def test_rows_are_read_as_they_were_given(tmp_path: Path, made: Any) -> None:
     for number in range(2):  # the same call: the same files

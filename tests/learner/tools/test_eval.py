@@ -145,3 +145,15 @@ def test_what_is_wrong_is_said(words: list[str], told: str, capsys: pytest.Captu
     model = str(Path(__file__).parents[3] / "examples" / "tiny-arithmetic")
     assert main(["eval", *(word.format(model=model) for word in words)]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["eval"], ["rewards", "try"]])
+def test_how_a_configuration_reads_its_own_data_says_nothing_of_other_data(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    config = Path(__file__).parents[3] / "configs" / "local_cpu.yaml"  # a task of reasoning_gym, with arguments
+    assert main([*command, "--config", str(config), "--data", str(tmp_path / "empty.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert "data.path: must hold at least one problem" in said
+    assert "data.args" not in said
