@@ -134,6 +134,11 @@ def in_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
+def joins(address: str) -> bool:
+    """Whether `connect` joins a cluster, rather than starting a private one."""
+    return in_job() or address != "local"
+
+
 def connect(
     address: str,
     min_cpus: float,
@@ -150,7 +155,7 @@ def connect(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a role without a GPU must not see one
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     os.environ.update(PICKLED_TABLES)
-    if in_job() or address != "local":
+    if joins(address):
         _join(address)
         if shows_metrics:
             metrics_address()  # or it says why there is none

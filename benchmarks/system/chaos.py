@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the run folder and output.log; else they go")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background, and so below
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     shared_before = set(SHARED.iterdir())
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), int(60 * options.minutes), options.overrides)  # no more than one step a second

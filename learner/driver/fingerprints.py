@@ -23,6 +23,7 @@ from rollout.env.loader import code_of
 
 FILE = "inputs.json"  # in a checkpoint
 REVISION = "revision"  # the name of what stands for all files of a hub's model
+NOT_CACHED = "not in the cache"  # at the end of the revision of one that is still to be downloaded
 KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
 WHOLE_BYTES = 2**30  # a folder of up to so many is read whole
 BLOCKS, BLOCK_BYTES = 64, 2**20  # of a larger one's files: so many blocks of that size, evenly spread
@@ -139,4 +140,4 @@ def _revision(name: str) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent.name if isinstance(config, str) else f"{name}, which is not in the cache"
+    return Path(config).parent.name if isinstance(config, str) else f"{name}, which is {NOT_CACHED}"

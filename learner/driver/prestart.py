@@ -9,7 +9,7 @@ import os
 
 from cluster.placement import waiting
 from cluster.prestart.prestarted import Prestarted
-from cluster.ray_cluster import in_job, role_env
+from cluster.ray_cluster import joins, role_env
 from learner.config import RunConfig, generator_roles, learner_roles
 from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
 from rollout.data.chat_error import ChatError
@@ -20,7 +20,7 @@ def prestarted(config: RunConfig, *, learns: bool = True) -> Prestarted:
     """To be closed when the run has ended. Empty where roles are not prestarted, or the model cannot be read, which the
     checks of the start will tell. learns: whether there is a learner beside the generators."""
     found = Prestarted()
-    if in_job() or config.cluster.address != "local":
+    if joins(config.cluster.address):
         return found
     try:
         learner = import_learner_for_4_bit if has_4_bit_layers(config.model) else import_learner

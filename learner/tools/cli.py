@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, NoReturn
 
 import typer
 from typer.main import get_command
 
+from cluster.installed import version_of
 from learner.main import leave
 from learner.tools.commands import (
     doctor,
@@ -37,10 +37,8 @@ def versions() -> str:
 
 def _version_of(packages: Sequence[str]) -> str:
     for package in packages:
-        try:
-            return version(package) + ("" if package == packages[0] else f" ({package})")
-        except PackageNotFoundError:
-            continue
+        if found := version_of(package):
+            return found + ("" if package == packages[0] else f" ({package})")
     return "not installed"
 
 

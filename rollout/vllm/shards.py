@@ -87,9 +87,9 @@ def _settle_end(worker: Any, parent: int) -> None:
 
 
 def _forget_name(queue: Any) -> None:
-    """Of the memory of one of vLLM's queues."""
+    """Unlinks the shared memory of one of vLLM's queues; the processes that have it open keep it."""
     queue.buffer.shared_memory.unlink()
-    queue.buffer.is_creator = False  # who would unlink it once more
+    queue.buffer.is_creator = False  # the creator would unlink it again at its end
 
 
 def peak_of(engine: Any) -> float:

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import yaml
 
+from cluster.installed import version_of
 from cluster.memory.plan import gib
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
@@ -205,10 +205,4 @@ def _short(text: str) -> str:
 
 
 def _versions() -> list[tuple[str, str]]:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append((package, version(package)))
-        except PackageNotFoundError:
-            continue
-    return found
+    return [(package, found) for package in PACKAGES if (found := version_of(package))]
