@@ -21,7 +21,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TAKEN = b"t"
-OF_SHELLS = ("_", "PWD", "OLDPWD", "SHLVL")  # each shell changes them, also the one that Ray starts a worker by
+# Each shell changes them or takes them away, also the one that Ray starts a worker by; an activated environment exports
+# PS1.
+OF_SHELLS = ("_", "PWD", "OLDPWD", "SHLVL", "PS1", "PS2", "PS4", "OPTIND", "IFS")
 ROOT = Path(__file__).parents[2]  # of gleaner's packages
 
 

@@ -90,7 +90,11 @@ def expected(asked: Asked, pid: int, *, imported: bool) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_it_becomes_the_worker_and_the_shim_ends_with_it(early: Prestarted, tmp_path: Path) -> None:
+def test_it_becomes_the_worker_and_the_shim_ends_with_it(
+    early: Prestarted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PS1", "PS2", "PS4", "OPTIND", "IFS", "OLDPWD"):  # PS1 is there in every environment that was activated
+        monkeypatch.setenv(name, "as it was")
     early.start("learner", f"{__name__}:ready", {"KEPT": "as it was"})
     asked = Asked(early.commands["learner"], tmp_path, KEPT="as it was")
     found = asked.found()
