@@ -15,6 +15,7 @@ from cluster import machine
 from cluster.actor import S
 from cluster.exit_reason import ExitReasons
 from cluster.placement import PlacementError, Role, waiting
+from cluster.prestart import setup
 from cluster.ray_actor import Host, Remote
 from cluster.ray_metrics import metrics_address
 from cluster.ray_private import check_doors, close_doors, short_start, system_config
@@ -165,7 +166,7 @@ def connect(
 
     folder = RuntimeFolder()
     try:
-        with short_start():
+        with short_start(Path(setup.__file__)):
             ray.init(
                 address="local",
                 include_dashboard=False,

@@ -1,5 +1,5 @@
 """What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics unless asked for;
-and small: no autoscaler.
+and small: no autoscaler, no API server.
 
 Ray reads all but the last from the environment, once, as it is imported here and in each process that it starts.
 """
@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 REGISTER_S, LOOK_S = 20.0, 0.02  # for which a node's entry is waited for, and between two looks
@@ -46,28 +47,46 @@ def system_config(shows_metrics: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def short_start() -> Iterator[None]:
-    """Inside this block Ray starts no autoscaler, and goes on as soon as its node is there. ray.init has no arguments
-    for that.
+def short_start(setup: Path) -> Iterator[None]:
+    """Inside this block Ray starts neither autoscaler nor API server, goes on as soon as its node is there, and has its
+    workers started by `setup`. ray.init has no arguments for that.
 
     The autoscaler's monitor asks a cloud for more nodes, which one machine has not: it takes half a second of a core,
-    and Ray's end waits for it for a second. For its node Ray waits in whole seconds, two or three of them.
+    and Ray's end waits for it for a second. The API server is what `ray list` and `ray job` ask: Ray waits until it is
+    there, two thirds of a second of a core. For its node Ray waits in whole seconds, two or three of them.
     """
     from ray._private import services
     from ray._private.node import Node
+    from ray._private.parameter import RayParams
 
-    monitor, found = Node.start_monitor, services.get_node
+    monitor, server, processes = Node.start_monitor, Node.start_api_server, Node.start_ray_processes
+    found = services.get_node
 
     def node_as_it_comes(gcs_address: str, node_id: str) -> Any:
         _until_registered(gcs_address, node_id)
         return found(gcs_address, node_id)
 
-    Node.start_monitor = lambda node: None  # type: ignore[method-assign]
+    def without_server(node: Node, **options: Any) -> None:
+        node._webui_url = ""  # as where it shows no dashboard
+
+    def with_setup(node: Node) -> None:
+        params: RayParams = node._ray_params
+        params.setup_worker_path = str(setup)
+        processes(node)
+
+    Node.start_monitor, Node.start_api_server = _nothing, without_server  # type: ignore[method-assign,assignment]
+    Node.start_ray_processes = with_setup  # type: ignore[method-assign]
     services.get_node = node_as_it_comes
     try:
         yield
     finally:
-        Node.start_monitor, services.get_node = monitor, found  # type: ignore[method-assign]
+        Node.start_monitor, Node.start_api_server = monitor, server  # type: ignore[method-assign]
+        Node.start_ray_processes = processes  # type: ignore[method-assign]
+        services.get_node = found
+
+
+def _nothing(node: Any) -> None:
+    pass
 
 
 def _until_registered(gcs_address: str, node_id: str) -> None:

@@ -1,6 +1,7 @@
 """Processes of roles that import while the checks of a start and Ray's own start are still at work.
 
-    driver --starts--> worker.py: imports, waits at a socket ... is handed a worker's arguments, and becomes it
+    driver --starts--> worker.py: imports what all roles do, and is forked: imports what generators do, or the learner,
+                       and is forked for each role: waits at a socket ... is handed a worker's arguments, becomes it
     raylet --starts--> shim.py: hands over what Ray gave it, and stays until that process ends
 
 Ray starts a role's worker by the command in its runtime_env (`py_executable`); that of a prestarted role is the shim.

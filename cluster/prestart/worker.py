@@ -1,8 +1,10 @@
-"""worker.py LISTENER MODULE:FUNCTION PARENT: calls the function, which imports, and becomes the worker that the shim
-hands over. LISTENER: the descriptor of the socket at which the shim asks. PARENT: the process that started this one.
+"""worker.py PARENT COMMON PREPARATION=LISTENER,... ...: calls COMMON, which imports what all roles do. A process forked
+for each PREPARATION calls that, which imports the rest, and one for each LISTENER, the descriptor of the socket at
+which a role's shim asks, becomes the worker that the shim hands over. COMMON and PREPARATION are MODULE:FUNCTION.
+PARENT: the process that started this one.
 
-It ends with its parent, and without a word where it may not become that worker: the shim then starts an ordinary one,
-which tells whatever is wrong.
+Each process ends with its parent, and without a word where it may not become that worker: the shim then starts an
+ordinary one, which tells whatever is wrong.
 """
 
 import array
@@ -15,6 +17,8 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,15 +32,59 @@ ROOT = Path(__file__).parents[2]  # of gleaner's packages
 
 
 def main() -> None:
-    """Returns when the worker has ended."""
-    descriptor, preparation, parent = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it ended before that took effect
+    """Returns when all workers have ended."""
+    parent, common, *preparations = sys.argv[1:]
+    pairs = [preparation.split("=") for preparation in preparations]
+    wanted = {name: {int(descriptor) for descriptor in listeners.split(",")} for name, listeners in pairs}
+    if not _ends_with(int(parent)):
         return
     environment = {name: value for name, value in os.environ.items() if name not in OF_SHELLS}
     sys.path[0] = str(ROOT)
-    with socket.socket(fileno=int(descriptor)) as listener:  # closed after one worker: the next one is refused
-        _prepare(preparation)
+    gc.disable()  # it would look at a million objects that imports make, and find no garbage
+    _import(common)
+    opened = {descriptor for own in wanted.values() for descriptor in own}
+    _fork(opened, {frozenset(own): partial(_prepare, name, own, environment) for name, own in wanted.items()})
+
+
+def _fork(opened: set[int], work: Mapping[frozenset[int], Callable[[], None]]) -> None:
+    """Each in a process of its own, which ends with this one, and has its own of the opened descriptors alone. Returns
+    when all have ended."""
+    gc.freeze()
+    ours = os.getpid()
+    for own, one in work.items():
+        if os.fork() == 0:
+            if _ends_with(ours):
+                _close(opened - own)
+                one()
+            sys.exit()
+    _close(opened)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _ends_with(parent: int) -> bool:
+    """From now on; false if it has ended already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _prepare(preparation: str, listeners: set[int], environment: Mapping[str, str]) -> None:
+    _import(preparation)
+    _fork(listeners, {frozenset([one]): partial(_work, one, environment) for one in listeners})
+
+
+def _work(descriptor: int, environment: Mapping[str, str]) -> None:
+    """Becomes the worker that is handed over."""
+    gc.enable()
+    with socket.socket(fileno=descriptor) as listener:  # closed after one worker: the next one is refused
         shim, _ = listener.accept()
     worker, files = _received(shim)
     if other := [name for name, value in environment.items() if worker["environment"].get(name) != value]:
@@ -46,16 +94,14 @@ def main() -> None:
     _become(worker, files)
 
 
-def _prepare(preparation: str) -> None:
-    """Imports, without the garbage collector: imports make a million objects and no garbage. An import of ray fails
-    meanwhile, since it reads its settings from the environment once, and the worker's come with the handover."""
+def _import(preparation: str) -> None:
+    """An import of ray fails meanwhile, since it reads its settings from the environment once, and the worker's come
+    with the handover."""
     module, _, function = preparation.partition(":")
     assert "ray" not in sys.modules, "something imports ray as each interpreter starts"
-    gc.disable()
     sys.modules["ray"] = None  # type: ignore[assignment]
     getattr(import_module(module), function)()
     del sys.modules["ray"]
-    gc.enable()
 
 
 def _received(shim: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -6,6 +6,7 @@ libraries look for cards as they are imported.
 
 import logging
 import os
+from collections.abc import Callable
 
 from cluster.placement import waiting
 from cluster.prestart.prestarted import Prestarted
@@ -26,14 +27,26 @@ def prestarted(config: RunConfig, *, learns: bool = True) -> Prestarted:
         learner = import_learner_for_4_bit if has_4_bit_layers(config.model) else import_learner
     except ChatError:
         return found
-    wanted = [(role, import_generator, required_env(cuda=False)) for role in generator_roles(config)]
-    wanted += [(role, learner, {}) for role in learner_roles(config) if learns]
-    threads = waiting([role for role, *_ in wanted], os.cpu_count() or 1)
-    for role, preparation, env in wanted:
+    wanted = [(role, import_generator) for role in generator_roles(config)]
+    wanted += [(role, learner) for role in learner_roles(config) if learns]
+    threads = waiting([role for role, _ in wanted], os.cpu_count() or 1)
+    alike: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+    for role, preparation in wanted:
         if role.gpus == 0:
-            name = f"{preparation.__module__}:{preparation.__name__}"
-            found.start(role.name, name, role_env(role, env) | threads)
+            env = role_env(role, required_env(cuda=False)) | threads
+            alike.setdefault(tuple(env.items()), {})[role.name] = _named(preparation)
+    for variables, preparations in alike.items():
+        found.start(_named(import_common), preparations, dict(variables))
     return found
+
+
+def _named(function: Callable[[], None]) -> str:
+    return f"{function.__module__}:{function.__name__}"
+
+
+def import_common() -> None:
+    """What generators and learner import, and is imported once for all of them."""
+    import learner.model.common_imports  # noqa: F401
 
 
 def import_generator() -> None:

@@ -87,7 +87,8 @@ def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = 
     config, budgets = prepared.config, prepared.budgets
     settled = config.model_copy(update={"learner": budgets.learner})
     wanted = [settled, prepared.total_steps, budgets.learner_bytes]
-    env = ALLOCATOR if config.cluster.gpus.learner > 0 else {}
+    # Without a card that of a generator: so what both import can be imported once (learner.driver.prestart).
+    env = ALLOCATOR if config.cluster.gpus.learner > 0 else required_env(cuda=False)
     first, *others = learner_roles(config)
     if not others:
         return [session.spawn(first, make_trainer, [*wanted, base], env)]

@@ -96,7 +96,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "task": ("ray.remote_function.RemoteFunction",),
         "task.options()": PLAIN,
     },
-    "cluster/ray_private.py": {"ray": ("ray",), "ray.util": ("ray.util",)},
+    "cluster/ray_private.py": {
+        "ray": ("ray",),
+        "ray.util": ("ray.util",),
+        "params": ("ray._private.parameter.RayParams",),
+        "node._ray_params": ("ray._private.parameter.RayParams",),
+    },
     "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},
     "learner/model/base.py": {"library": PLAIN, "library.nn": ("bitsandbytes.nn",)},
     "learner/model/meta_base.py": {"name2qmap": PLAIN},
