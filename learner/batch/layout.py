@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.batch.tile_batches import Tile, TileBatch, batched
+
 # Segments that share a prefix are computed by one call of the kernel, as long as together they have no more tokens than
 # the prefix, or than this many. The call replaces several, and at most half of the scores it computes are masked out.
 BLOCK = 128
@@ -19,16 +21,6 @@ class Segment(NamedTuple):
     stop: int
     prefix_start: int = 0
     prefix_stop: int = 0
-
-
-class Tile(NamedTuple):
-    """Queries [start, stop) of a segment that begins at `own`; they see the prefix and the segment up to themselves."""
-
-    start: int
-    stop: int
-    own: int
-    prefix_start: int
-    prefix_stop: int
 
 
 class Block(NamedTuple):
@@ -67,13 +59,19 @@ class Layout:
         made: Tensor = self._made[key]
         return made
 
-    def tiles(self, size: int) -> list[Tile]:
-        """The queries of each segment, `size` at a time."""
-        return [
-            Tile(start, min(start + size, own.stop), own.start, own.prefix_start, own.prefix_stop)
-            for own in self.segments
-            for start in range(own.start, own.stop, size)
-        ]
+    def tiles(self, size: int, width: int) -> tuple[list[Tile], list[TileBatch]]:
+        """The queries of each segment, `size` at a time: those that are computed alone, and the others in batches
+        (learner.batch.tile_batches)."""
+        key = "tiles", size, width
+        if key not in self._made:
+            tiles = [
+                Tile(start, min(start + size, own.stop), own.start, own.prefix_start, own.prefix_stop)
+                for own in self.segments
+                for start in range(own.start, own.stop, size)
+            ]
+            self._made[key] = batched(tiles, width)
+        made: tuple[list[Tile], list[TileBatch]] = self._made[key]
+        return made
 
     def ragged(self, device: torch.device) -> "Ragged":
         """The same for FlashAttention."""

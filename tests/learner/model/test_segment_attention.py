@@ -61,7 +61,7 @@ def made(
 
 @settings(max_examples=40)
 @given(
-    families=st.lists(st.tuples(st.integers(1, 7), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=3),
+    families=st.lists(st.tuples(st.integers(1, 7), st.lists(st.integers(1, 9), max_size=12)), min_size=1, max_size=3),
     kv_heads=st.integers(1, 3),
     groups=st.integers(1, 3),
     widths=st.tuples(st.integers(1, 5), st.integers(1, 5)),
@@ -79,6 +79,19 @@ def test_values_and_gradients_are_the_plain_formulas(
         assert torch.allclose(found.double(), wanted, atol=bound, rtol=bound)
         for one, other in zip(slopes(found, inputs), slopes(wanted, exact), strict=True):
             assert (one - other).norm() <= bound * (1 + other.norm())
+
+
+def test_short_segments_are_computed_together_and_long_ones_alone() -> None:
+    """Eight or more tiles of like shape, each with fewer products than its calls are worth; every tile once."""
+    layout = layout_of([(30, [20, 9, 11, 10, 12, 10, 9, 20]), (30, [10, 150])])
+    narrow, wide = layout.tiles(TILE, 64), layout.tiles(TILE, 65536)
+    for alone, batches in (narrow, wide):
+        places = [place for tile in alone for place in range(tile.start, tile.stop)]
+        places += [place for batch in batches for place in batch.places.tolist()]
+        assert sorted(places) == list(range(layout.segments[-1].stop))
+    assert [batch.shape for batch in narrow[1]] == [(9, 20, 50)]
+    assert sorted(tile.stop - tile.start for tile in narrow[0]) == [22, 30, 30, 128]
+    assert wide[1] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
