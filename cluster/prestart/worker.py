@@ -78,7 +78,10 @@ def _close(descriptors: Iterable[int]) -> None:
 
 def _prepare(preparation: str, listeners: set[int], environment: Mapping[str, str]) -> None:
     _import(preparation)
-    _fork(listeners, {frozenset([one]): partial(_work, one, environment) for one in listeners})
+    if len(listeners) == 1:  # a fork would leave the one before it behind, with 130 MB of its own
+        _work(next(iter(listeners)), environment)
+    else:
+        _fork(listeners, {frozenset([one]): partial(_work, one, environment) for one in listeners})
 
 
 def _work(descriptor: int, environment: Mapping[str, str]) -> None:
