@@ -38,13 +38,13 @@ def host_bytes(
     learners: ranks of the learner, each with its own of what follows.
     offloaded: learner.offload_boundaries. undo: of several ranks, what each step began with. paged: the states of
       paged_adamw_8bit, once the card is full.
-    passing: the most of what comes and goes: the learner's weights as they are loaded (4-bit ones one matrix at a
-      time), copies of a push of whole weights, or of the weights that a checkpoint of a whole model writes. vLLM reads
-      mapped files: those pages are cache, and given back when memory is wanted.
+    passing: the most of what comes and goes: the learner's weights as they are loaded (4 bits and shards matrix by
+      matrix), copies of a push of whole weights, or of the weights that a checkpoint of a whole model writes. vLLM
+      reads mapped files: those pages are cache, and given back when memory is wanted.
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
     whole = wish.mode == "full"
-    loading = b * n if found.base == "none" else b * shape.vocab * shape.hidden
+    loading = b * n if found.base == "none" and wish.base_ranks == 1 else b * shape.vocab * shape.hidden
     loading = 0 if wish.shared else loading  # the generator's are mapped
     pushing = LEARNER_COPIES * pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
     saving = (4 if found.learner["adapters"] else b) * n if whole else 0
@@ -60,7 +60,7 @@ def host_bytes(
         "generators": found.generators * engine_processes(found.shards) * (ENGINE_PROCESS + CUDA_LIBRARIES),
         "asleep": found.generators * asleep,
         "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
-        "undo": learners * _undo(shape, wish) if learners > 1 else 0,
+        "undo": learners * _undo(shape, wish) if wish.undo else 0,
         "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
         "passing": max(learners * loading, pushing, saving),
     }

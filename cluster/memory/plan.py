@@ -75,6 +75,7 @@ class Wish:
     exact: bool = False  # learner.reduce
     undo: bool = False  # the learner has several ranks
     shared: bool = False  # memory.base: shared: one base for both roles, the generator's
+    base_ranks: int = 1  # over which the learner's base is divided (memory.base: sharded)
     cuda: bool = True
     learner_cap: int | None = None  # bytes that a role may have at most
     generator_cap: int | None = None

@@ -21,6 +21,7 @@ from cluster.memory.kv_cache import cache_bytes, cached_sequences
 from cluster.memory.learner import Learning, Micro
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.shape import SHAPES, Shape
+from cluster.memory.sharded import sharded_base_bytes
 from cluster.memory.units import DTYPE_BYTES, Checkpointing
 from cluster.memory.weight_push import pushed_bytes
 
@@ -56,7 +57,9 @@ def _fits(found: Plan, wish: Wish) -> bool:
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
     """Every choice, the best first."""
     for base in ("none", "nf4") if wish.base is None else (wish.base,):
-        if base == "nf4" and (wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32"):
+        if base == "nf4" and (
+            wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32" or wish.base_ranks > 1
+        ):
             continue
         for layout in ("slices",) if wish.shared else wish.layouts:
             for kv_bytes in _kv_choices(shape, work, wish):
@@ -89,6 +92,8 @@ def _plan(
     learner = learner_memory.learner_bytes(shape, learning, micro)
     if wish.shared:
         learner["weights"] = 0  # counted where they lie, with the generator
+    if wish.base_ranks > 1:
+        learner |= sharded_base_bytes(shape, DTYPE_BYTES[wish.dtype], wish.base_ranks)
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
         learner, generator_bytes(shape, serving), work.generators, work.learners, work.shards,
@@ -149,6 +154,10 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         )
     if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and work.generators == 1:
         changes.append(("memory.base=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
+    own_cards = wish.cuda and wish.layouts == ("separate",)
+    if own_cards and wish.mode == "lora" and wish.push == "adapter" and wish.base != "nf4":
+        divided = replace(wish, base="none", base_ranks=2 * wish.base_ranks, exact=True)
+        changes.append((f"memory.base=sharded with cluster.learners={divided.base_ranks}, a card each", work, divided))
     if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
         changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
     if wish.mode == "full" and wish.optimizer in ("adamw", "adamw_rounded"):

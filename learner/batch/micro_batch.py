@@ -37,12 +37,20 @@ class MicroBatch:
     places: Int[Tensor, " N"]  # int64, where the token stands in Rows
     positions: Int[Tensor, "1 L"] | None = None  # int64 if packed: place of each token in its own sequence
     layout: Layout | None = None  # of the packed row
+    idle: bool = False  # nothing is learned from it (see idle_copy)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on `device`; with a layout of its own, so that what attention makes of it goes with the copy."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        tensors = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
+        tensors: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)
+        }
         return replace(self, **tensors, layout=self.layout and Layout(self.layout.segments))
+
+    def idle_copy(self) -> "MicroBatch":
+        """For a rank that has no further micro-batch of its own, and whose shards of the base the others need in a
+        pass: the same pass, whose gradients are zeros."""
+        return replace(self, idle=True)
 
 
 class _Part(NamedTuple):

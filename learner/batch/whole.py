@@ -27,6 +27,10 @@ class WholeBatch:
         """Of the micro-batch."""
         return self.batch.ids
 
+    def idle_copy(self) -> "WholeBatch":
+        """Itself: it is read, and never learned from."""
+        return self
+
 
 def whole_batches(
     rows: Rows, token_budget: int, *, packed: bool, pad: int | None, fine: int | None = None

@@ -17,6 +17,13 @@ def _several(needs: str, mend: str, got: str, broken: Callable[[Settings], bool]
     )  # fmt: skip
 
 
+def _sharded(needs: str, mend: str, got: str, broken: Callable[[Settings], bool]) -> Rule:
+    return Rule(
+        "memory.base: sharded", f"needs {needs}", f"{mend}, or memory.base=own", (got,),
+        lambda c: c.memory.base == "sharded" and broken(c),
+    )  # fmt: skip
+
+
 RANKS = (
     _several(
         "learner.mode=lora: each rank has the whole model and all states of its optimizer", "set that", "learner.mode",
@@ -29,6 +36,18 @@ RANKS = (
     _several(
         "memory.base=own: the base of a generator is mapped by one learner", "set that", "memory.base",
         lambda c: c.memory.base == "shared",
+    ),
+    _sharded(
+        "cluster.learners above 1, over which it is divided", "set cluster.learners=2", "cluster.learners",
+        lambda c: c.cluster.learners == 1,
+    ),
+    _sharded(
+        "model.base=none: the blocks of 4 bits are not divided", "set that", "model.base",
+        lambda c: c.model.base == "nf4",
+    ),
+    _sharded(
+        "learner.push=adapter: no rank has the weights that an adapter would be merged with", "set that",
+        "learner.push", lambda c: c.learner.push == "merged",
     ),
     Rule(
         "learner.reduce: exact", "needs learner.mode=lora: it takes 16 bytes for each weight that is trained",

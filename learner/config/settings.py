@@ -44,9 +44,11 @@ class MemoryConfig(Frozen):
     that is set. Set it to leave a part of a card to others."""
     layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
     """`separate` cards, two `slices` of one, or `alternating`: the generators sleep while the learner trains."""
-    base: Literal["own", "shared"] = "own"
+    base: Literal["own", "shared", "sharded"] = "own"
     """`shared`: one copy of the base for both roles; the generator owns it, the learner maps it. For LoRA with one
-    generator on the learner's card, where a second copy of the weights would not fit."""
+    generator on the learner's card, where a second copy of the weights would not fit. `sharded`: several
+    `cluster.learners` divide the learner's copy among them, and gather it layer by layer; for LoRA on a base that one
+    card has no room for."""
     generator: BytesOrAuto = "auto"
     """The most that the plan may give a generator, all of it. Set it to divide a card by hand. Of vLLM the KV cache is
     held to the plan."""

@@ -74,7 +74,9 @@ async def start_processes(
         base = await workers[0].call(RolloutService.share_base, start) if shares else None
         learner = spawn_learner(prepared, session, base)
         await asyncio.gather(*(learner_started(rank, start) for rank in learner))
-    trainer = WatchedLearner(await joined(learner, config.cluster.deadlines), config.cluster.deadlines.heartbeat)
+    sharded = config.memory.base == "sharded"
+    met = await joined(learner, config.cluster.deadlines, sharded=sharded)
+    trainer = WatchedLearner(met, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
         longest = config.rollout.max_prompt_length
         fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
@@ -95,14 +97,16 @@ def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = 
     return [session.spawn(role, make_rank, [*wanted, rank], env) for rank, role in enumerate([first, *others])]
 
 
-async def joined(processes: "Sequence[Remote[Trainer]]", deadlines: DeadlineConfig) -> Actor[TrainerService]:
+async def joined(
+    processes: "Sequence[Remote[Trainer]]", deadlines: DeadlineConfig, *, sharded: bool = False
+) -> Actor[TrainerService]:
     """Those processes as one learner, once they know each other."""
     first, *others = processes
     if not others:
         return first
     ranks = cast("Sequence[Remote[RankService]]", processes)
     await meet(ranks, deadlines)
-    return Ranks(ranks, Regroup(ranks, deadlines))
+    return Ranks(ranks, Regroup(ranks, deadlines, replaces=not sharded), sharded=sharded)
 
 
 async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
@@ -188,11 +192,15 @@ def make_trainer(
 def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, rank: int) -> "Trainer":
     """One of cluster.learners, likewise."""
     _settle_logs(rank)
+    sharded = config.memory.base == "sharded"
     with _imports(config):
+        from learner.ranks.group import Group
         from learner.ranks.rank_trainer import RankTrainer
+        from learner.ranks.sharded_rank import ShardedRank
     if config.cluster.gpus.learner == 0 and rank == 0:  # the others take its choice
         settle_products(config.run_dir)
-    return _built(partial(RankTrainer, rank=rank, ranks=config.cluster.learners), config, total_steps, memory_bytes)
+    group = Group(rank, config.cluster.learners, _device(config), sharded=sharded)
+    return _built(partial(ShardedRank if sharded else RankTrainer, group=group), config, total_steps, memory_bytes)
 
 
 def _settle_logs(rank: int = 0) -> None:
@@ -209,10 +217,14 @@ def _built(kind: "Callable[..., Trainer]", config: RunConfig, total_steps: int, 
         max_completion_length=config.rollout.max_completion_length,
         total_steps=total_steps,
         seed=config.seed,
-        device="cuda" if config.cluster.gpus.learner > 0 else "cpu",
+        device=_device(config),
         memory_bytes=memory_bytes,
         reward_adapters=[str(reward.adapter) for reward in adapters_of(config.rewards)],
     )
+
+
+def _device(config: RunConfig) -> str:
+    return "cuda" if config.cluster.gpus.learner > 0 else "cpu"
 
 
 def _imports(config: RunConfig) -> AbstractContextManager[None]:

@@ -21,9 +21,11 @@ from learner.model.meta_base import without_weights
 from rollout.architecture import ArchitectureError, check_architecture
 
 
-def load_base(model: ModelConfig, device: torch.device, *, lora: bool, mapped: MappedBase | None = None) -> Any:
+def load_base(
+    model: ModelConfig, device: torch.device, *, lora: bool, mapped: MappedBase | None = None, sharded: bool = False
+) -> Any:
     """The frozen causal language model of model.path in model.dtype, without dropout; on the weights of `mapped`, which
-    are the generator's, instead of those that are loaded.
+    are the generator's, instead of those that are loaded; or in shards over the ranks of the process group.
 
     Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole.
     """
@@ -43,6 +45,10 @@ def load_base(model: ModelConfig, device: torch.device, *, lora: bool, mapped: M
         return without_weights(config, dtype, quantization).requires_grad_(False)
     if mapped is not None:
         return mapped.model(config, dtype, quantization, **options).requires_grad_(False)
+    if sharded:
+        from learner.model.sharded_base import sharded_base  # here: slow to import, and few runs use it
+
+        return sharded_base(model, config, device, **options)
     if quantization is not None:
         # Quantised weight by weight as the files are read: the whole model is never there in full.
         options |= {"quantization_config": quantization, "device_map": {"": device}}

@@ -98,10 +98,11 @@ def _candidates(lm: nn.Module) -> Iterator[tuple[Any, float]]:
 
 def _agrees(norm: nn.Module, eps: float) -> bool:
     """Whether it is an RMSNorm, by trying: on rows of which one is so small that epsilon matters."""
-    with torch.device("cpu"), torch.no_grad():  # the model's own may be one without content
+    with torch.device("cpu"), torch.no_grad():  # the model's own may be without content, or in shards
         random = torch.Generator().manual_seed(0)
-        trial: Any = copy.deepcopy(norm).to_empty(device="cpu").float()
-        trial.weight.normal_(generator=random)
+        trial: Any = copy.copy(norm)
+        shape: torch.Size = trial.weight.shape
+        trial._parameters = {"weight": nn.Parameter(torch.empty(shape).normal_(generator=random))}
         x = torch.randn(3, len(trial.weight), generator=random) * torch.tensor([[1.0], [30.0], [eps**0.5]])
         try:
             found = trial(x)

@@ -35,6 +35,8 @@ def wrong_with(config: RunConfig) -> list[str]:
     except Exception as error:  # transformers', of a config.json that does not hold together
         return [_sentence(error, "model.path: ")]
     found = list(_weights(lm, model.path))
+    if config.memory.base == "sharded":
+        found += _not_in_files(lm, model.path)
     if config.learner.mode == "lora":
         try:
             with torch.device("meta"):
@@ -73,6 +75,18 @@ def _weights(lm: Any, path: str) -> Iterator[str]:
     if not any(name in stored or f"model.{name}" in stored or name.removeprefix("model.") in stored for name in wanted):
         names = ", ".join(sorted(stored)[:SHOWN])
         yield f"model.path: none of the weights of {path} belongs to its config.json ({names}, ...); give another"
+
+
+def _not_in_files(lm: Any, path: str) -> Iterator[str]:
+    """Weights that cannot be read in parts."""
+    from learner.model.sharded_base import missing_from  # here: slow to import, and few runs use it
+
+    try:
+        stored = model_weights(path)
+    except WeightsError:
+        return
+    if stored is not None and (wrong := missing_from(dict(lm.named_parameters()), stored, path)):
+        yield wrong
 
 
 def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows
+from learner.model.head import gathered_head
 from learner.model.logits import Logits
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import kernels
@@ -28,16 +29,14 @@ TRIAL_IDS = 1000
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def enable(
-    lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBatch], Tensor], attention: str | None = None
-) -> bool:
+def enable(lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], attention: str | None = None) -> bool:
     """Sets the fastest attention that gives the same logprobs and gradients packed as row by row; True if one does.
 
     Otherwise the model keeps its own attention and a warning says why; micro-batches must then be padded.
 
     Args:
         lm: a causal language model of transformers, its layers as they will be trained.
-        head: [V, H] its output embedding; logits: what it does to head @ hidden.
+        logits: what it does to the products of its output embedding.
         predicting: a micro-batch -> [N, H] final hidden states of `lm` that predict its completion tokens.
         attention: taken without the trial, for a model without content (learner.tools.meta_run).
     """
@@ -45,15 +44,16 @@ def enable(
         lm.set_attn_implementation(attention)
         return True
     own, config = lm.config._attn_implementation, lm.config.get_text_config()
+    head = lm.get_output_embeddings().weight
     batches = [micro_batches(*_trial(len(head)), token_budget=budget, packed=budget > 1) for budget in (1, 10_000)]
-    wanted = _measure(lm, head, logits, predicting, batches[0])
+    wanted = _measure(lm, logits, predicting, batches[0])
     reasons = [_by_config(config)]
     for name in kernels(head.device, head.dtype) if reasons == [""] else []:
         try:
             lm.set_attn_implementation(name)
             if config._attn_implementation != name:
                 raise NotImplementedError("its attention cannot be exchanged")
-            reasons.append(_difference(wanted, _measure(lm, head, logits, predicting, batches[1]), head.dtype))
+            reasons.append(_difference(wanted, _measure(lm, logits, predicting, batches[1]), head.dtype))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
@@ -93,7 +93,7 @@ def _trial(vocab: int) -> tuple[Rows, Any, Any, Any]:
 
 
 def _measure(
-    lm: Any, head: Tensor, logits: Logits, predicting: Callable[[MicroBatch], Tensor], batches: list[MicroBatch]
+    lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], batches: list[MicroBatch]
 ) -> tuple[Tensor, Tensor]:
     """([N] logprobs in the order of the rows, [ids, E] gradient of their weighted sum to the input embeddings)."""
     embedded: list[Tensor] = []
@@ -103,11 +103,14 @@ def _measure(
 
     logprobs, numbers = [], []
     embedding = lm.get_input_embeddings()
-    gradient = torch.zeros(TRIAL_IDS, embedding.weight.shape[1], device=head.device)
+    device = embedding.weight.device
+    gradient = torch.zeros(TRIAL_IDS, embedding.weight.shape[1], device=device)
     handle = embedding.register_forward_hook(keep)
     try:
-        for batch in (batch.to(head.device) for batch in batches):
-            found, _ = policy_logprobs(predicting(batch), head, batch.targets, 1.0, logits=logits)
+        for batch in (batch.to(device) for batch in batches):
+            states = predicting(batch)
+            with gathered_head(lm) as head:
+                found, _ = policy_logprobs(states, head, batch.targets, 1.0, logits=logits)
             slopes = 1 + batch.advantages
             (grad,) = torch.autograd.grad(found, embedded.pop(), slopes)
             gradient.index_add_(0, batch.ids.flatten(), grad.flatten(0, 1).float())

@@ -32,6 +32,7 @@ from learner.model.activation_checkpointing import apply as apply_checkpointing
 from learner.model.activation_checkpointing import offloaded
 from learner.model.base import head_of, load_base, to_eval
 from learner.model.fusion import fuse
+from learner.model.head import gathered_head
 from learner.model.head_check import check_head
 from learner.model.logits import logits_of
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
@@ -49,10 +50,12 @@ class Policy:
 
     Args:
         attention: see learner.model.packing_check.enable. mapped: the base to use, instead of one of its own.
+        sharded: over the ranks of the process group, all of which make their policies at once.
         roles: further adapters, with a scalar head each; they need `lora`.
 
     Attributes:
-        head: [V, H] output embedding; frozen with an adapter.
+        head: [V, H] output embedding; frozen with an adapter. Of a base in shards it has a shape, a type and a device
+            only: `gathered_head` has its numbers.
         logits: what the model does to head @ hidden.
         model_type: of its config.
         scored: name -> adapter of each further role with a scalar head.
@@ -77,9 +80,10 @@ class Policy:
         keep_reference: bool = False,
         attention: str | None = None,
         mapped: MappedBase | None = None,
+        sharded: bool = False,
         roles: Sequence[ScoredRole] = (),
     ) -> None:
-        self._lm = load_base(model, device, lora=lora is not None, mapped=mapped)
+        self._lm = load_base(model, device, lora=lora is not None, mapped=mapped, sharded=sharded)
         self._offload = offload
         self.head = head_of(self._lm, model.path)
         self.logits = logits_of(self._lm.config.get_text_config())
@@ -103,7 +107,7 @@ class Policy:
         fuse(self._lm, trial, on_card=self.head.is_cuda)
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
-        self.packed = packing_check.enable(self._lm, self.head, self.logits, self.predicting, attention)
+        self.packed = packing_check.enable(self._lm, self.logits, self.predicting, attention)
         if lora is None and keep_reference:
             self._roles["reference"] = Reference(self._lm, model, trial).acting
 
@@ -126,6 +130,10 @@ class Policy:
     def predicting(self, batch: MicroBatch) -> Tensor:
         """[N, H] states that predict the completion tokens of the batch."""
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
+
+    def gathered_head(self) -> AbstractContextManager[Tensor]:
+        """See learner.model.head."""
+        return gathered_head(self._lm)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
         """Inside this block the model acts as another role on the same base: `reference`, or one of `scored`. A forward
@@ -173,11 +181,3 @@ class Policy:
         """Writes the base model's config.json and generation_config.json."""
         self._lm.config.save_pretrained(folder)
         self._lm.generation_config.save_pretrained(folder)
-
-    def check_ids(self, highest: int) -> None:
-        """Raises ValueError if a token id is beyond the model's vocabulary."""
-        if highest >= len(self.head):
-            raise ValueError(
-                f"token ids: must be below the vocabulary of model.path, {len(self.head)}, got {highest}; the rollouts "
-                "were made with another tokenizer or model"
-            )

@@ -40,11 +40,11 @@ NAME_BYTES, ADDRESS = 256, slice(20, 24)  # of the structure that it fills
 class Group(Peers):
     """Of one rank; `join` comes before anything else.
 
-    device: that the sums are on.
+    device: that the sums are on. sharded: whether the base is divided among the ranks.
     """
 
-    def __init__(self, rank: int, count: int, device: torch.device) -> None:
-        self.rank, self.count, self._device = rank, count, device
+    def __init__(self, rank: int, count: int, device: str, *, sharded: bool = False) -> None:
+        self.rank, self.count, self._device, self.sharded = rank, count, torch.device(device), sharded
         self._store: TCPStore | None = None
 
     def open(self, host: str, start_s: float) -> int:
@@ -120,4 +120,9 @@ def _or_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Unusable(f"{PEER_LOST} ({str(error).splitlines()[0][:MOST_SAID]})") from error
+        raise peer_lost(error) from error
+
+
+def peer_lost(error: RuntimeError) -> Unusable:
+    """To be raised in the place of what torch said when another rank did not answer."""
+    return Unusable(f"{PEER_LOST} ({str(error).splitlines()[0][:MOST_SAID]})")

@@ -1,11 +1,11 @@
 """One rank of the learner: a trainer that shares each step with its peers."""
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import torch
 
 from learner.ranks.group import Group
 from learner.ranks.memory import Before, as_bytes, copied, from_bytes
@@ -31,18 +31,18 @@ MUST_BE = (
 
 
 class RankTrainer(Trainer, RankService):
-    """rank: this one, from 0. ranks: of all. The others: see Trainer."""
+    """group: as this rank sees it. The others: see Trainer."""
 
-    def __init__(self, *args: Any, rank: int, ranks: int, device: str, **options: Any) -> None:
-        self.rank, self._group = rank, Group(rank, ranks, torch.device(device))
+    def __init__(self, *args: Any, group: Group, **options: Any) -> None:
+        self.rank, self._group = group.rank, group
         self._before: Before | None = None
-        super().__init__(*args, peers=self._group, device=device, **options)
+        super().__init__(*args, peers=group, **options)
 
     async def open(self, host: str, start_s: float) -> int:
-        return await self._thread.run(lambda: self._group.open(host, start_s))
+        return await asyncio.to_thread(self._group.open, host, start_s)
 
     async def join(self, meeting: Meeting, address: str) -> None:
-        await self._thread.run(lambda: self._group.join(meeting, address))
+        await asyncio.to_thread(self._group.join, meeting, address)
         await self._compare(0)
 
     async def numbered_step(self, groups: list[pa.Table], number: int) -> dict[str, float]:

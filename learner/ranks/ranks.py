@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cluster.actor import Actor, ActorDied, Method, P, Shared, T
-from learner.ranks.calls import all_of
+from learner.ranks.asked import Asked
 from learner.ranks.regroup import Regroup
 from learner.ranks.service import RankService
 from learner.trainer.service import TrainerService
-
-LARGEST = ("time/train", "memory/learner_peak")  # metrics of a process; the others are of all micro-batches
 
 
 class Ranks:
@@ -23,11 +20,13 @@ class Ranks:
 
     A rank that is lost is replaced (learner.ranks.regroup), and what was asked of it is asked again: the step that was
     under way, from where it began, to the same bits.
+
+    sharded: the base is divided among them (learner.ranks.sharded_rank), so that all are asked for any pass.
     """
 
-    def __init__(self, ranks: Sequence[Actor[RankService]], regroup: Regroup) -> None:
+    def __init__(self, ranks: Sequence[Actor[RankService]], regroup: Regroup, *, sharded: bool = False) -> None:
         self.name = "learner"
-        self._ranks, self._regroup = list(ranks), regroup
+        self._asked, self._regroup = Asked(ranks, sharded=sharded), regroup
         self._mending, self._looking, self._mended = asyncio.Lock(), asyncio.Lock(), 0  # how often
         self._steps, self._under_way = 0, False
         self._beside: set[asyncio.Future[None]] = set()  # calls beside a step, which were made before it
@@ -50,12 +49,12 @@ class Ranks:
             answer = await self._pulse(deadline_s)
         else:
             with self._known_beside():
-                answer = await self._again(lambda: self._ask(one, deadline_s, *args, **kwargs))
+                answer = await self._again(lambda: self._asked(one, deadline_s, *args, **kwargs))
         return answer
 
     async def _pulse(self, deadline_s: float) -> Any:
         """While a rank is replaced, which has deadlines of its own, seconds that grow."""
-        return time.monotonic() if self._mending.locked() else await self._ask(TrainerService.pulse, deadline_s)
+        return time.monotonic() if self._mending.locked() else await self._asked(TrainerService.pulse, deadline_s)
 
     async def _step(self, deadline_s: float, groups: list[pa.Table]) -> dict[str, float]:
         self._steps += 1
@@ -64,7 +63,7 @@ class Ranks:
         async def once() -> dict[str, float]:
             if self._beside:  # asked before the step, so of the policy before it, also when asked again
                 await asyncio.wait(self._beside)
-            metrics: dict[str, float] = await self._ask(RankService.numbered_step, deadline_s, shared, self._steps)
+            metrics: dict[str, float] = await self._asked(RankService.numbered_step, deadline_s, shared, self._steps)
             return metrics
 
         self._under_way = True
@@ -97,13 +96,6 @@ class Ranks:
                 async with self._looking:
                     await self._regroup.kill_hung()
 
-    async def _ask(self, method: Callable[..., Any], deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
-        join = JOINED.get(method.__name__)
-        if join is None:
-            return await self._ranks[0].call(method, deadline_s, *args, **kwargs)
-        sent = [Shared(arg) if isinstance(arg, list) else arg for arg in args]
-        return join(await all_of([rank.call(method, deadline_s, *sent, **kwargs) for rank in self._ranks]))
-
     @contextmanager
     def _known_beside(self) -> Iterator[None]:
         done = asyncio.get_running_loop().create_future()
@@ -113,32 +105,3 @@ class Ranks:
         finally:
             self._beside.discard(done)
             done.set_result(None)
-
-
-def _first(answers: list[Any]) -> Any:
-    return answers[0]
-
-
-def _metrics(answers: list[dict[str, float]]) -> dict[str, float]:
-    largest = {name: max(one[name] for one in answers) for name in LARGEST if name in answers[0]}
-    return answers[0] | largest
-
-
-def _mismatch(answers: list[pa.Array]) -> pa.Array:
-    """Each row is known to the rank that trained on it. One that has come since the step knows none."""
-    most = max(map(len, answers))
-    return pc.coalesce(*(answer for answer in answers if len(answer) == most))
-
-
-# What all ranks are asked, and how their answers become one. A step gets on as long as any rank does: the others may
-# wait for it, so pulses are added.
-JOINED: dict[str, Callable[[list[Any]], Any]] = {
-    "numbered_step": _metrics,
-    "rehearse": _metrics,
-    "mismatch": _mismatch,
-    "score": _first,
-    "load": _first,
-    "release_cache": _first,
-    "sees": all,
-    "pulse": sum,
-}

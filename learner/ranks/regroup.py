@@ -42,10 +42,11 @@ async def meet(ranks: Sequence[Rank], deadlines: DeadlineConfig, back: Sequence[
 
 class Regroup:
     """deadlines: a rank whose process does not answer for half a heartbeat hangs, and is killed. So it is replaced
-    before the learner as a whole counts as hung (learner.driver.watched_learner)."""
+    before the learner as a whole counts as hung (learner.driver.watched_learner). replaces: false where the base is in
+    shards, of which a lost rank takes its own along: then the learner as a whole is lost."""
 
-    def __init__(self, ranks: Sequence[Rank], deadlines: DeadlineConfig) -> None:
-        self._ranks, self._deadlines = list(ranks), deadlines
+    def __init__(self, ranks: Sequence[Rank], deadlines: DeadlineConfig, *, replaces: bool = True) -> None:
+        self._ranks, self._deadlines, self._replaces = list(ranks), deadlines, replaces
         self._in_a_row = 0
 
     @property
@@ -73,9 +74,11 @@ class Regroup:
     async def after(self, error: ActorDied, undo: int | None) -> None:
         """All ranks are there again, those that were lost as fresh processes. undo: number of the step under way.
 
-        Raises the error itself if nobody is left to take the state from, or after too many losses in a row; ActorDied,
-        DeadlineExceeded or RemoteError if another one is lost meanwhile.
+        Raises the error itself if nobody is left to take the state from, or after too many losses in a row, or if none
+        is replaced; ActorDied, DeadlineExceeded or RemoteError if another one is lost meanwhile.
         """
+        if not self._replaces:
+            raise error
         self._in_a_row += 1
         lost = [rank for rank, there in enumerate(await asyncio.gather(*map(_is_there, self._ranks))) if not there]
         if isinstance(error, StartFailed) or self._in_a_row > IN_A_ROW or len(lost) == len(self._ranks):

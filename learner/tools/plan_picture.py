@@ -13,7 +13,7 @@ WIDTH = 72  # characters of a bar
 END = 1.35  # of the card: where the picture cuts the bars of a model that does not fit
 # What a reader tells apart: label, role, parts, colour (of rich and of matplotlib).
 BANDS = (
-    ("learner: weights", "learner", ("weights", "reference"), "blue"),
+    ("learner: weights", "learner", ("weights", "gathered", "reference"), "blue"),
     ("adapter, gradient, optimizer", "learner", ("adapters", "gradients", "optimizer"), "cyan"),
     ("activations", "learner", ("checkpoints", "activations", "live", "update", "fragmentation"), "magenta"),
     ("generator: weights", "generator", ("weights",), "green"),

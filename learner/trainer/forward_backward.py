@@ -69,16 +69,20 @@ class Passes:
         parts = []
         for batch, reference in zip(batches, references, strict=True):
             moved = batch.to(self._device)
-            logprobs, entropy = policy_logprobs(
-                self._policy.predicting(moved), self._policy.head, moved.targets, self._temperature,
-                logits=self._policy.logits,
-            )  # fmt: skip
+            states = self._policy.predicting(moved)
+            with self._policy.gathered_head() as head:
+                logprobs, entropy = policy_logprobs(
+                    states, head, moved.targets, self._temperature, logits=self._policy.logits
+                )
             near = logprobs if proximal is None else proximal[batch.places].to(self._device)
-            self.mismatch.note(batch.places, near, moved.behavior)
             slopes, part = token_loss(
                 logprobs, entropy, moved, self._loss, reference=reference, version=version,
                 proximal=near if self._split else None,
             )  # fmt: skip
+            if batch.idle:
+                slopes = torch.zeros_like(slopes)
+            else:
+                self.mismatch.note(batch.places, near, moved.behavior)
             torch.autograd.backward(logprobs, self._scale(slopes))
             self._policy.collect_gradients()
             self.sums.add()
@@ -111,5 +115,6 @@ class Passes:
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         self.passed += 1
         moved = batch.to(self._device)
-        states, policy = self._policy.predicting(moved), self._policy
-        return token_logprobs(states, policy.head, moved.targets, self._temperature, logits=policy.logits)
+        states = self._policy.predicting(moved)
+        with self._policy.gathered_head() as head:
+            return token_logprobs(states, head, moved.targets, self._temperature, logits=self._policy.logits)

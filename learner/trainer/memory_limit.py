@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ class Pass(Protocol):
 
     @property
     def ids(self) -> Tensor: ...
+
+    def idle_copy(self) -> Any: ...
 
 
 T = TypeVar("T")
@@ -53,17 +55,25 @@ class TokenBudget:
         begin with their largest micro-batch, so a budget that is too large shows before much work is lost.
 
         Raises:
-            OutOfMemory: a micro-batch of one completion does not fit either.
+            OutOfMemory: a micro-batch of one completion does not fit either; or memory ran out in a pass that all ranks
+                were in, since the base is in shards: the others wait within it, and cannot be told.
         """
         while True:
             batches = plan(self.tokens)
             places = shares([batch.ids.numel() for batch in batches], self.peers.count)
+            own = places[self.peers.rank]
             done: list[T] = []
             reason = ""
             try:
-                done = work([batches[place] for place in places[self.peers.rank]])
+                done = work([*(batches[place] for place in own), *self._idle(batches, places)])[: len(own)]
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
+            if reason and self.peers.sharded:
+                raise OutOfMemory(
+                    f"learner.token_budget: memory ran out in a micro-batch of at most {_largest(batches)} tokens "
+                    f"({reason}), and with memory.base=sharded no step is taken again; set it below {self.tokens}, or "
+                    "learner.checkpointing=full"
+                )
             # Only here, after the exception and with it the frames that hold the broken graph are gone.
             reasons, results = zip(*self.peers.gather((reason, done)), strict=True)
             if not any(reasons):
@@ -75,6 +85,14 @@ class TokenBudget:
                 return [of_place[place] for place in range(len(batches))]
             torch.cuda.empty_cache()  # nothing happens without CUDA
             self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=next(filter(None, reasons)))
+
+    def _idle(self, batches: Sequence[B], places: Sequence[Sequence[int]]) -> list[B]:
+        """What this rank takes beside its own micro-batches so that all have as many passes, where they must: copies
+        of the smallest, with which plans end."""
+        if not self.peers.sharded:
+            return []
+        missing = max(map(len, places)) - len(places[self.peers.rank])
+        return [batches[-1].idle_copy() for _ in range(missing)]
 
     def _halve(self, *, largest: int, alone: int, reason: str) -> None:
         if largest <= alone:

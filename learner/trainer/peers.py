@@ -11,11 +11,13 @@ class Peers(Protocol):
     """All ranks call the same methods in the same order; each call waits for the others.
 
     Attributes:
-        rank: this one, from 0. count: of all.
+        rank: this one, from 0. count: of all. sharded: whether the base is divided among them, so that every pass of
+            one is one of all.
     """
 
     rank: int
     count: int
+    sharded: bool
 
     def sum(self, values: Tensor) -> None:
         """In place: the sum of what all ranks give, in an order that nobody knows."""
@@ -30,6 +32,7 @@ class Alone(Peers):
 
     rank = 0
     count = 1
+    sharded = False
 
     def sum(self, values: Tensor) -> None:
         """They are the sum."""

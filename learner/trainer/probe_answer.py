@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.model.head import check_ids
 from learner.model.logprob import token_logprobs
 from learner.model.policy import Policy
 from learner.model.served_names import served_weights
@@ -24,9 +25,11 @@ def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: boo
     started = time.perf_counter()
     if len(token_ids) < 2:
         raise ValueError(f"token_ids: at least two are needed for a logprob, got {len(token_ids)}")
-    policy.check_ids(max(token_ids))
+    check_ids(policy.head, max(token_ids))
     ids = torch.tensor(token_ids, device=policy.head.device)
-    logprobs = token_logprobs(policy.hidden(ids[None, :-1]), policy.head, ids[1:], 1.0, logits=policy.logits)
+    states = policy.hidden(ids[None, :-1])
+    with policy.gathered_head() as head:
+        logprobs = token_logprobs(states, head, ids[1:], 1.0, logits=policy.logits)
     held = held_of(policy, version, merged=merged)
     return Answer(np.asarray(logprobs.cpu().numpy()), held, time.perf_counter() - started)
 

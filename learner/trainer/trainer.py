@@ -20,6 +20,7 @@ from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model import activation_checkpointing
 from learner.model.export import update_of
+from learner.model.head import check_ids
 from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
 from learner.model.roles import reward_roles
@@ -85,8 +86,10 @@ class Trainer(TrainerService):
         mapped = None if base is None else MappedBase(base, where)
         self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
         self._budget = TokenBudget(tokens, peers)
-        roles = [*reward_roles(reward_adapters), *value_roles(learner)]
-        self._policy = _policy(model, learner, seed, where, attention=attention, mapped=mapped, roles=roles)
+        self._policy = _policy(
+            model, learner, seed, where, attention=attention, mapped=mapped, sharded=self._budget.peers.sharded,
+            roles=[*reward_roles(reward_adapters), *value_roles(learner)],
+        )  # fmt: skip
         updater = updater_for(list(self._policy.masters.values()), learner, dtype=model.dtype, device=where)
         sums = gradient_sums(self._policy.masters.values(), learner, self._budget.peers)
         self._updates = Updates(
@@ -152,7 +155,7 @@ class Trainer(TrainerService):
         started, retries = time.perf_counter(), self._budget.retries
         self._memory.start_step()
         rows = read(groups)
-        self._policy.check_ids(rows.highest_id)
+        check_ids(self._policy.head, rows.highest_id)
         rate = self._updates.rate(self._version)
         learned = self._updates.learn(rows, self._version, rate)
         metrics = learned.metrics()
@@ -170,7 +173,7 @@ class Trainer(TrainerService):
 
     def _score(self, groups: list[pa.Table]) -> list[list[float]]:
         rows = read(groups)
-        self._policy.check_ids(rows.highest_id)
+        check_ids(self._policy.head, rows.highest_id)
         return [self._updates.sequence_scores(rows, role) for role in self._policy.reward_models]
 
     def _rehearse(self, prompt_length: int) -> dict[str, float]:

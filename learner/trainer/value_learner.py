@@ -114,7 +114,7 @@ class ValueLearner:
                     for of_batch in (assessment.returns, assessment.values)
                 )
                 slopes, part = value_loss(values, returns, old, weight=weight, clip=self._config.value.clip)
-                torch.autograd.backward(values, self.updater.scale(slopes))
+                torch.autograd.backward(values, self.updater.scale(torch.zeros_like(slopes) if batch.idle else slopes))
                 self._masters.collect_gradients()
                 self._sums.add()
                 parts.append(part)

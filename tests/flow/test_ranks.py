@@ -46,6 +46,27 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
     assert places == list(range(24))
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+    one_process_learns_the_same(run)
+
+
+@pytest.mark.timeout(600)
+def test_a_base_in_shards_goes_on_from_its_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
+    """And a learner of one process, with a whole base, learns the same."""
+    model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
+    run = Run(tmp_path, model, steps=6, cluster={"learners": 2}, memory={"base": "sharded"})
+    process = run.start("data.eval.every=0", "checkpoint.every=2", "learner.restarts=1")
+    wait_until(lambda: len(run.metrics()) > 3, "four steps", 120, process)
+    (lost,) = rank(run, 1)
+    os.kill(lost, signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    said = " ".join(output.split())
+    assert re.search(r"learner-1: process died .*; restart 1 of 1, with fresh processes, from step \d", said), output
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    one_process_learns_the_same(run)
+
+
+def one_process_learns_the_same(run: Run) -> None:
     words = [sys.executable, "-m", "learner.tools.cli", "replay", str(run.folder)]
     replayed = subprocess.run(words, capture_output=True, text=True, env=run.environment(), timeout=240, check=False)
     assert "every policy has the digest that the run recorded" in replayed.stdout, replayed

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from learner.ranks.group import Group
 from learner.ranks.rank_trainer import RankTrainer
 from learner.ranks.service import Meeting, Return
 from tests.learner.trainers import make_trainer
@@ -37,8 +38,8 @@ class Failed(NamedTuple):
 class RankProcesses:
     """`ranks` trainers as tests.learner.trainers.make_trainer makes them, each in a process of one thread."""
 
-    def __init__(self, ranks: int, path: str, settings: dict[str, Any]) -> None:
-        self._made = (ranks, path, settings)
+    def __init__(self, ranks: int, path: str, settings: dict[str, Any], *, sharded: bool = False) -> None:
+        self._made = (ranks, path, settings, sharded)
         started = [self._start(rank) for rank in range(ranks)]
         self.ends = [end for end, _ in started]
         self.processes = [process for _, process in started]
@@ -55,8 +56,7 @@ class RankProcesses:
         context = multiprocessing.get_context("forkserver")  # which imports torch once for all
         context.set_forkserver_preload(["tests.learner.rank_processes"])
         ours, theirs = context.Pipe()
-        ranks, path, settings = self._made
-        process = context.Process(target=_serve, args=(theirs, rank, ranks, path, settings), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, rank, *self._made), daemon=True)
         process.start()
         theirs.close()
         return ours, process
@@ -97,17 +97,17 @@ class RankProcesses:
 
 
 @contextmanager
-def rank_processes(ranks: int, path: str, **settings: Any) -> Iterator[RankProcesses]:
-    processes = RankProcesses(ranks, path, settings)
+def rank_processes(ranks: int, path: str, *, sharded: bool = False, **settings: Any) -> Iterator[RankProcesses]:
+    processes = RankProcesses(ranks, path, settings, sharded=sharded)
     try:
         yield processes
     finally:
         processes.end()
 
 
-def _serve(end: Connection, rank: int, ranks: int, path: str, settings: dict[str, Any]) -> None:
+def _serve(end: Connection, rank: int, ranks: int, path: str, settings: dict[str, Any], sharded: bool) -> None:
     torch.set_num_threads(1)
-    trainer: Any = make_trainer(path, rank=rank, ranks=ranks, **settings)
+    trainer: Any = make_trainer(path, group=Group(rank, ranks, "cpu", sharded=sharded), **settings)
     assert isinstance(trainer, RankTrainer)
 
     async def serve() -> None:

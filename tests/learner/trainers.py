@@ -15,7 +15,9 @@ from torch import Tensor
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.ranks.group import Group
 from learner.ranks.rank_trainer import RankTrainer
+from learner.ranks.sharded_rank import ShardedRank
 from learner.trainer.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive
@@ -33,13 +35,14 @@ def make_trainer(
     model: dict[str, Any] | None = None,
     memory_bytes: int | None = None,
     reward_adapters: Sequence[str] = (),
-    rank: int | None = None,
-    ranks: int = 1,
+    group: Group | None = None,
     **learner: Any,
 ) -> Trainer:
-    """rank: of several; None: a learner of one process."""
+    """group: of several ranks, as this one sees it; None: a learner of one process."""
     settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
-    kind: Callable[..., Trainer] = Trainer if rank is None else partial(RankTrainer, rank=rank, ranks=ranks)
+    kind: Callable[..., Trainer] = Trainer
+    if group is not None:
+        kind = partial(ShardedRank if group.sharded else RankTrainer, group=group)
     return kind(
         ModelConfig(path=path, adapter=adapter, dtype=dtype, **model or {}),
         LearnerConfig(**settings),

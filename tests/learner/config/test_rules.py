@@ -12,7 +12,7 @@ FULL, CLIP = "learner.mode=full", "learner.loss.ratio=clip"
 GENERATOR_CARD, LEARNER_CARD = "cluster.gpus.generator=1", "cluster.gpus.learner=1"
 SHARED = ("cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5")
 TURNS = ("memory.layout=alternating", *SHARED)
-ONE_BASE = "memory.base=shared"
+ONE_BASE, DIVIDED = "memory.base=shared", "memory.base=sharded"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 PPO = "learner.algorithm=ppo"
 SEVERAL = ("cluster.learners=2",)
@@ -62,6 +62,9 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([*SEVERAL, FULL], "cluster.learners: above 1 needs learner.mode=lora.*got cluster.learners=2, learner.mode=full"),
     ([*SEVERAL, "cluster.gpus.learner=0.5"], "cluster.learners: above 1 needs a card or none.*got.*gpus.learner=0.5"),
     ([*SEVERAL, ONE_BASE], "cluster.learners: above 1 needs memory.base=own.*got.*memory.base=shared"),
+    ([DIVIDED], "memory.base: sharded needs cluster.learners above 1.*got cluster.learners=1"),
+    ([*SEVERAL, DIVIDED, "model.base=nf4"], "memory.base: sharded needs model.base=none.*got model.base=nf4"),
+    ([*SEVERAL, DIVIDED, "learner.push=merged"], "memory.base: sharded needs learner.push=adapter.*got learner.push"),
     ([SPREAD, GENERATOR_CARD], "cluster.tensor_parallel: must be the number.*got.*parallel=2, .*gpus.generator=1.0"),
     ([SPREAD, FULL], "cluster.tensor_parallel: above 1 .* needs learner.mode=lora.*got.*=2, .*=0.0, learner.mode=full"),
     (["cluster.gpus.generator=2", "learner.push=merged"], "cluster.tensor_parallel: above 1 .* needs learner.push"),

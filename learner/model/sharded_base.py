@@ -1,0 +1,117 @@
+"""The base in shards (memory.base: sharded): each rank of the learner holds its rows of every matrix, and a decoder
+layer is gathered when a pass comes to it and let go behind it. That is FSDP2, torch.distributed.fsdp.fully_shard.
+
+Gathering copies: logprobs and gradients are to the bit those of a whole base. Every pass of one rank is one of all, and
+the adapters, which come later, are whole on each. Of the files a rank reads its own rows alone, so that no more than
+those is ever there. A head that is the input embedding as well stays whole: models that have one are small.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from learner.config import ModelConfig
+from learner.model.tensor_files import tensor_files
+
+SHOWN = 3  # names in a message
+
+
+def sharded_base(model: ModelConfig, config: Any, device: torch.device, **options: Any) -> Any:
+    """The causal language model of a transformers config, in model.dtype, over all ranks of the process group.
+
+    options: of `from_config`.
+
+    Raises:
+        ValueError: the files hold a weight of the model under another name or in another shape, or it has no decoder
+            layers that transformers knows as such.
+        WeightsError: they cannot be read.
+    """
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint
+        lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False, **options
+        )
+    lm.tie_weights()
+    files = tensor_files(model.path)
+    _check_all_there(lm, files, model.path)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    _shard(lm, mesh, model.path)
+    _fill(lm, files, dtype, device)
+    lm.tie_weights()
+    return lm
+
+
+def missing_from(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str) -> str:
+    """What a user is told of weights that the files hold under another name, since they cannot be read in parts; ""
+    if there are none."""
+    odd = sorted(wanted.keys() - found.keys())
+    if not odd:
+        return ""
+    return (
+        f"memory.base: sharded reads each weight by its name, and {len(odd)} of {len(wanted)} are not in the files of "
+        f"{path} (first {', '.join(odd[:SHOWN])}); set memory.base=own"
+    )
+
+
+def _check_all_there(lm: Any, files: Mapping[str, Path], path: str) -> None:
+    if wrong := missing_from(dict(lm.named_parameters()), files, path):
+        raise ValueError(wrong)
+
+
+def _shard(lm: Any, mesh: Any, path: str) -> None:
+    """Groups that are gathered at once: each decoder layer, the input embedding, the output embedding, the rest."""
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"memory.base: sharded gathers decoder layers, and {path} has none; set memory.base=own")
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    if not tied:
+        fully_shard(embedding, mesh=mesh)
+        fully_shard(head, mesh=mesh)
+    fully_shard(lm.base_model, mesh=mesh, ignored_params={head.weight} if tied else None)
+
+
+def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.device) -> None:
+    """Gives each parameter its content, file by file."""
+    names: dict[Path, list[str]] = defaultdict(list)
+    parameters = dict(lm.named_parameters())
+    for name in parameters:
+        names[files[name]].append(name)
+    for file, own in names.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in own:
+                weight = _read(opened.get_slice(name), parameters[name], name, dtype, device)
+                path, _, leaf = name.rpartition(".")
+                setattr(lm.get_submodule(path), leaf, nn.Parameter(weight, requires_grad=False))
+
+
+def _read(stored: Any, parameter: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """This rank's rows of a weight, or all of one that stays whole."""
+    if tuple(stored.get_shape()) != tuple(parameter.shape):
+        raise ValueError(
+            f"memory.base: sharded: {name} has the shape {stored.get_shape()} in the files and "
+            f"{list(parameter.shape)} in the model; set memory.base=own"
+        )
+    if not isinstance(parameter, DTensor):
+        whole: Tensor = stored[:].to(device, dtype)
+        return whole
+    mesh = parameter.device_mesh
+    each = -(-parameter.shape[0] // mesh.size())  # as torch.chunk divides; the last ranks may have fewer rows, or none
+    start = min(each * mesh.get_local_rank(), parameter.shape[0])
+    rows = stored[start : min(start + each, parameter.shape[0])].to(device, dtype)
+    return DTensor.from_local(
+        rows, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
