@@ -53,6 +53,7 @@ def _fork(opened: set[int], work: Mapping[frozenset[int], Callable[[], None]]) -
     ours = os.getpid()
     for own, one in work.items():
         if os.fork() == 0:
+            os.setsid()  # Ray ends the whole process group of a worker that has died
             if _ends_with(ours):
                 _close(opened - own)
                 one()

@@ -16,6 +16,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import get_world_size
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -45,7 +46,7 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, **option
     lm.tie_weights()
     files = tensor_files(model.path)
     _check_all_there(lm, files, model.path)
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device.type, (get_world_size(),))
     _shard(lm, mesh, model.path)
     _fill(lm, files, dtype, device)
     lm.tie_weights()

@@ -19,7 +19,8 @@ def top_level(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
             yield node.target.id, node
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                yield from ((name.id, node) for name in ast.walk(target) if isinstance(name, ast.Name))
+                names = (name for name in ast.walk(target) if isinstance(name, ast.Name))
+                yield from ((name.id, node) for name in names if isinstance(name.ctx, ast.Store))  # not X of X.y = 1
             if ast.unparse(node.targets[0]) == "MODULE_ATTRS" and isinstance(node.value, ast.Dict):  # of vllm itself
                 yield from items(node.value)
 
