@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ hypothesis.settings.register_profile(
     database=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
+
+
+@pytest.fixture(autouse=True)
+def own_products() -> Iterator[None]:
+    """The library of float32 products, which the learner and a replay choose for their process, and which has a say in
+    what memory a product takes, is after each test that of a fresh process."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.mkldnn.matmul.fp32_precision = "none"
 
 
 class InTwo(LoadScopeScheduling):  # type: ignore[misc]
