@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from rollout.data.chat_error import ChatError
 
 # Tokenizers that AutoTokenizer would load with this very class. Named here because the class alone does not import
@@ -43,27 +40,38 @@ def _is_folder(path: str) -> bool:
         return False
 
 
+def _of_hub(model: str, name: str) -> Path | None:
+    """A file of a hub's model; None where the model has no such file. Raises ChatError."""
+    # Not above: 50 ms, and each process reads the JSON of a folder first.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except LocalEntryNotFoundError as error:
+        raise ChatError(
+            f"model.path: {model} is neither a folder here nor a hub model in the cache, and the hub cannot be "
+            "reached; download it first (hf download), or give a folder"
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ChatError(
+            f"model.path: must be a folder or a hub model that you may read, got {model[:100]}: "
+            f"{str(error).strip().splitlines()[0][:200]}; check the name, or log in with: hf auth login"
+        ) from error
+
+
 def read_json(path: str, name: str) -> dict[str, Any]:
     """One JSON file of a model folder or of a hub model; empty where the model has no such file. Raises ChatError."""
     if _is_folder(path):
         file = Path(path) / name
     elif Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise ChatError(f"model.path: folder must exist, got {path}; check the path, or give a hub name like org/model")
+    elif (found := _of_hub(path, name)) is None:
+        return {}
     else:
-        try:
-            file = Path(hf_hub_download(path, name))
-        except LocalEntryNotFoundError as error:
-            raise ChatError(
-                f"model.path: {path} is neither a folder here nor a hub model in the cache, and the hub cannot be "
-                "reached; download it first (hf download), or give a folder"
-            ) from error
-        except EntryNotFoundError:
-            return {}
-        except (HfHubHTTPError, HFValidationError) as error:
-            raise ChatError(
-                f"model.path: must be a folder or a hub model that you may read, got {path[:100]}: "
-                f"{str(error).strip().splitlines()[0][:200]}; check the name, or log in with: hf auth login"
-            ) from error
+        file = found
     if not file.is_file():
         return {}
     try:
