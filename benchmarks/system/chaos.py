@@ -1,11 +1,13 @@
 """A run under faults: what was lost, what was trained twice, and how long each fault was felt.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --minutes 30 [--seed 0] [--every 15 20] [key=value ...]
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --kinds "kill driver" --every 8 11 --minutes 17 \\
+        --name chaos_driver
 
 The demo, asynchronous, with two generators and a learner of two ranks. Every 15 to 20 seconds one process of it is
-killed or stopped at random (benchmarks/system/chaos_faults.py), also while it recovers from the fault before. A run
-that ends is started again with the same command. At the end it is stopped by SIGINT and goes on undisturbed for some
-steps.
+killed, stopped or paused at random (benchmarks/system/chaos_faults.py), also while it recovers from the fault before.
+A run that ends is started again with the same command. At the end it is stopped by SIGINT and goes on undisturbed for
+some steps.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.processes import marked
-from benchmarks.system.chaos_faults import Fault, drawn, inject
+from benchmarks.system.chaos_faults import KINDS, Fault, drawn, inject
 from benchmarks.system.run_folder import counted, rows
 from learner.api.metrics_lines import MetricsLines
 
@@ -80,7 +82,7 @@ def chaos(runs: Runs, options: argparse.Namespace) -> tuple[list[Fault], list[fl
     faults: list[Fault] = []
     moments: list[float] = []
     lines, furthest = MetricsLines(runs.run_dir / "metrics.jsonl"), -1.0
-    due, kind = float("inf"), drawn(rng)
+    due, kind = float("inf"), drawn(rng, options.kinds)
     while (now := time.monotonic() - began) < 60 * options.minutes:
         runs.again_if_ended()
         step = max((line["step"] or 0 for line in lines.new()), default=-1)
@@ -91,7 +93,7 @@ def chaos(runs: Runs, options: argparse.Namespace) -> tuple[list[Fault], list[fl
         if now >= due and (fault := inject(kind, rng, now, marked(runs.mark), runs.run_dir)) is not None:
             print(f"{now:6.0f} s  step {furthest:5.0f}  {fault.kind}, pid {fault.pid}", flush=True)
             faults.append(fault)
-            due, kind = now + rng.uniform(*options.every), drawn(rng)
+            due, kind = now + rng.uniform(*options.every), drawn(rng, options.kinds)
         time.sleep(0.2)
     return faults, moments
 
@@ -125,6 +127,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, nargs=2, default=[15, 20], help="seconds between two faults")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND", help="of faults"
+    )
+    parser.add_argument("--name", default="chaos", help="of the result")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the run folder and output.log; else they go")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
@@ -139,7 +145,7 @@ def main() -> None:
     told = conditions(ENGINE_PACKAGES)
     rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
     text = f"# A run under faults\n\n{as_table(['what', 'found'], rows)}\n\n{under(told, 'Wall time')}\n"
-    save("chaos", {"conditions": told} | found, text)
+    save(options.name, {"conditions": told} | found, text)
     sys.exit(code or found["lost"] or found["doubled"] or found["processes left"])
 
 

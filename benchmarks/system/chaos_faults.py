@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP, Signals
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
+from threading import Timer
 from typing import NamedTuple
 
 
 class Kind(NamedTuple):
     """often: beside the other kinds. command: what the command line of the process holds. damaging: the newest
-    checkpoint, before."""
+    checkpoint, before. paused: seconds after which it goes on."""
 
     often: int
     signal: Signals
     command: str
     damaging: bool = False
+    paused: float | None = None
 
 
+PAUSE_S = 5.0  # a third of what a process may be silent for
 GENERATOR, RANK, DRIVER = "ray::generator-", "ray::learner-", "-m learner.main"
 KINDS = {
     "kill generator": Kind(4, SIGKILL, GENERATOR),
@@ -30,6 +34,9 @@ KINDS = {
     "kill driver": Kind(2, SIGKILL, DRIVER),
     "kill driver, newest checkpoint damaged": Kind(1, SIGKILL, DRIVER, damaging=True),
     "kill raylet": Kind(1, SIGKILL, "/raylet/raylet "),
+    "pause generator": Kind(2, SIGSTOP, GENERATOR, paused=PAUSE_S),
+    "pause rank": Kind(2, SIGSTOP, RANK, paused=PAUSE_S),
+    "pause driver": Kind(1, SIGSTOP, DRIVER, paused=PAUSE_S),
 }
 
 
@@ -41,9 +48,9 @@ class Fault(NamedTuple):
     pid: int
 
 
-def drawn(rng: random.Random) -> str:
-    """The name of the next fault's kind."""
-    (name,) = rng.choices(list(KINDS), [kind.often for kind in KINDS.values()])
+def drawn(rng: random.Random, names: Sequence[str]) -> str:
+    """The name of the next fault's kind, one of these."""
+    (name,) = rng.choices(names, [KINDS[name].often for name in names])
     return name
 
 
@@ -58,7 +65,14 @@ def inject(name: str, rng: random.Random, at: float, processes: Mapping[int, str
         os.kill(pid, kind.signal)
     except ProcessLookupError:
         return None
+    if kind.paused is not None:
+        Timer(kind.paused, _go_on, [pid]).start()
     return Fault(at, name, pid)
+
+
+def _go_on(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it was killed meanwhile, as one that hangs
+        os.kill(pid, SIGCONT)
 
 
 def _damage(rng: random.Random, run_dir: Path) -> bool:
