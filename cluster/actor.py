@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)  # the protocol of the object at the other end
 P = ParamSpec("P")
@@ -16,19 +17,23 @@ Method = Callable[Concatenate[S, P], Awaitable[T]]  # of a service S, as in `Ser
 class Shared(Generic[T]):
     """An argument for calls of several actors, whose methods get the value itself.
 
-    Between processes it is serialised once, by the first call; `handle` is that copy, in the object store.
+    Between processes it is serialised once; `handle` is that copy, in the object store. value: None where it was never
+    in this process (stays_there).
     """
 
-    value: T
+    value: T | None
     handle: Any = None
 
     def argument(self) -> T:
         """This, with the type of what the method gets."""
         return cast(T, self)
 
-    def forget(self) -> None:
-        """Frees the copy, once the calls that are under way have it; a later call makes another."""
-        self.handle = None
+
+def stays_there(method: F) -> F:
+    """Marks a service's method that answers a Shared and something beside it: between processes the value stays in the
+    object store of its node, and the caller gets its handle and what is beside it."""
+    method.__dict__["stays_there"] = True
+    return method
 
 
 class ActorDied(RuntimeError):

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 from cluster.actor import (
     ActorDied,
@@ -83,6 +83,11 @@ class Host:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._object, method)(*args, **kwargs)
 
+    async def apart(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The two parts of an answer of which one is Shared: Ray keeps each by itself."""
+        shared, beside = await getattr(self._object, method)(*args, **kwargs)
+        return shared.value, beside
+
 
 def _forget_script() -> None:
     """Of Ray's worker, the main module of this process: each process that multiprocessing spawns from here would run
@@ -109,8 +114,13 @@ class Remote(Generic[S_co]):
         **kwargs: P.kwargs,
     ) -> T:
         name, sent = method.__name__, [_reference(arg) if isinstance(arg, Shared) else arg for arg in args]
-        answer: T = await self._await(self._handle.call.remote(name, *sent, **kwargs), name, deadline_s)
-        return answer
+        answer: Any
+        if hasattr(method, "stays_there"):
+            value, beside = self._handle.apart.options(num_returns=2).remote(name, *sent, **kwargs)
+            answer = Shared(None, value), await self._await(beside, name, deadline_s)
+        else:
+            answer = await self._await(self._handle.call.remote(name, *sent, **kwargs), name, deadline_s)
+        return cast(T, answer)
 
     async def revive(self, deadline_s: float) -> None:
         await self.kill()  # Ray never notices a hung process

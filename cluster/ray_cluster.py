@@ -199,10 +199,16 @@ def _join(address: str) -> None:
         ) from error
 
 
+def wanted_store(policy_bytes: int) -> int:
+    """Bytes of an object store with room for two policies, one on its way and the one before it, which is still held.
+    What finds no room is written to disk, at a third of the speed."""
+    return GROUPS_BYTES + 2 * policy_bytes
+
+
 def store_bytes(policy_bytes: int, free: int) -> int:
-    """Room for two policies, one on its way and the one before it, which is still held. What finds no room is written
-    to disk, at a third of the speed; and with more than `free`, the bytes left in shared memory, so is everything."""
-    return max(GROUPS_BYTES, min(GROUPS_BYTES + 2 * policy_bytes, int(0.9 * free)))
+    """Of a private cluster's store. With more than `free`, the bytes left in shared memory, all of it would lie on
+    disk."""
+    return max(GROUPS_BYTES, min(wanted_store(policy_bytes), int(0.9 * free)))
 
 
 def _check_listening(address: str) -> None:

@@ -80,7 +80,7 @@ def _dry_run(config: "RunConfig", assumed: str | None) -> int:
 
     cards = None if assumed is None else known_cards.parse(assumed)
     prepared = preflight.rehearse(config, cards)
-    on_nodes = [] if cards is not None else asyncio.run(node_checks.rehearse_nodes(prepared.config))
+    on_nodes = [] if cards is not None else asyncio.run(node_checks.rehearse_nodes(prepared))
     print(preflight.report(prepared, cards, on_nodes))
     return 0
 

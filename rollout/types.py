@@ -76,6 +76,13 @@ class Sampling:
             raise ValueError(f"seed must be None or at least 0, got {self.seed}")
 
 
+class Named(NamedTuple):
+    """Which policy: its version, and the digest of an Adapter or Weights."""
+
+    version: int
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA adapter on its way from the learner to the generators.
@@ -98,6 +105,10 @@ class Adapter:
         if version < 0:
             raise ValueError(f"adapter version must be at least 0, got {version}")
         return cls(version=version, digest=digest_of(payload), payload=payload, config=config)
+
+    @property
+    def named(self) -> Named:
+        return Named(self.version, self.digest)
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
@@ -131,6 +142,10 @@ class Weights:
     def unchanged(cls, version: int) -> Weights:
         """The model as its folder has it."""
         return cls.build(version, (2).to_bytes(8, "little") + b"{}")  # safetensors without a tensor
+
+    @property
+    def named(self) -> Named:
+        return Named(self.version, self.digest)
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""

@@ -1,4 +1,4 @@
-"""What a learner says of the probe tokens, as it comes with a push."""
+"""Policies on their way, with what a learner says of the probe tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import asyncio
 import numpy as np
 import numpy.typing as npt
 
-from rollout.types import Held
-from rollout.weight_sync import Answer
+from cluster.actor import Shared
+from rollout.types import Adapter, Held, Weights
+from rollout.weight_sync import Answer, Push
+
+
+def pushed(policy: Adapter | Weights, ids: tuple[int, ...], answer: Answer, dtype: str = "float32") -> Push:
+    """On its way, with the learner's answer to the probe tokens."""
+    return Push(Shared(policy), policy.named, ids, expect(answer), dtype)
 
 
 def said(logprobs: npt.ArrayLike) -> Answer:

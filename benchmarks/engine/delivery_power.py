@@ -77,6 +77,7 @@ def objects(check: Callable[..., None], *what: Any) -> int:
 
 async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
     """Every fifth push is frozen until there are enough of them."""
+    from cluster.actor import Shared
     from learner.driver.probe import Probe
     from rollout.evidence import Evidence
     from rollout.weight_sync import Push, check_digest
@@ -97,7 +98,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
         expected = await cell.timed("learner's answer", cell.trainer.probe(list(probe.ids)))
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         told.set_result(expected)
-        push = Push(update, probe.ids, told, cell.kind)
+        push = Push(Shared(update), update.named, probe.ids, told, cell.kind)
         changed, payload = update.payload != payload, update.payload
         tally.unchanged += not changed
         if version % 5 == 0 and changed and answer is not None and tally.frozen < trials:

@@ -101,7 +101,6 @@ async def pushed(name: str, times: int, source: Actor[Source]) -> dict[str, Any]
         for _ in range(times):
             shared = Shared(adapter)
             await asyncio.gather(*(source.call(Source.take, DEADLINE_S, shared.argument()) for _ in range(AT_ONCE)))
-            shared.forget()
 
     await work()
     return row(f"push, {name}", times, ADAPTERS[name], *await timed(work))

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.gpu.model import group
 from benchmarks.gpu.rows import Found
+from cluster.actor import Shared
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig
@@ -136,7 +137,7 @@ class Delivery:
         """The engine's answer. Raises DeliveryError if the policy did not arrive."""
         expected: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         expected.set_result(sent.answer)
-        push = Push(sent.policy, tuple(self._ids), expected, self._dtype)
+        push = Push(Shared(sent.policy), sent.policy.named, tuple(self._ids), expected, self._dtype)
         load = self._engine.load_adapter if isinstance(sent.policy, Adapter) else self._engine.load_weights
         started = time.perf_counter()
         check_digest(sent.policy, "engine", await load(sent.policy))  # type: ignore[arg-type]

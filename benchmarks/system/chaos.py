@@ -23,6 +23,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import quantiles
@@ -36,6 +37,7 @@ from learner.api.metrics_lines import MetricsLines
 
 SHARED = Path("/dev/shm")
 QUIET_STEPS = 20  # at the end, without faults
+AGENTS_S = 75.0  # two agents of a killed driver's Ray end 60 s after it: so long they try to tell it of that
 SETTINGS = (
     "name=chaos", "max_staleness=1", "rollout.workers=2", "cluster.learners=2", "learner.restarts=1000",
     "cluster.deadlines.start=60", "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5",
@@ -46,9 +48,9 @@ SETTINGS = (
 class Runs:
     """The command, again and again, in one run folder. starts: how often. mark: of its processes."""
 
-    def __init__(self, folder: Path, total_steps: int, overrides: list[str]) -> None:
+    def __init__(self, folder: Path, total_steps: int, overrides: list[str], environ: Mapping[str, str]) -> None:
         self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
-        self._total_steps = total_steps
+        self._total_steps, self._environ = total_steps, {**environ, "XDG_GLEANER_CHAOS": self.mark}
         self._words = [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml"]
         self._words += [*SETTINGS, f"output_dir={folder}", *overrides]
         self._log = (folder / "output.log").open("ab")
@@ -57,8 +59,8 @@ class Runs:
     def _start(self, steps: int) -> subprocess.Popen[bytes]:
         self.starts += 1
         return subprocess.Popen(
-            [*self._words, f"steps={steps}"], stdout=self._log, stderr=subprocess.STDOUT,
-            env=os.environ | {"XDG_GLEANER_CHAOS": self.mark}, start_new_session=True,
+            [*self._words, f"steps={steps}"], stdout=self._log, stderr=subprocess.STDOUT, env=self._environ,
+            start_new_session=True,
         )  # fmt: skip
 
     def again_if_ended(self) -> None:
@@ -74,6 +76,18 @@ class Runs:
             self._driver.kill()
         self._driver = self._start(rows(self.run_dir)[-1]["step"] + QUIET_STEPS)
         return self._driver.wait(300)
+
+
+def under_faults(folder: Path, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What such a run in this folder is found to have done."""
+    shared_before = set(SHARED.iterdir())
+    runs = Runs(folder, int(60 * options.minutes), options.overrides, environ)  # no more than one step a second
+    faults, moments = chaos(runs, options)
+    code = runs.finish()
+    deadline = time.monotonic() + AGENTS_S
+    while marked(runs.mark) and time.monotonic() < deadline:
+        time.sleep(1)
+    return {"minutes": options.minutes, "exit code": code} | summary(runs, faults, moments, shared_before)
 
 
 def chaos(runs: Runs, options: argparse.Namespace) -> tuple[list[Fault], list[float]]:
@@ -122,7 +136,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
     return {"median": round(cuts[49], 1), "p99": round(cuts[98], 1), "most": round(max(seconds), 1)}
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -133,20 +147,19 @@ def main() -> None:
     parser.add_argument("--name", default="chaos", help="of the result")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the run folder and output.log; else they go")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
-    shared_before = set(SHARED.iterdir())
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), int(60 * options.minutes), options.overrides)  # no more than one step a second
-        faults, moments = chaos(runs, options)
-        code = runs.finish()
-        time.sleep(5)  # for processes whose parent has ended
-        found = {"minutes": options.minutes, "exit code": code} | summary(runs, faults, moments, shared_before)
+        found = under_faults(Path(folder), options, os.environ)
     told = conditions(ENGINE_PACKAGES)
     rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
     text = f"# A run under faults\n\n{as_table(['what', 'found'], rows)}\n\n{under(told, 'Wall time')}\n"
     save(options.name, {"conditions": told} | found, text)
-    sys.exit(code or found["lost"] or found["doubled"] or found["processes left"])
+    sys.exit(found["exit code"] or found["lost"] or found["doubled"] or found["processes left"])
 
 
 if __name__ == "__main__":

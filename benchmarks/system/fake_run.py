@@ -131,9 +131,8 @@ class IdleTrainer(FakeTrainer):
         return {}
 
     async def probe(self, token_ids: list[int]) -> Answer:
-        policy, _ = await self.policy()
         with self.away.clock:
-            return await self.away.answer(policy, token_ids)
+            return await self.away.answer(self.adapter(), token_ids)
 
     async def save(self, folder: Path) -> dict[str, Digest]:
         folder.mkdir()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from cluster.actor import Shared
 from cluster.files import Digest, digests_in
-from learner.trainer.service import Arithmetic, TrainerService
+from learner.trainer.service import Arithmetic, Exported, TrainerService
 from rollout.fake_engine import FakeEngine
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
@@ -39,15 +40,16 @@ class FakeTrainer(TrainerService):
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return {"memory/learner_peak": 0.0}
 
-    async def policy(self) -> tuple[Adapter | Weights, float]:
-        return self._adapter(), 4.0
+    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+        adapter = self.adapter()
+        return Shared(adapter), Exported(adapter.named, 4.0)
 
-    def _adapter(self) -> Adapter:
+    def adapter(self) -> Adapter:
         return Adapter.build(self.version, b"weights %d" % self.version, {})
 
     async def probe(self, token_ids: list[int]) -> Answer:
         engine = FakeEngine(self._vocab_size)
-        await engine.load_adapter(self._adapter())
+        await engine.load_adapter(self.adapter())
         return Answer(await engine.probe(token_ids), await engine.held(), 5.0)
 
     async def arithmetic(self) -> Arithmetic:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.actor import DeadlineExceeded
-from cluster.ray_cluster import Session, connect, joins
+from cluster.memory.plan import gib
+from cluster.ray_cluster import Session, connect, joins, wanted_store
 from cluster.ray_reservation import Node
 from cluster.ray_tasks import NodeFailed, on_each
 from learner.config import RunConfig, generator_roles, learner_roles, roles
@@ -14,11 +15,13 @@ from learner.driver import run_lock
 from learner.driver.findings import PreflightError
 from learner.driver.fingerprints import NOT_CACHED, REVISION
 from learner.driver.node_facts import NodeFacts, Wanted, look
+from learner.driver.preflight import Prepared
 from rewards.config import classifier_of, functions_of
 from rewards.pickled import SUFFIX
 from rollout.env.loader import code_of
 
 NEEDED = {"generator": ("torch", "transformers", "vllm"), "learner": ("torch", "transformers", "peft")}
+LEAST_DISK = 2**30  # bytes
 REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the processes would be
 
 
@@ -31,9 +34,10 @@ class Needs:
     files: Mapping[str, str]
 
 
-async def check_nodes(config: RunConfig, session: Session, deadline_s: float) -> list[str]:
+async def check_nodes(config: RunConfig, session: Session, deadline_s: float, policy_bytes: int) -> list[str]:
     """Lines that say where each process is to be, and what is worth knowing. Nothing for a private cluster, which is
-    this machine. Raises PreflightError with a line for each thing that a node lacks or has in another version."""
+    this machine. policy_bytes: of a policy on its way to a generator. Raises PreflightError with a line for each thing
+    that a node lacks or has in another version."""
     if session.mode == "local":
         return []
     node_of = session.node_of()
@@ -49,6 +53,7 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float) ->
         if isinstance(facts, NodeFailed):
             wrong.append(f"node {node.name}: cannot look at what it has: {facts}")
             continue
+        notes += [f"node {node.name}: {line}" for line in short_of(facts, policy_bytes)]
         for need, kinds in ((generator, generator_roles(config)), (learner, learner_roles(config))):
             if any(node_of[role.name] == node for role in kinds):
                 wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
@@ -58,16 +63,17 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float) ->
     return list(dict.fromkeys(notes))
 
 
-async def rehearse_nodes(config: RunConfig) -> list[str]:
+async def rehearse_nodes(prepared: Prepared) -> list[str]:
     """For --dry-run: what `check_nodes` says of a cluster that would be joined, on which room is reserved for a moment.
     Nothing for a private one. Raises PlacementError, PreflightError."""
+    config = prepared.config
     if not joins(config.cluster.address):
         return []
     session = connect(config.cluster.address, sum(role.cpus for role in roles(config)))
     waited: list[str] = []
     try:
         await session.reserve(roles(config), REHEARSAL_S, waited.append)
-        return await check_nodes(config, session, config.cluster.deadlines.start)
+        return await check_nodes(config, session, config.cluster.deadlines.start, prepared.budgets.policy_bytes)
     except DeadlineExceeded as error:
         return [f"{error}; a run waits for {config.cluster.deadlines.start:g} s (cluster.deadlines.start)"]
     finally:
@@ -127,6 +133,21 @@ def downloads(facts: NodeFacts, need: Needs) -> Iterator[str]:
     for setting, name in need.models.items():
         if NOT_CACHED in facts.contents[setting].get(REVISION, ""):
             yield f"{setting}: {name} is not in its cache, and is downloaded as the {need.kind} starts"
+
+
+def short_of(facts: NodeFacts, policy_bytes: int) -> Iterator[str]:
+    """What a node has too little of for a run to go well there."""
+    store = wanted_store(policy_bytes)
+    if facts.shared < store:
+        yield (
+            f"/dev/shm: {gib(facts.shared)} are free of the {gib(store)} that Ray's object store should have for "
+            "policies on their way, which then lie on disk; in a container: docker run --shm-size=1g"
+        )
+    if facts.disk < LEAST_DISK:
+        yield (
+            f"disk: {gib(facts.disk)} are free for temporary files, where Ray writes logs and what its object store "
+            f"has no room for; make room, {gib(LEAST_DISK)} at least"
+        )
 
 
 def _first_difference(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:

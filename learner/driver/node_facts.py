@@ -3,11 +3,13 @@ each node of a cluster, and on the driver's."""
 
 import hashlib
 import platform
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import cluster
+from cluster import machine
 from cluster.files import digest_of
 from cluster.installed import version_of
 from learner.driver.fingerprints import content_of
@@ -29,12 +31,15 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """packages: name -> version, of those that are installed. contents: setting -> digests of its files, {} where it is
-    not there. lock: who holds the run folder, None where nobody is seen to."""
+    not there. lock: who holds the run folder, None where nobody is seen to. shared, disk: free bytes of shared memory,
+    and for temporary files."""
 
     packages: Mapping[str, str]
     sources: str
     contents: Mapping[str, Mapping[str, str]]
     lock: str | None
+    shared: int
+    disk: int
 
 
 def look(wanted: Wanted) -> NodeFacts:
@@ -49,6 +54,8 @@ def look(wanted: Wanted) -> NodeFacts:
             **{setting: _file(Path(path)) for setting, path in wanted.files.items()},
         },
         lock=wanted.lock.read_text() if wanted.lock.exists() else None,
+        shared=machine.shared_memory() or 0,
+        disk=machine.free_disk(Path(tempfile.gettempdir())),
     )
 
 

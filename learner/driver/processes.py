@@ -51,7 +51,7 @@ async def start_processes(
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     await session.reserve(roles(config), start, note)
-    for line in await check_nodes(config, session, start):
+    for line in await check_nodes(config, session, start, prepared.budgets.policy_bytes):
         note(line)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     workers = [

@@ -35,11 +35,11 @@ class WeightSync:
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
         """The learner's policy as it is now, and the seconds that it took, as metrics. The learner scores the probe
         tokens while the policy is on its way."""
-        update, exported_s = await self._trainer.call(TrainerService.policy, self._deadlines.push)
-        spent = {"time/push_export": exported_s, "time/push_learner_probe": self._answered_s}
+        policy, exported = await self._trainer.call(TrainerService.outgoing, self._deadlines.push)
+        spent = {"time/push_export": exported.seconds, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
-        expected = start_in(tasks, self._expect(update.version, ids))
-        return Push(update, ids, expected, self._dtype), spent
+        expected = start_in(tasks, self._expect(exported.named.version, ids))
+        return Push(policy, exported.named, ids, expected, self._dtype), spent
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
         with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):
@@ -53,9 +53,8 @@ class WeightSync:
 
     async def deliver(self, push: Push, release: int) -> None:
         """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from."""
-        version = push.adapter.version
+        version = push.named.version
         await self._pipes.policy_slot.publish(version, push)
         patience = self._deadlines.push + self._deadlines.start  # a generator may be restarting
         await self._pipes.policy_slot.acknowledged(version, [p.name for p in self._producers], patience)
-        push.shared.forget()  # in the object store; a generator that is restarted later gets a new copy
         self._pipes.buffer.release(release)

@@ -8,9 +8,10 @@ from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
+from cluster.actor import Shared, stays_there
 from cluster.files import Digest
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Weights
+from rollout.types import Adapter, Named, Weights
 from rollout.weight_sync import Answer
 
 
@@ -25,6 +26,13 @@ class Arithmetic(NamedTuple):
     device: str
     threads: int
     products: str
+
+
+class Exported(NamedTuple):
+    """What there is to say of a policy that goes out. seconds: that it took to build."""
+
+    named: Named
+    seconds: float
 
 
 class TrainerService(Protocol):
@@ -78,8 +86,9 @@ class TrainerService(Protocol):
             OutOfMemory: a single completion of the greatest length does not fit.
         """
 
-    async def policy(self) -> tuple[Adapter | Weights, float]:
-        """The present policy, for the generators, and the seconds that it took to build.
+    @stays_there
+    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+        """The present policy, for the generators: it goes to them from here, not by way of the driver.
 
         The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
         """

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import torch
 
+from cluster.actor import Shared
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
 from learner.batch.rows import read
@@ -34,7 +35,7 @@ from learner.trainer.nonfinite_guard import NonFiniteGuard
 from learner.trainer.peers import Peers
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
-from learner.trainer.service import Arithmetic, TrainerService
+from learner.trainer.service import Arithmetic, Exported, TrainerService
 from learner.trainer.stochastic_rounding import updater_for, wants_masters
 from learner.trainer.updates import Updates
 from learner.trainer.value_learner import value_learner, value_roles
@@ -119,8 +120,13 @@ class Trainer(TrainerService):
         return await self._thread.compute(lambda: self._rehearse(prompt_length))
 
     async def policy(self) -> tuple[Adapter | Weights, float]:
+        """The present policy, and the seconds that it took to build."""
         build = partial(update_of, self._policy, merged=self._merged)
         return await self._thread.run(lambda: _timed(lambda: build(self._version)))
+
+    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+        policy, seconds = await self.policy()
+        return Shared(policy), Exported(policy.named, seconds)
 
     async def probe(self, token_ids: list[int]) -> Answer:
         answer = partial(answer_of, self._policy, merged=self._merged)

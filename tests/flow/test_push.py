@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actor import Actor, RemoteError, RevivableActor
+from cluster.actor import Actor, RemoteError, RevivableActor, Shared
 from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.placement import Role
@@ -91,8 +91,10 @@ async def processes(config: RunConfig) -> AsyncIterator[tuple[RevivableActor[Rol
 
 
 async def push_of(learner: Actor[TrainerService], ids: Sequence[int]) -> Push:
-    adapter, _ = await learner.call(TrainerService.policy, 30)
-    return Push(adapter, tuple(ids), expect(await learner.call(TrainerService.probe, 30, list(ids))), "float32")
+    policy, exported = await learner.call(TrainerService.outgoing, 30)
+    assert policy.value is None  # it is not in this process
+    answer = expect(await learner.call(TrainerService.probe, 30, list(ids)))
+    return Push(policy, exported.named, tuple(ids), answer, "float32")
 
 
 async def deliver(producer: Producer, push: Push) -> None:
@@ -120,12 +122,12 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
         assert metrics["policy/mismatch_max"] < 1e-3
         pushes.append(await push_of(learner, ids))
         if version == 1:
-            payload = bytes(pushes[1].adapter.payload)
-            corrupt = dataclasses.replace(pushes[1].adapter, payload=payload[:-4] + b"\1\1\1\1")
+            adapter = await pushes[1].policy.handle
+            corrupt = dataclasses.replace(adapter, payload=bytes(adapter.payload)[:-4] + b"\1\1\1\1")
             with pytest.raises(
                 RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: sha256"
             ):
-                await producer.feed.deliver(dataclasses.replace(pushes[1], adapter=corrupt))
+                await producer.feed.deliver(dataclasses.replace(pushes[1], policy=Shared(corrupt)))
             await deliver(producer, pushes[1])
     new, old = (push.expected.result().logprobs for push in pushes[:0:-1])
     assert 1e-4 < abs(new - old).max() < 1e-3  # one small step: the tolerance alone would let it pass

@@ -14,8 +14,8 @@ from cluster.telemetry import Timeline
 from rollout.policy_feed import PolicyFeed
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Held
-from rollout.weight_sync import Answer, DeliveryError, Push
-from tests.pushes import expect, said
+from rollout.weight_sync import Answer, DeliveryError
+from tests.pushes import pushed, said
 
 
 class Blind:
@@ -34,7 +34,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), DeadlineConfig())
     feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
-        await feed.prove(Push(Adapter.build(version, b"", {}), (1, 2), expect(said([-1.0])), "float32"))
+        await feed.prove(pushed(Adapter.build(version, b"", {}), (1, 2), said([-1.0])))
         assert await feed.proof_of(version, 0)
     sentence = (
         "generator-0: 1 tensors cannot be read back from its engine, first lora_B: only logprobs prove that they arrive"
@@ -42,6 +42,6 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     assert [record.getMessage() for record in caplog.records] == [sentence]
     Blind.held = Held({"lora_A": "another"}, unread=("lora_B",))
     with pytest.raises(DeliveryError, match="acknowledged v5, but .* 1 of 2 differ, first lora_A"):
-        await feed.prove(Push(Adapter.build(5, b"", {}), (1, 2), expect(said([-1.0])), "float32"))
+        await feed.prove(pushed(Adapter.build(5, b"", {}), (1, 2), said([-1.0])))
     assert feed._proven == 4
     timeline.close()

@@ -21,7 +21,7 @@ from rollout.schema import Problem, group_position
 from rollout.supervised_worker import GivenUp, until_started
 from rollout.types import Adapter, Sampling
 from rollout.weight_sync import Answer, Push, Receipt
-from tests.pushes import expect, said
+from tests.pushes import pushed, said
 
 DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)
 
@@ -97,7 +97,7 @@ class Stream:
 
 
 def push(version: int) -> Push:
-    return Push(Adapter.build(version, b"weights", {}), (1, 2), expect(said([-1.0 - version])), "float32")
+    return pushed(Adapter.build(version, b"weights", {}), (1, 2), said([-1.0 - version]))
 
 
 @asynccontextmanager

@@ -20,8 +20,8 @@ from rollout.producer import Pipes, Producer
 from rollout.schema import Problem, group_position
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Sampling
-from rollout.weight_sync import Answer, Push, Receipt
-from tests.pushes import expect, said
+from rollout.weight_sync import Answer, Receipt
+from tests.pushes import pushed, said
 
 PROBE = said([-1.0])
 PER_STEP, STALENESS = 2, 2
@@ -92,7 +92,7 @@ class Team:
         self._tasks.append(asyncio.create_task(producer.run(workers)))
 
     async def publish(self, version: int) -> None:
-        push = Push(Adapter.build(version, b"weights", {}), (1, 2), expect(PROBE), "float32")
+        push = pushed(Adapter.build(version, b"weights", {}), (1, 2), PROBE)
         await self.pipes.policy_slot.publish(version, push)
 
     async def learn(self) -> Counter[int]:

@@ -9,7 +9,7 @@ import pytest
 from rollout.evidence import FEW, KEPT, Evidence, Stuck
 from rollout.types import Adapter, Held
 from rollout.weight_sync import Answer, DeliveryError, Push, check_digest, difference
-from tests.pushes import expect, said
+from tests.pushes import pushed, said
 
 ADAPTER = Adapter.build(17, b"weights", {})
 NEW = [-1.0, -2.0, -3.0]
@@ -28,7 +28,7 @@ def holding(**tensors: str) -> Answer:
 
 
 async def verify(answer: Answer, expected: Answer, dtype: str = "float32") -> None:
-    await Push(ADAPTER, (1, 2, 3, 4), expect(expected), dtype).verify("generator-0", answer, Evidence())
+    await pushed(ADAPTER, (1, 2, 3, 4), expected, dtype).verify("generator-0", answer, Evidence())
 
 
 @pytest.mark.parametrize("answer", [[-1.0, -2.0, -3.002], [-1.0, float("nan"), -3.0]])
@@ -54,7 +54,7 @@ async def test_one_unlikely_token_stops_no_run_whose_policy_arrived() -> None:
     honest, evidence = ANSWERS["honest"], Evidence()
     assert np.abs(honest["engine now"] - honest["learner now"]).max() > 1.3
     for version, when in ((29, "then"), (41, "now")):
-        push = Push(Adapter.build(version, b"weights", {}), IDS, expect(said(honest[f"learner {when}"])), "bfloat16")
+        push = pushed(Adapter.build(version, b"weights", {}), IDS, said(honest[f"learner {when}"]), "bfloat16")
         await push.verify("generator-0", said(honest[f"engine {when}"]), evidence)
     frozen = Evidence()
     assert frozen.add(29, IDS, honest["engine then"], honest["learner then"]) is None
@@ -154,7 +154,7 @@ async def test_a_push_names_the_version_that_its_engine_is_stuck_at() -> None:
 
     def push(version: int, ids: tuple[int, ...] = IDS) -> Push:
         expected = said([-1.0 - 0.09 * (version - 17)] * 64)
-        return Push(Adapter.build(version, b"weights", {}), ids, expect(expected), "bfloat16")
+        return pushed(Adapter.build(version, b"weights", {}), ids, expected, "bfloat16")
 
     await push(17).verify("generator-0", said(still), evidence)
     verdict = r"generator-0: acknowledged v18, but generates as under v17: .* went 0\.09 nats, its own went 0% of that"

@@ -1,12 +1,14 @@
 """What a node of a cluster has and lacks. On real nodes: tests/nodes."""
 
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from cluster.ray_reservation import Node
 from learner.config import RunConfig
-from learner.driver.node_checks import Needs, downloads, lacks, needs, placed
+from learner.driver.node_checks import Needs, downloads, lacks, needs, placed, short_of
 from learner.driver.node_facts import NodeFacts, Wanted, look
 
 OWN = NodeFacts(
@@ -14,6 +16,8 @@ OWN = NodeFacts(
     sources="a",
     contents={"model.path": {"config.json": "1", "model.safetensors": "2"}, "rewards: mine": {"mine.py": "3"}},
     lock="pid 1",
+    shared=2**30,
+    disk=2**40,
 )
 MODEL = {"model.path": "/models/m"}
 GENERATOR, LEARNER = Needs("generator", MODEL, {"rewards: mine": "/mine.py"}), Needs("learner", MODEL, {})
@@ -67,6 +71,17 @@ def test_a_hub_model_of_another_commit_is_refused_and_one_that_is_not_cached_is_
     ]
 
 
+def test_too_little_shared_memory_or_disk_is_said() -> None:
+    policy = 384 * 2**20  # two of them and 256 MiB are 1 GiB
+    assert list(short_of(OWN, policy)) == []
+    assert next(short_of(OWN, policy + 1)).startswith("/dev/shm: 1.0 GiB are free of the 1.0 GiB")
+    small = replace(OWN, shared=64 * 2**20, disk=2**30 - 1)
+    assert [line.partition(" that ")[0].partition(", where")[0] for line in short_of(small, policy)] == [
+        "/dev/shm: 64 MiB are free of the 1.0 GiB",
+        "disk: 1024 MiB are free for temporary files",
+    ]
+
+
 def test_nodes_are_said_with_their_processes() -> None:
     left, right = Node("1", "left (a)"), Node("2", "right (b)")
     assert placed({"learner": left, "generator-0": right, "generator-1": left}) == [
@@ -98,6 +113,8 @@ def test_what_is_looked_at_is_what_the_configuration_names(tmp_path: Path) -> No
     assert before.packages["torch"]
     assert before.packages["vllm"]
     assert before.lock is None
+    assert 0 < before.shared <= shutil.disk_usage("/dev/shm").total
+    assert 0 < before.disk <= shutil.disk_usage(tempfile.gettempdir()).total
 
     (tmp_path / "mine.py").write_text("def mine(completions): return [1.0] * len(completions)")
     (tmp_path / ".lock").write_text("pid 7")

@@ -54,9 +54,9 @@ class FakeRank(FakeTrainer):
         self.living("pulse")
         return await super().pulse()
 
-    async def policy(self) -> Any:
-        self.living("policy")
-        return await super().policy()
+    async def outgoing(self) -> Any:
+        self.living("outgoing")
+        return await super().outgoing()
 
     async def numbered_step(self, groups: list[Any], number: int) -> dict[str, float]:
         assert groups is GROUPS
@@ -103,7 +103,7 @@ async def test_a_step_is_everybodys_and_a_save_is_rank_0s(learner: Ranks, tmp_pa
     await learner.call(TrainerService.step, 1, GROUPS)
     await learner.call(TrainerService.load, 1, tmp_path / "saved")
     assert await learner.call(TrainerService.pulse, 1) == 6
-    assert (await learner.call(TrainerService.policy, 1))[0].version == 2
+    assert (await learner.call(TrainerService.outgoing, 1))[1].named.version == 2
 
 
 @pytest.mark.parametrize("lost", [[0], [2], [0, 1]])
@@ -123,10 +123,10 @@ async def test_lost_ranks_are_replaced_and_the_step_is_taken_again(
 
 async def test_between_two_steps_nothing_is_undone() -> None:
     meets: list[Any] = []
-    learner = several([FakeRank] * 2, meets, [(0, "policy")])
+    learner = several([FakeRank] * 2, meets, [(0, "outgoing")])
     for _ in range(2):
         await learner.call(TrainerService.step, 1, GROUPS)
-    assert (await learner.call(TrainerService.policy, 1))[0].version == 2
+    assert (await learner.call(TrainerService.outgoing, 1))[1].named.version == 2
     assert sorted(meets) == [(0, Return(1, True, None)), (1, Return(1, False, None))]
 
 
