@@ -96,11 +96,15 @@ class Adapter:
 
     version: int
     digest: str
-    payload: bytes
+    payload: bytes | memoryview
     config: dict[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with the payload beside it (PEP 574): Ray puts it into shared memory, and readers find it there."""
+        return _arrived_adapter, (self.version, self.digest, PickleBuffer(self.payload), self.config)
+
     @classmethod
-    def build(cls, version: int, payload: bytes, config: dict[str, Any]) -> Adapter:
+    def build(cls, version: int, payload: bytes | memoryview, config: dict[str, Any]) -> Adapter:
         """Computes the digest. Raises ValueError for a negative version."""
         if version < 0:
             raise ValueError(f"adapter version must be at least 0, got {version}")
@@ -130,8 +134,8 @@ class Weights:
     payload: bytes | memoryview
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with the payload beside it (PEP 574): Ray puts it into shared memory, and readers find it there."""
-        return _arrived, (self.version, self.digest, PickleBuffer(self.payload))
+        """As an Adapter's."""
+        return _arrived_weights, (self.version, self.digest, PickleBuffer(self.payload))
 
     @classmethod
     def build(cls, version: int, payload: bytes | memoryview) -> Weights:
@@ -152,7 +156,11 @@ class Weights:
         _verify("weights", self)
 
 
-def _arrived(version: int, digest: str, payload: Any) -> Weights:
+def _arrived_adapter(version: int, digest: str, payload: Any, config: dict[str, Any]) -> Adapter:
+    return Adapter(version, digest, memoryview(payload), config)
+
+
+def _arrived_weights(version: int, digest: str, payload: Any) -> Weights:
     return Weights(version, digest, memoryview(payload))
 
 

@@ -34,7 +34,7 @@ def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter 
     payload = pack({name: Source.of(master) for name, master in masters.items()}, dtype)
     if config is None:
         return Weights.build(version, payload)
-    return Adapter.build(version, bytes(payload), served_config(kind, config))
+    return Adapter.build(version, payload, served_config(kind, config))
 
 
 def export(policy: Policy, folder: Path, path: str) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-from cluster.files import writing
+from cluster.files import digest_of, writing
 from rollout.engine import AdapterRefused
 from rollout.safetensors_stream import header_of
-from rollout.types import Adapter, Weights, digest_of
+from rollout.types import Adapter, Weights
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
@@ -79,7 +79,7 @@ class AdapterWindow:
             weights.write_bytes(adapter.payload)
             (folder / _CONFIG).write_text(json.dumps(adapter.config))
         rank = int(adapter.config["r"])
-        return Resident(adapter.version, digest_of(weights.read_bytes()), folder, keys, rank, lora_id)
+        return Resident(adapter.version, str(digest_of(weights)["sha256"]), folder, keys, rank, lora_id)
 
     def check(self, staged: Resident) -> None:
         """Raises AdapterRefused for a version that is not newer, or for modules other than the first adapter's."""

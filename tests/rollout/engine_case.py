@@ -105,7 +105,7 @@ class EngineCase:
         base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         adapter = self.adapters[version]
         policy = get_peft_model(base, LoraConfig(**adapter.config)).eval()
-        set_peft_model_state_dict(policy, load(adapter.payload))
+        set_peft_model_state_dict(policy, load(bytes(adapter.payload)))
         return policy
 
     def check(self, completion: Completion, prompt: list[int], version: int, temperature: float = 1.0) -> None:

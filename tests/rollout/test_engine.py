@@ -63,7 +63,7 @@ def test_an_adapter_knows_when_its_payload_was_damaged() -> None:
     assert good.digest == hashlib.sha256(good.payload).hexdigest()
     good.verify()
     with pytest.raises(AdapterCorrupt, match=r"adapter v3: .* send it again"):
-        dataclasses.replace(good, payload=good.payload + b"\0").verify()
+        dataclasses.replace(good, payload=bytes(good.payload) + b"\0").verify()
     with pytest.raises(ValueError, match="at least 0"):
         adapter(-1)
 

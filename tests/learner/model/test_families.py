@@ -63,7 +63,7 @@ def test_the_parts_of_a_fused_layer_change_its_rows_as_the_whole_does(tmp_path: 
     policy = adapted("glm4", tmp_path / "model")
     update = update_of(policy, 1)
     assert isinstance(update, Adapter)
-    pushed = load(update.payload)
+    pushed = load(bytes(update.payload))
     assert {key.split(".")[-3] for key in pushed} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip

@@ -75,7 +75,7 @@ async def test_smoke_of_types_and_optimizers(
     after = masters(trainer)
     assert all(weight.dtype == torch.float32 for weight in after.values())
     assert all(not torch.equal(after[name], before[name]) for name in before)
-    sent = load_safetensors((await adapter_of(trainer)).payload)
+    sent = load_safetensors(bytes((await adapter_of(trainer)).payload))
     wanted = getattr(torch, dtype)
     assert all(torch.equal(sent[name], weight.to(wanted)) for name, weight in after.items())
     assert all(weight.dtype == wanted for weight in sent.values())
