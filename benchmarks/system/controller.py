@@ -60,7 +60,7 @@ class Mark:
 
 def measure(
     workers: Sequence[float], at_once: int, max_staleness: int, steps: int, trainer_seconds: float = 0.0,
-    late: float | None = None,
+    late: float | None = None, groups_per_step: int = GROUPS_PER_STEP,
 ) -> dict[str, Any]:  # fmt: skip
     """One run; `workers`: seconds of a group of each; `late`: the same of one that joins when the clock starts.
 
@@ -77,11 +77,11 @@ def measure(
 
     with tempfile.TemporaryDirectory() as folder:
         fake = FakeRun(
-            Path(folder), workers, at_once, GROUPS_PER_STEP, max_staleness, warm + steps, on_step, trainer_seconds
+            Path(folder), workers, at_once, groups_per_step, max_staleness, warm + steps, on_step, trainer_seconds
         )
         asyncio.run(fake.run())
     first, last = marks[warm], marks[warm + steps]
-    groups, wall = steps * GROUPS_PER_STEP, last.wall - first.wall
+    groups, wall = steps * groups_per_step, last.wall - first.wall
     done = last.groups - first.groups
     all_workers = [*workers] if late is None else [*workers, late]
     row = {
@@ -128,13 +128,14 @@ def idle_ms_per_s(seconds: float) -> float:
 
 
 def uneven(seconds: float) -> dict[str, dict[str, Any]]:
-    """Eight workers, of which one is late; and 64 that the learner holds up. Half of the groups/s of 64."""
+    """Eight workers, of which one is late; 64 that the learner holds up, half of the groups/s of 64; and 256."""
     quick, at_once = [2 * seconds] * 7, 8 * AT_ONCE
     found = {"8 workers alike": measure([*quick, quick[0]], at_once, 3, 16)}
     found["the last of 8 joins when the clock starts"] = measure(quick, at_once, 3, 16, late=quick[0])
     found["64 workers, the learner is slower than they"] = measure([seconds] * 64, AT_ONCE, 3, 16, 2 * seconds)
     lanes = GROUPS_PER_STEP * (1 + 3) // 64  # the slots that one of 64 workers holds at staleness 3
     found[f"64 workers, all {lanes} groups that one holds at once"] = measure([seconds * 2] * 64, lanes, 3, 16)
+    found["256 workers, 256 groups a step"] = measure([seconds * 5] * 256, AT_ONCE, 3, 16, groups_per_step=256)
     return found
 
 
@@ -200,8 +201,8 @@ def report(
         f"But a run of 64 workers in which nothing happens takes {idle:.2f} ms per second. The rest is the price of "
         "waking up with cold caches: the stand-ins do the same work for every group.\n\n"
         f"A worker runs {AT_ONCE} groups at a time (of 8 in uneven runs: {8 * AT_ONCE}); {GROUPS_PER_STEP} groups a "
-        "step, staleness 3 where nothing else is said. KiB grown: resident memory of the process from the first to the "
-        "last measured step, by groups trained on.\n\n"
+        "step and staleness 3 where nothing else is said. KiB grown: resident memory of the process from the first to "
+        "the last measured step, by groups trained on.\n\n"
         f"Conditions: {under(told, 'CPU time, of this process alone')}\n"
     )
 
