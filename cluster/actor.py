@@ -62,6 +62,10 @@ class DeadlineExceeded(RuntimeError):
     """A call gave no answer in time; the text names actor, method, seconds and last sign of life."""
 
 
+class ValueLost(RuntimeError):
+    """What an argument stands for (Shared) is gone with the node that had it, before the method got it."""
+
+
 class RemoteError(RuntimeError):
     """A method raised; the text holds the remote traceback."""
 
@@ -91,7 +95,7 @@ class Actor(Protocol[S_co]):
     ) -> T:
         """Runs the object's method of that name with these arguments, what is Shared by value.
 
-        Raises ActorDied, DeadlineExceeded, RemoteError.
+        Raises ActorDied, DeadlineExceeded, RemoteError, ValueLost.
         """
 
 

@@ -29,6 +29,7 @@ from cluster.actor import (
     StartFailed,
     T,
     Unusable,
+    ValueLost,
 )
 from cluster.exit_reason import ExitReasons
 
@@ -162,6 +163,8 @@ class Remote(Generic[S_co]):
             cause = getattr(error, "cause", None)
             if isinstance(cause, Unusable):
                 raise ActorDied(f"{self.name}: {cause}", reason=str(cause)) from error
+            if isinstance(cause, ray.exceptions.ObjectLostError):
+                raise ValueLost(f"{self.name}: {method}: what it was sent is gone with the node that had it") from error
             raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
         except asyncio.CancelledError:  # nobody wants the answer any more; over there it is cancelled, too
             ray.cancel(ref)
@@ -172,7 +175,7 @@ class Remote(Generic[S_co]):
             raise DeadlineExceeded(
                 f"{self.name}: {method} gave no answer within {deadline_s:g} s (last answer {silent:.0f} s ago)"
             ) from None
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             raise await self._died(method, str(error)) from error
         self._last_answer = time.monotonic()
         return result

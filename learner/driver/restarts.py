@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from cluster.actor import ValueLost
 from learner.driver import checkpoint
 from learner.driver.failure import first_of, sentence_of
 from learner.driver.preflight import Prepared
@@ -21,9 +22,10 @@ class Restarts:
         self._allowed, self._used = prepared.config.learner.restarts, 0
 
     def after(self, error: BaseException, saved: int | None) -> bool:
-        """True if the run goes on after this error. saved: the step of the newest checkpoint of the attempt."""
+        """True if the run goes on after this error. saved: the step of the newest checkpoint of the attempt. What is
+        lost with its node on the way to a generator is a policy, and the learner with it."""
         lost = first_of(error)
-        if not isinstance(lost, LearnerLost) or self._used == self._allowed:
+        if not isinstance(lost, LearnerLost | ValueLost) or self._used == self._allowed:
             return False
         self._used += 1
         if saved is not None and saved != self.prepared.finished_steps:
