@@ -62,7 +62,7 @@ class Cell:
         """What the trainer learns from: groups that the engine samples under the first policy."""
         from rollout.types import Sampling
 
-        await self.engine.load_adapter((await self.trainer.policy())[0])
+        await self.engine.load_adapter((await self.trainer.outgoing())[0].value)
         self.batches: list[list[tuple[list[int], Any]]] = []
         for batch in range(BATCHES):
             prompts = [[int(token) for token in self.random.integers(40, 120, PROMPT)] for _ in range(GROUPS)]

@@ -94,7 +94,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
             probe.trained_on(groups, settled=True)
             tally.lags += [liar.caught for liar in liars]
             liars = []
-        update: Any = (await cell.trainer.policy())[0]
+        update: Any = (await cell.trainer.outgoing())[0].value
         expected = await cell.timed("learner's answer", cell.trainer.probe(list(probe.ids)))
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         told.set_result(expected)

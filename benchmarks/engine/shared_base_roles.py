@@ -88,8 +88,8 @@ def learner(folder: Path, way: str) -> None:
 
 async def _learn(trainer: Trainer, folder: Path) -> None:
     await trainer.rehearse(PROMPT)
-    adapter, _ = await trainer.policy()
-    (folder / "adapter").write_bytes(pickle.dumps(adapter))
+    adapter, _ = await trainer.outgoing()
+    (folder / "adapter").write_bytes(pickle.dumps(adapter.value, pickle.HIGHEST_PROTOCOL))
     answer = await trainer.probe(PROBE)
     say({"logprobs": hashlib.sha256(answer.logprobs.tobytes()).hexdigest()})
 

@@ -118,7 +118,9 @@ async def trained(place: Place, *, base: str = "none", push: str = "adapter") ->
     sent = []
     for step in range(2):
         await trainer.step([made_up(place, step, completions=4)])
-        sent.append(Sent((await trainer.policy())[0], await trainer.probe(ids)))
+        policy = (await trainer.outgoing())[0].value
+        assert policy is not None, "it is in this process"
+        sent.append(Sent(policy, await trainer.probe(ids)))
     del trainer
     forget(place)
     return ids, sent

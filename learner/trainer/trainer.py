@@ -5,10 +5,10 @@ one thread of its own, in the order of the calls, and the event loop stays free 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -42,8 +42,6 @@ from learner.trainer.value_learner import value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Weights
 from rollout.weight_sync import Answer
-
-T = TypeVar("T")
 
 
 class Trainer(TrainerService):
@@ -119,14 +117,8 @@ class Trainer(TrainerService):
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return await self._thread.compute(lambda: self._rehearse(prompt_length))
 
-    async def policy(self) -> tuple[Adapter | Weights, float]:
-        """The present policy, and the seconds that it took to build."""
-        build = partial(update_of, self._policy, merged=self._merged)
-        return await self._thread.run(lambda: _timed(lambda: build(self._version)))
-
     async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
-        policy, seconds = await self.policy()
-        return Shared(policy), Exported(policy.named, seconds)
+        return await self._thread.run(lambda: _outgoing(self._policy, self._version, merged=self._merged))
 
     async def probe(self, token_ids: list[int]) -> Answer:
         answer = partial(answer_of, self._policy, merged=self._merged)
@@ -225,6 +217,7 @@ def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: in
     }
 
 
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    started = time.perf_counter()
-    return work(), time.perf_counter() - started
+def _outgoing(policy: Policy, version: int, *, merged: bool) -> tuple[Shared[Adapter | Weights], Exported]:
+    begun = time.perf_counter()
+    update = update_of(policy, version, merged=merged)
+    return Shared(update), Exported(update.named, time.perf_counter() - begun)

@@ -137,8 +137,8 @@ async def rejoin(trainer: Any, port: int, source: int, lost: int, undo: int | No
 async def numbered_step(trainer: Any, groups: list[pa.Table], number: int) -> tuple[str, Any]:
     """The digest of the policy after it, and what the step said of itself."""
     metrics = await trainer.numbered_step(groups, number)
-    policy, _ = await trainer.policy()
-    return policy.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}
+    _, exported = await trainer.outgoing()
+    return exported.named.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}
 
 
 async def doomed_step(trainer: Any, groups: list[pa.Table], number: int, rank: int, moment: str) -> tuple[str, Any]:
@@ -170,8 +170,10 @@ async def steps(trainer: Any, groups: list[pa.Table], count: int, packed: bool =
     told = []
     for _ in range(count):
         metrics = await trainer.step(groups)
-        policy, _ = await trainer.policy()
-        told.append((policy.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}))
+        _, exported = await trainer.outgoing()
+        told.append(
+            (exported.named.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))})
+        )
     return told
 
 

@@ -58,7 +58,7 @@ def make_trainer(
 
 async def adapter_of(trainer: Trainer) -> Any:
     """What the generators would get now."""
-    return (await trainer.policy())[0]
+    return (await trainer.outgoing())[0].value
 
 
 async def probe_of(trainer: Trainer, token_ids: list[int]) -> Any:

@@ -123,8 +123,8 @@ class Learner:
 
 
 async def _digest(trainer: "Trainer") -> str:
-    policy, _ = await trainer.policy()
-    return policy.digest
+    _, exported = await trainer.outgoing()
+    return exported.named.digest
 
 
 def _build(config: RunConfig, conditions: Conditions) -> "Trainer":

@@ -16,7 +16,7 @@ from learner.model.export import update_of
 from learner.trainer.probe_answer import held_of
 from rollout.tensor_digests import COLUMNS, columns_of, digest_of_tensor, digests_of, read_of
 from tests.learner.model.test_policy import make_policy
-from tests.learner.trainers import make_trainer
+from tests.learner.trainers import adapter_of, make_trainer
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -27,7 +27,7 @@ async def test_it_is_what_the_payload_holds(
     # A factor of 11 / 8, which is rounded in 16 bits.
     trainer = make_trainer(tiny_path, dtype=dtype, lora=LoraConfig(rank=8, alpha=11), **learner)
     await trainer.step(groups)
-    update, held = (await trainer.policy())[0], (await trainer.probe([1, 2, 3])).held
+    update, held = await adapter_of(trainer), (await trainer.probe([1, 2, 3])).held
     sent = load(bytes(update.payload))
     assert held.tensors.keys() == sent.keys()
     assert held.unread == ()

@@ -13,7 +13,7 @@ import torch
 from rollout.schema import ragged, rewards_of
 from rollout.scored import with_part
 from tests.learner.model.test_roles import theirs
-from tests.learner.trainers import distance, gradient, make_trainer
+from tests.learner.trainers import adapter_of, distance, gradient, make_trainer
 
 PAD = 0  # of the tiny model
 
@@ -89,7 +89,7 @@ async def test_a_reward_model_is_no_part_of_what_is_saved_or_served(
     plain, with_model = (
         make_trainer(tiny_path, adapter=adapter_path, reward_adapters=folders) for folders in ([], models)
     )
-    served = [(await trainer.policy())[0] for trainer in (plain, with_model)]
+    served = [await adapter_of(trainer) for trainer in (plain, with_model)]
     assert served[0].digest == served[1].digest
     saved = [await trainer.save(tmp_path / str(i)) for i, trainer in enumerate((plain, with_model))]
     assert saved[0]["adapter_model.safetensors"] == saved[1]["adapter_model.safetensors"]

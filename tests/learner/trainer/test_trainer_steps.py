@@ -137,8 +137,8 @@ async def test_the_pulse_counts_passes_and_on_a_cpu_seconds_of_computation(tiny_
     assert trainer._thread.progress(on_cpu=False) == 0
     assert trainer._budget.tokens == AUTO_TOKEN_BUDGET
     await trainer.release_cache()
-    _, seconds = await trainer.policy()
-    assert 0 < seconds < 60
+    _, exported = await trainer.outgoing()
+    assert 0 < exported.seconds < 60
 
 
 async def test_adapter_has_peft_names_and_plain_config(tiny_path: str, tmp_path: Path) -> None:
