@@ -48,8 +48,8 @@ def system_config(shows_metrics: bool) -> dict[str, Any]:
 
 @contextmanager
 def short_start(setup: Path) -> Iterator[None]:
-    """Inside this block Ray starts neither autoscaler nor API server, goes on as soon as its node is there, and has its
-    workers started by `setup`. ray.init has no arguments for that.
+    """Inside this block Ray starts neither autoscaler nor API server, goes on as soon as its node is there, has its
+    workers started by `setup`, and its agent listens at a port of its own. ray.init has no arguments for that.
 
     The autoscaler's monitor asks a cloud for more nodes, which one machine has not: it takes half a second of a core,
     and Ray's end waits for it for a second. The API server is what `ray list` and `ray job` ask: Ray waits until it is
@@ -72,6 +72,7 @@ def short_start(setup: Path) -> Iterator[None]:
     def with_setup(node: Node) -> None:
         params: RayParams = node._ray_params
         params.setup_worker_path = str(setup)
+        params.dashboard_agent_listen_port = 0  # any that is free: 52365 is one for all clusters of a machine
         processes(node)
 
     Node.start_monitor, Node.start_api_server = _nothing, without_server  # type: ignore[method-assign,assignment]
