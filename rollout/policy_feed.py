@@ -45,12 +45,12 @@ class PolicyFeed:
         """Proves the policy that was delivered, then waits for the next, for ever."""
         while True:
             await self._bring(self.prove, push)
-            push = await self.policy_slot.wait_newer(push.named.version)
+            push = await self.policy_slot.wait_newer(push.policy_id.version)
             await self._bring(self.deliver, push)
 
     async def _bring(self, how: Callable[[Push], Awaitable[None]], push: Push) -> None:
         async def ask() -> None:
-            if self._proven < push.named.version:  # else a fresh process got it, or a newer one
+            if self._proven < push.policy_id.version:  # else a fresh process got it, or a newer one
                 await how(push)
 
         await self.worker.attempt(ask)
@@ -70,26 +70,26 @@ class PolicyFeed:
         while True:
             newest = self.policy_slot.get()
             await self.deliver(newest)
-            if newest.named.version == self.policy_slot.version:
+            if newest.policy_id.version == self.policy_slot.version:
                 break
         self.policy_slot.back(self.worker.name)
         await self.prove(newest)
 
     async def deliver(self, push: Push) -> None:
         """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
-        name, version = self.worker.name, push.named.version
+        name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("push", name, version=version):
             receipt = await self.worker.actor.call(
                 RolloutService.take_policy, self.worker.deadlines.push, push.policy.argument()
             )
-            check_digest(push.named, name, receipt.digest)
+            check_digest(push.policy_id, name, receipt.digest)
         self.receipt, self._held = receipt, version
         await self.policy_slot.acknowledge(name, version)
 
     async def prove(self, push: Push) -> None:
         """Asks the worker which tensors it computes with and what they say of the probe; DeliveryError if that is not
         the policy that was sent."""
-        name, version = self.worker.name, push.named.version
+        name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
             answer = await self.worker.actor.call(RolloutService.probe, self.worker.deadlines.push, push.probe_ids)
             await push.verify(name, answer, self.evidence)

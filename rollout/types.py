@@ -76,7 +76,7 @@ class Sampling:
             raise ValueError(f"seed must be None or at least 0, got {self.seed}")
 
 
-class Named(NamedTuple):
+class PolicyId(NamedTuple):
     """Which policy: its version, and the digest of an Adapter or Weights."""
 
     version: int
@@ -111,8 +111,8 @@ class Adapter:
         return cls(version=version, digest=digest_of(payload), payload=payload, config=config)
 
     @property
-    def named(self) -> Named:
-        return Named(self.version, self.digest)
+    def policy_id(self) -> PolicyId:
+        return PolicyId(self.version, self.digest)
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
@@ -148,8 +148,8 @@ class Weights:
         return cls.build(version, (2).to_bytes(8, "little") + b"{}")  # safetensors without a tensor
 
     @property
-    def named(self) -> Named:
-        return Named(self.version, self.digest)
+    def policy_id(self) -> PolicyId:
+        return PolicyId(self.version, self.digest)
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""

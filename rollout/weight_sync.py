@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cluster.actor import Shared
 from rollout.evidence import Evidence
-from rollout.types import Adapter, Held, Named, Weights
+from rollout.types import Adapter, Held, PolicyId, Weights
 
 # Most nats that learner and generator may differ by on the probe, by compute type. float32: at any token; 5e-5 is
 # measured. The others: rms without the token that differs most, which in 16 bits says nothing (rollout.evidence). Of
@@ -55,7 +55,7 @@ class Receipt(NamedTuple):
     peak_memory: float
 
 
-def check_digest(policy: Named | Adapter | Weights, worker: str, digest: str) -> None:
+def check_digest(policy: PolicyId | Adapter | Weights, worker: str, digest: str) -> None:
     """DeliveryError if the worker loaded other bytes than were sent."""
     if digest != policy.digest:
         raise DeliveryError(
@@ -82,7 +82,7 @@ class Push:
     `expected`: the learner's answer to the N tokens probe_ids, which it works out while the policy travels."""
 
     policy: Shared[Adapter | Weights]
-    named: Named
+    policy_id: PolicyId
     probe_ids: tuple[int, ...]
     expected: asyncio.Future[Answer]
     dtype: str
@@ -104,8 +104,8 @@ class Push:
         differing = sorted(wrong | (names - found.tensors.keys() - set(found.unread)))
         if differing:
             raise DeliveryError(
-                f"{worker}: acknowledged v{self.named.version}, but its engine computes with other tensors than were "
-                f"sent: {len(differing)} of {len(names)} differ, first {differing[0]}. The run stops, since it would "
+                f"{worker}: acknowledged v{self.policy_id.version}, but its engine computes with other tensors than "
+                f"were sent: {len(differing)} of {len(names)} differ, first {differing[0]}. The run stops, since it would "
                 "learn from another policy's samples; start it again from its last checkpoint, and report this line "
                 "with the versions of vllm and torch if it comes back"
             )
@@ -115,7 +115,7 @@ class Push:
         apart = difference(found, expected, self.dtype)
         if not apart <= TOLERANCE[self.dtype]:
             raise DeliveryError(
-                f"{worker}: adapter v{self.named.version} is not what it generates with: its logprobs of the probe "
+                f"{worker}: adapter v{self.policy_id.version} is not what it generates with: its logprobs of the probe "
                 f"differ from the learner's by {apart:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). "
                 "The run stops, since it would learn from another policy's samples"
             )
@@ -128,7 +128,7 @@ class Push:
         evidence: Evidence,
     ) -> None:
         """DeliveryError if the generator's logprobs do not follow the learner's from version to version."""
-        version = self.named.version
+        version = self.policy_id.version
         stuck = evidence.add(version, self.probe_ids, found, expected)
         if stuck is not None:
             raise DeliveryError(

@@ -14,7 +14,7 @@ from rollout.weight_sync import Answer, Push
 
 def pushed(policy: Adapter | Weights, ids: tuple[int, ...], answer: Answer, dtype: str = "float32") -> Push:
     """On its way, with the learner's answer to the probe tokens."""
-    return Push(Shared(policy), policy.named, ids, expect(answer), dtype)
+    return Push(Shared(policy), policy.policy_id, ids, expect(answer), dtype)
 
 
 def said(logprobs: npt.ArrayLike) -> Answer:

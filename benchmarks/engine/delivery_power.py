@@ -98,7 +98,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
         expected = await cell.timed("learner's answer", cell.trainer.probe(list(probe.ids)))
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         told.set_result(expected)
-        push = Push(Shared(update), update.named, probe.ids, told, cell.kind)
+        push = Push(Shared(update), update.policy_id, probe.ids, told, cell.kind)
         changed, payload = update.payload != payload, update.payload
         tally.unchanged += not changed
         if version % 5 == 0 and changed and answer is not None and tally.frozen < trials:

@@ -51,7 +51,7 @@ class Sender:
         """As TrainerService.outgoing, of the same bytes each time."""
         self._version += 1
         adapter = Adapter.build(self._version, self._payload, {"r": 8})
-        return Shared(adapter), Exported(adapter.named, 0.0)
+        return Shared(adapter), Exported(adapter.policy_id, 0.0)
 
 
 class Receiver:

@@ -139,7 +139,7 @@ class Delivery:
         """The engine's answer. Raises DeliveryError if the policy did not arrive."""
         expected: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         expected.set_result(sent.answer)
-        push = Push(Shared(sent.policy), sent.policy.named, tuple(self._ids), expected, self._dtype)
+        push = Push(Shared(sent.policy), sent.policy.policy_id, tuple(self._ids), expected, self._dtype)
         load = self._engine.load_adapter if isinstance(sent.policy, Adapter) else self._engine.load_weights
         started = time.perf_counter()
         check_digest(sent.policy, "engine", await load(sent.policy))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """A run under faults: what was lost, what was trained twice, and how long each fault was felt.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --minutes 30 [--seed 0] [--every 15 20] [key=value ...]
-    PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --kinds "kill driver" --every 8 11 --minutes 17 \\
-        --name chaos_driver
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --kinds "kill driver" --every 8.5 12 --minutes 18 \\
+        --name chaos_driver rollout.workers=1 cluster.learners=1
 
 The demo, asynchronous, with two generators and a learner of two ranks. Every 15 to 20 seconds one process of it is
 killed, stopped or paused at random (benchmarks/system/chaos_faults.py), also while it recovers from the fault before.
@@ -37,7 +37,7 @@ from learner.api.metrics_lines import MetricsLines
 
 SHARED = Path("/dev/shm")
 QUIET_STEPS = 20  # at the end, without faults
-AGENTS_S = 75.0  # two agents of a killed driver's Ray end 60 s after it: so long they try to tell it of that
+AGENTS_S = 75.0  # of a killed driver's Ray two agents end 60 s later, as their last report to it times out
 SETTINGS = (
     "name=chaos", "max_staleness=1", "rollout.workers=2", "cluster.learners=2", "learner.restarts=1000",
     "cluster.deadlines.start=60", "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5",

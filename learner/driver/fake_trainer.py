@@ -42,7 +42,7 @@ class FakeTrainer(TrainerService):
 
     async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
         adapter = self.adapter()
-        return Shared(adapter), Exported(adapter.named, 4.0)
+        return Shared(adapter), Exported(adapter.policy_id, 4.0)
 
     def adapter(self) -> Adapter:
         return Adapter.build(self.version, b"weights %d" % self.version, {})

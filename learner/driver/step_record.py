@@ -14,7 +14,7 @@ from cluster.files import writing
 from learner.driver import mismatch_files
 from learner.trainer.service import Arithmetic, TrainerService
 from rollout import ledger
-from rollout.types import Named
+from rollout.types import PolicyId
 
 POLICIES = "policies.jsonl"
 
@@ -69,7 +69,7 @@ class StepRecord:
         """groups: those that the step trained on."""
         mismatch_files.write(self._folder, step, groups, mismatch)
 
-    def policy(self, sent: Named) -> None:
+    def policy(self, sent: PolicyId) -> None:
         """The policy after a step; one that a resumed run began with has its line already."""
         assert self._arithmetic is not None, "begin() comes first"
         if sent.version <= self._known:

@@ -54,7 +54,7 @@ class Updates:
     async def first_policy(self, tasks: asyncio.TaskGroup) -> Push:
         """The policy to begin with; the generators were put to sleep as they started."""
         push, _ = await self._sync.fetch(tasks)
-        self._record.policy(push.named)
+        self._record.policy(push.policy_id)
         await self._turns.generators()
         return push
 
@@ -101,7 +101,7 @@ class Updates:
             self._metrics.hold(metrics)
             with self._pipes.timeline.span("policy", "learner", version=self.step):
                 (push, spent), mismatch = await asyncio.gather(self._sync.fetch(tasks), self._record.mismatch())
-            self._record.policy(push.named)
+            self._record.policy(push.policy_id)
             start_in(tasks, asyncio.to_thread(self._record.keep_mismatch, self.step, groups, mismatch))
         finally:
             await at_rest

@@ -38,8 +38,8 @@ class WeightSync:
         policy, exported = await self._trainer.call(TrainerService.outgoing, self._deadlines.push)
         spent = {"time/push_export": exported.seconds, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
-        expected = start_in(tasks, self._expect(exported.named.version, ids))
-        return Push(policy, exported.named, ids, expected, self._dtype), spent
+        expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
+        return Push(policy, exported.policy_id, ids, expected, self._dtype), spent
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
         with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):
@@ -53,7 +53,7 @@ class WeightSync:
 
     async def deliver(self, push: Push, release: int) -> None:
         """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from."""
-        version = push.named.version
+        version = push.policy_id.version
         await self._pipes.policy_slot.publish(version, push)
         patience = self._deadlines.push + self._deadlines.start  # a generator may be restarting
         await self._pipes.policy_slot.acknowledged(version, [p.name for p in self._producers], patience)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from cluster.actor import Shared, stays_there
 from cluster.files import Digest
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Named, Weights
+from rollout.types import Adapter, PolicyId, Weights
 from rollout.weight_sync import Answer
 
 
@@ -31,7 +31,7 @@ class Arithmetic(NamedTuple):
 class Exported(NamedTuple):
     """What there is to say of a policy that goes out. seconds: that it took to build."""
 
-    named: Named
+    policy_id: PolicyId
     seconds: float
 
 

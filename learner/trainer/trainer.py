@@ -220,4 +220,4 @@ def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: in
 def _outgoing(policy: Policy, version: int, *, merged: bool) -> tuple[Shared[Adapter | Weights], Exported]:
     begun = time.perf_counter()
     update = update_of(policy, version, merged=merged)
-    return Shared(update), Exported(update.named, time.perf_counter() - begun)
+    return Shared(update), Exported(update.policy_id, time.perf_counter() - begun)

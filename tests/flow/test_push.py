@@ -94,7 +94,7 @@ async def push_of(learner: Actor[TrainerService], ids: Sequence[int]) -> Push:
     policy, exported = await learner.call(TrainerService.outgoing, 30)
     assert policy.value is None  # it is not in this process
     answer = expect(await learner.call(TrainerService.probe, 30, list(ids)))
-    return Push(policy, exported.named, tuple(ids), answer, "float32")
+    return Push(policy, exported.policy_id, tuple(ids), answer, "float32")
 
 
 async def deliver(producer: Producer, push: Push) -> None:

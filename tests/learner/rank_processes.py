@@ -138,7 +138,7 @@ async def numbered_step(trainer: Any, groups: list[pa.Table], number: int) -> tu
     """The digest of the policy after it, and what the step said of itself."""
     metrics = await trainer.numbered_step(groups, number)
     _, exported = await trainer.outgoing()
-    return exported.named.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}
+    return exported.policy_id.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))}
 
 
 async def doomed_step(trainer: Any, groups: list[pa.Table], number: int, rank: int, moment: str) -> tuple[str, Any]:
@@ -172,7 +172,7 @@ async def steps(trainer: Any, groups: list[pa.Table], count: int, packed: bool =
         metrics = await trainer.step(groups)
         _, exported = await trainer.outgoing()
         told.append(
-            (exported.named.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))})
+            (exported.policy_id.digest, {k: v for k, v in metrics.items() if not k.startswith(("time/", "memory/"))})
         )
     return told
 

@@ -77,7 +77,7 @@ async def record(folder: Path, config: RunConfig, steps: int, *, halved_at: int)
     trainer = trainer_of(config, 64)
     record = StepRecord(folder, 10, Local("learner", lambda: trainer, []), 60.0)
     await record.begin(0)
-    record.policy((await trainer.outgoing())[1].named)
+    record.policy((await trainer.outgoing())[1].policy_id)
     lines = Metrics(folder, [], 0)
     for step in range(1, steps + 1):
         if step == halved_at:
@@ -85,7 +85,7 @@ async def record(folder: Path, config: RunConfig, steps: int, *, halved_at: int)
         groups = groups_of(step)
         record.rollouts(step, groups)
         metrics = batch_metrics(groups, step - 1) | {"rollout/refilled_groups": 0.0} | await trainer.step(groups)
-        record.policy((await trainer.outgoing())[1].named)
+        record.policy((await trainer.outgoing())[1].policy_id)
         lines.log(step, metrics | {"time/step": 2.0})
         if step == 2:
             async with checkpoint.commit(folder / "checkpoints", step, keep=1) as saved:

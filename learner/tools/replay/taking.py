@@ -124,7 +124,7 @@ class Learner:
 
 async def _digest(trainer: "Trainer") -> str:
     _, exported = await trainer.outgoing()
-    return exported.named.digest
+    return exported.policy_id.digest
 
 
 def _build(config: RunConfig, conditions: Conditions) -> "Trainer":

@@ -12,7 +12,7 @@ from cluster.actor import Local
 from learner.driver.step_record import StepRecord, read_policies
 from learner.trainer.service import Arithmetic
 from rollout import ledger
-from rollout.types import Named
+from rollout.types import PolicyId
 from tests.learner.rollouts import make_groups
 
 
@@ -31,7 +31,7 @@ async def taken(folder: Path, begin: int, end: int, digest: str) -> None:
     for step in range(begin, end + 1):
         if step > begin:
             record.rollouts(step, make_groups([[0.0, 1.0]], lambda _, ids: [-1.0] * len(ids), seed=step))
-        record.policy(Named(step, digest))
+        record.policy(PolicyId(step, digest))
 
 
 def lines(folder: Path) -> list[tuple[int, str, int]]:

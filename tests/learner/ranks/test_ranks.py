@@ -103,7 +103,7 @@ async def test_a_step_is_everybodys_and_a_save_is_rank_0s(learner: Ranks, tmp_pa
     await learner.call(TrainerService.step, 1, GROUPS)
     await learner.call(TrainerService.load, 1, tmp_path / "saved")
     assert await learner.call(TrainerService.pulse, 1) == 6
-    assert (await learner.call(TrainerService.outgoing, 1))[1].named.version == 2
+    assert (await learner.call(TrainerService.outgoing, 1))[1].policy_id.version == 2
 
 
 @pytest.mark.parametrize("lost", [[0], [2], [0, 1]])
@@ -126,7 +126,7 @@ async def test_between_two_steps_nothing_is_undone() -> None:
     learner = several([FakeRank] * 2, meets, [(0, "outgoing")])
     for _ in range(2):
         await learner.call(TrainerService.step, 1, GROUPS)
-    assert (await learner.call(TrainerService.outgoing, 1))[1].named.version == 2
+    assert (await learner.call(TrainerService.outgoing, 1))[1].policy_id.version == 2
     assert sorted(meets) == [(0, Return(1, True, None)), (1, Return(1, False, None))]
 
 
