@@ -72,9 +72,7 @@ def short_start(setup: Path) -> Iterator[None]:
     def with_setup(node: Node) -> None:
         params: RayParams = node._ray_params
         params.setup_worker_path = str(setup)
-        params.dashboard_agent_listen_port = (
-            0  # any that is free; Ray's 52365 goes to one cluster alone
-        )
+        params.dashboard_agent_listen_port = 0  # any that is free; Ray's 52365 goes to one cluster alone
         processes(node)
 
     Node.start_monitor, Node.start_api_server = _nothing, without_server  # type: ignore[method-assign,assignment]

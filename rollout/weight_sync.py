@@ -105,9 +105,9 @@ class Push:
         if differing:
             raise DeliveryError(
                 f"{worker}: acknowledged v{self.policy_id.version}, but its engine computes with other tensors than "
-                f"were sent: {len(differing)} of {len(names)} differ, first {differing[0]}. The run stops, since it would "
-                "learn from another policy's samples; start it again from its last checkpoint, and report this line "
-                "with the versions of vllm and torch if it comes back"
+                f"were sent: {len(differing)} of {len(names)} differ, first {differing[0]}. The run stops, since it "
+                "would learn from another policy's samples; start it again from its last checkpoint, and report this "
+                "line with the versions of vllm and torch if it comes back"
             )
 
     def check_logprobs(self, worker: str, found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
