@@ -1,4 +1,5 @@
-"""Weights as safetensors bytes, one tensor at a time: what travels from the learner to a generator.
+"""Weights as safetensors bytes, one tensor at a time: what travels from the learner to a generator, and whole models in
+files.
 
 safetensors' own save and load hold everything two or three times over. Whole weights are gigabytes, so here each tensor
 is written where it will lie among the bytes, and a reader copies one out of them at a time. Format: 8 bytes of length,
@@ -8,6 +9,7 @@ little endian; a JSON object of that length, name -> dtype, shape and place in w
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,21 +34,43 @@ class Source(NamedTuple):
 @torch.no_grad()
 def pack(sources: Mapping[str, Source], dtype: torch.dtype) -> memoryview:
     """Every tensor, in `dtype`."""
-    header: dict[str, Any] = {}
+    header, places = _laid_out(sources, dtype)
+    begin = len(header)
+    payload = torch.empty(begin + max((end for _, end in places.values()), default=0), dtype=torch.uint8)
+    view = payload.numpy().data
+    view[:begin] = header
+    for name, source in sources.items():
+        start, end = places[name]
+        source.write(payload[begin + start : begin + end].view(dtype).view(source.shape))
+    return view
+
+
+@torch.no_grad()
+def write(file: Path, sources: Mapping[str, Source], dtype: torch.dtype) -> None:
+    """The same as a file, of which no more than one tensor is in memory. transformers loads it."""
+    header, _ = _laid_out(sources, dtype, {"__metadata__": {"format": "pt"}})
+    with file.open("wb") as out:
+        out.write(header)
+        for source in sources.values():
+            place = torch.empty(source.shape, dtype=dtype)
+            source.write(place)
+            out.write(place.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _laid_out(
+    sources: Mapping[str, Source], dtype: torch.dtype, beside: Mapping[str, Any] | None = None
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """What comes before the tensors, and where each begins and ends behind it."""
+    entries: dict[str, Any] = dict(beside or {})
+    places: dict[str, tuple[int, int]] = {}
     end = 0
     for name, source in sources.items():
         start, end = end, end + dtype.itemsize * torch.Size(source.shape).numel()
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+        places[name] = start, end
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    begin = 8 + len(text)
-    payload = torch.empty(begin + end, dtype=torch.uint8)
-    view = payload.numpy().data
-    view[:begin] = struct.pack("<Q", len(text)) + text
-    for name, source in sources.items():
-        start, end = header[name]["data_offsets"]
-        source.write(payload[begin + start : begin + end].view(dtype).view(source.shape))
-    return view
+    return struct.pack("<Q", len(text)) + text, places
 
 
 def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:

@@ -13,7 +13,7 @@ from benchmarks.gpu.rows import Found, Row
 from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
 from cluster.memory import learner as learner_memory
 from cluster.memory import units
-from cluster.memory.learner import Learning, Micro
+from cluster.memory.learning import Learning, Micro
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES, Shape

@@ -4,6 +4,7 @@ from cluster.memory.generator import ENGINE_PROCESS, engine_processes
 from cluster.memory.learner import LEARNER_PROCESS
 from cluster.memory.plan import Plan, Wish
 from cluster.memory.shape import Shape
+from cluster.memory.sharded import FILE_BYTES
 from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, Parts
 from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
 
@@ -43,11 +44,10 @@ def host_bytes(
       reads mapped files: those pages are cache, and given back when memory is wanted.
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
-    whole = wish.mode == "full"
     loading = b * n if found.base == "none" and wish.base_ranks == 1 else b * shape.vocab * shape.hidden
     loading = 0 if wish.shared else loading  # the generator's are mapped
     pushing = LEARNER_COPIES * pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
-    saving = (4 if found.learner["adapters"] else b) * n if whole else 0
+    saving = _saving(found, wish, learners) if wish.mode == "full" else 0
     asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
     each = reward_models + LEARNER_PROCESS if reward_models else REWARD
     return {
@@ -66,6 +66,13 @@ def host_bytes(
     }
 
 
+def _saving(found: Plan, wish: Wish, learners: int) -> int:
+    """Of a whole model, a copy of what is trained; in shards what one file holds, and its bytes as they are written."""
+    if wish.base_ranks > 1:
+        return learners * 2 * FILE_BYTES
+    return (4 if found.learner["adapters"] else DTYPE_BYTES[wish.dtype]) * found.shape.params
+
+
 def _undo(shape: Shape, wish: Wish) -> int:
-    """Of one rank: masters and states of its adapter (cluster.memory.learner.undo_bytes)."""
+    """Of one rank: masters and states of its adapter (cluster.memory.between_steps.undo_bytes)."""
     return (4 + STATE_BYTES[wish.optimizer]) * shape.lora_params(wish.rank, wish.targets)

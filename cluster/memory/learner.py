@@ -9,13 +9,13 @@ keeps and a maximum over the places where it can be highest; cluster.memory.term
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from cluster.memory import terms
+from cluster.memory.between_steps import learner_static
+from cluster.memory.learning import Learning, Micro
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.terms import Term
-from cluster.memory.units import CONTEXT, DTYPE_BYTES, STATE_BYTES, Checkpointing, OptimizerKind, Parts, base_bytes
+from cluster.memory.units import CONTEXT, DTYPE_BYTES, Parts
 from cluster.memory.weight_push import LEARNER_COPIES, merging_bytes, pushed_bytes
 
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
@@ -24,64 +24,6 @@ FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator 
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
 WIDENED_ROWS = 1024  # learner.model.widened_lora.TILE, which the driver cannot import: it loads no torch
-
-ReferenceKind = Literal["none", "auto", "int8"]
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """Tokens of the largest micro-batch."""
-
-    tokens: int  # N
-    completion: int  # C
-    keys: int  # S
-
-    @classmethod
-    def of(cls, prompt: int, completion: int, generations: int, budget: int) -> "Micro":
-        """The micro-batch that fills the budget, or holds one completion if that is longer, packed as learner.batch
-        does it, with prompts and completions at their greatest length. A group beyond the budget is split, and its
-        prompt is repeated in every part.
-
-        No micro-batch has more tokens, but it may have more keys: 1 + prompt / (tokens of a completion) per token, so
-        completions that end early under long prompts have more, up to 1 + generations. If those do not fit, the step is
-        retried with half the budget.
-        """
-        own = max(completion - 1, 1)
-        tokens = max(budget, prompt + own)
-        each = min(generations, (tokens - prompt) / own)
-        keys = prompt + each * (prompt + own) if each > 1 else prompt + own
-        groups = tokens / (prompt + each * own)
-        return cls(tokens, round(groups * each * completion), round(groups * keys))
-
-
-@dataclass(frozen=True, slots=True)
-class Learning:
-    """How a learner trains, as far as it matters for memory."""
-
-    mode: Literal["lora", "full"] = "lora"
-    push: Literal["adapter", "merged"] = "adapter"
-    rank: int = 16
-    targets: tuple[str, ...] = tuple(LINEAR)
-    dtype: str = "bfloat16"
-    base: Literal["none", "nf4"] = "none"
-    optimizer: OptimizerKind = "adamw"
-    checkpointing: Checkpointing = "full"
-    frozen_ranks: tuple[int, ...] = ()  # of the adapters of the reference and of reward models
-    reference: ReferenceKind = "none"  # of mode full: a second set of weights
-    offload: bool = False  # boundaries of checkpointing=full in host memory
-    cuda: bool = True
-    value_rank: int = 0  # of PPO's value, an adapter on the same targets; 0: there is none
-    exact: bool = False  # learner.reduce: gradients are added in two float64 parts
-    undo: bool = False  # of several ranks each keeps in main memory what its step began with
-    fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
-
-    def keeps_floats(self, shape: Shape) -> bool:
-        """Whether norms keep float32 copies of their inputs: transformers' own do, and Gemma's are never fused."""
-        return shape.gemma or not self.fused
-
-    def keeps_gates(self, shape: Shape) -> bool:
-        """Whether MLPs keep their gate's activation: all but the SwiGLU of a card."""
-        return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
@@ -97,62 +39,6 @@ def learner_context(*, cuda: bool) -> int:
     """What the learner's process has before it holds a tensor. It is no part of memory.learner: the limit counts
     tensors on CUDA, and on a CPU the growth from there on (learner.trainer.memory_limit)."""
     return CONTEXT if cuda else LEARNER_PROCESS
-
-
-def learner_static(shape: Shape, learning: Learning) -> Parts:
-    """What is alive between two steps.
-
-    weights: b per parameter; nf4 as in cluster.memory.units.
-    adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b for
-      each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
-      optimizers round (see learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a
-      float32 head of h.
-    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
-    optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
-      in host memory when the device is full.
-    reference: of full fine-tuning with beta > 0 (learner.model.reference).
-    undo: on a CPU (see undo_bytes).
-    """
-    b = DTYPE_BYTES[learning.dtype]
-    n = trained_params(shape, learning)
-    head = shape.hidden if learning.value_rank else 0
-    value = shape.lora_params(learning.value_rank, learning.targets)
-    masters = learning.mode == "lora" or learning.optimizer == "adamw"
-    adapters = (4 if b < 4 and masters else 0) * n
-    if learning.mode == "lora":
-        adapters += b * (n + sum(shape.lora_params(rank, learning.targets) for rank in learning.frozen_ranks))
-        adapters += (b + (4 if b < 4 else 0)) * value + 4 * head
-    n += value + head
-    scales = n // 32 if learning.optimizer == "adamw_8bit" else 0
-    return {
-        "weights": base_bytes(shape, learning.base, b),
-        "adapters": adapters,
-        "gradients": ((4 if masters else b) + (16 if learning.exact else 0)) * n,
-        "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
-        "reference": reference_bytes(shape, learning.reference, b),
-        **({"undo": undo_bytes(shape, learning)} if learning.undo and not learning.cuda else {}),
-    }
-
-
-def undo_bytes(shape: Shape, learning: Learning) -> int:
-    """Of main memory: masters and states as they were when a step began (learner.ranks.memory)."""
-    return (4 + STATE_BYTES[learning.optimizer]) * trained_params(shape, learning)
-
-
-def trained_params(shape: Shape, learning: Learning) -> int:
-    """n: weights of the adapter, or of the model."""
-    return shape.params if learning.mode == "full" else shape.lora_params(learning.rank, learning.targets)
-
-
-def reference_bytes(shape: Shape, kind: ReferenceKind, b: int) -> int:
-    """b per parameter. int8: a byte for each linear weight of the layers, and b for the scale of each of their rows;
-    one matrix at a time is multiplied out, in a pass that keeps nothing else, which is far below the step's peak."""
-    if kind == "none":
-        return 0
-    if kind == "auto":
-        return b * shape.params
-    rows = shape.layers * sum(out for _, out in map(shape.linear, LINEAR))
-    return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows
 
 
 def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
@@ -194,6 +80,8 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
 def _update_bytes(shape: Shape, learning: Learning) -> int:
     if learning.mode == "lora":
         return merging_bytes(shape) if learning.push == "merged" else 0
+    if learning.ranks > 1:
+        return 0  # each layer's gradients are summed and divided at once
     if learning.optimizer == "adamw":
         return 0 if learning.dtype == "float32" else DTYPE_BYTES[learning.dtype] * shape.params
     return 6 * shape.vocab * shape.hidden

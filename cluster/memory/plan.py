@@ -5,7 +5,7 @@ from typing import Literal
 
 from cluster.memory import units
 from cluster.memory.generator import asleep
-from cluster.memory.learner import ReferenceKind
+from cluster.memory.learning import ReferenceKind
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.units import Checkpointing, OptimizerKind, Parts
 

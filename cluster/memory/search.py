@@ -18,10 +18,9 @@ from typing import Literal
 from cluster.memory import learner as learner_memory
 from cluster.memory.generator import Serving, generator_bytes
 from cluster.memory.kv_cache import cache_bytes, cached_sequences
-from cluster.memory.learner import Learning, Micro
+from cluster.memory.learning import Learning, Micro
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.shape import SHAPES, Shape
-from cluster.memory.sharded import sharded_base_bytes
 from cluster.memory.units import DTYPE_BYTES, Checkpointing
 from cluster.memory.weight_push import pushed_bytes
 
@@ -80,7 +79,7 @@ def _plan(
 ) -> Plan:
     learning = Learning(
         wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_ranks,
-        wish.reference, wish.offload, wish.cuda, wish.value_rank, wish.exact, wish.undo,
+        wish.reference, wish.offload, wish.cuda, wish.value_rank, wish.exact, wish.undo, wish.base_ranks,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
@@ -92,8 +91,6 @@ def _plan(
     learner = learner_memory.learner_bytes(shape, learning, micro)
     if wish.shared:
         learner["weights"] = 0  # counted where they lie, with the generator
-    if wish.base_ranks > 1:
-        learner |= sharded_base_bytes(shape, DTYPE_BYTES[wish.dtype], wish.base_ranks)
     return Plan(
         shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
         learner, generator_bytes(shape, serving), work.generators, work.learners, work.shards,
@@ -154,10 +151,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         )
     if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and work.generators == 1:
         changes.append(("memory.base=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
-    own_cards = wish.cuda and wish.layouts == ("separate",)
-    if own_cards and wish.mode == "lora" and wish.push == "adapter" and wish.base != "nf4":
-        divided = replace(wish, base="none", base_ranks=2 * wish.base_ranks, exact=True)
-        changes.append((f"memory.base=sharded with cluster.learners={divided.base_ranks}, a card each", work, divided))
+    changes.extend((text, work, divided) for text, divided in _divided(wish))
     if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
         changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
     if wish.mode == "full" and wish.optimizer in ("adamw", "adamw_rounded"):
@@ -182,6 +176,18 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         yield f"{'a card' if wish.cuda else 'memory.device'} of {gib(small.device_peak / USABLE)}"
     else:
         yield "memory.learner and memory.generator (auto leaves them to the plan)"
+
+
+def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
+    """Over twice as many cards, and where a whole model is trained over four times as many, too."""
+    full = wish.mode == "full"
+    if not wish.cuda or wish.layouts != ("separate",) or wish.base == "nf4" or wish.push == "merged":
+        return
+    if full and (wish.reference != "none" or wish.optimizer not in ("adamw", "adamw_8bit")):
+        return
+    for times in (2, 4) if full else (2,):
+        divided = replace(wish, base="none", base_ranks=times * wish.base_ranks, exact=not full)
+        yield f"memory.base=sharded with cluster.learners={divided.base_ranks}, a card each", divided
 
 
 def _other_models(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[str]:

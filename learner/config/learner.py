@@ -108,7 +108,7 @@ class LearnerConfig(Frozen):
     reduce: Literal["auto", "exact", "fast"] = "auto"
     """How gradients of micro-batches are added. `exact`: without rounding, so that the number of ranks
     (`cluster.learners`) changes no bit; 16 bytes more for each weight of the adapter, and finer micro-batches. `fast`:
-    in float32. `auto`: `exact` with several ranks."""
+    in float32. `auto`: `exact` with several ranks, of LoRA."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """Times that a learner which died or hangs (`cluster.deadlines.heartbeat`) is replaced, and the run goes on by
     itself from the last checkpoint. Set it for long runs that nobody watches."""

@@ -26,8 +26,9 @@ def _sharded(needs: str, mend: str, got: str, broken: Callable[[Settings], bool]
 
 RANKS = (
     _several(
-        "learner.mode=lora: each rank has the whole model and all states of its optimizer", "set that", "learner.mode",
-        lambda c: c.learner.mode == "full",
+        "memory.base=sharded where a whole model is trained: else each rank has all of it, and all of its optimizer",
+        "set that, or learner.mode=lora", "memory.base",
+        lambda c: c.learner.mode == "full" and c.memory.base == "own",
     ),
     _several(
         "a card or none for each rank: NCCL takes no two on one card", "set cluster.gpus.learner=1",
@@ -48,6 +49,16 @@ RANKS = (
     _sharded(
         "learner.push=adapter: no rank has the weights that an adapter would be merged with", "set that",
         "learner.push", lambda c: c.learner.push == "merged",
+    ),
+    _sharded(
+        "learner.loss.beta=0 where a whole model is trained: there is no second set of shards for a reference",
+        "set that", "learner.loss.beta",
+        lambda c: c.learner.mode == "full" and c.learner.loss.beta > 0,
+    ),
+    _sharded(
+        "learner.optimizer.kind=adamw or adamw_8bit where a whole model is trained: each rank's rows are float32 "
+        "masters", "set one of them", "learner.optimizer.kind",
+        lambda c: c.learner.mode == "full" and c.learner.optimizer.kind not in ("adamw", "adamw_8bit"),
     ),
     Rule(
         "learner.reduce: exact", "needs learner.mode=lora: it takes 16 bytes for each weight that is trained",

@@ -48,7 +48,7 @@ class MemoryConfig(Frozen):
     """`shared`: one copy of the base for both roles; the generator owns it, the learner maps it. For LoRA with one
     generator on the learner's card, where a second copy of the weights would not fit. `sharded`: several
     `cluster.learners` divide the learner's copy among them, and gather it layer by layer; for LoRA on a base that one
-    card has no room for."""
+    card has no room for, and with `learner.mode: full` the optimizer's states and gradients are divided as well."""
     generator: BytesOrAuto = "auto"
     """The most that the plan may give a generator, all of it. Set it to divide a card by hand. Of vLLM the KV cache is
     held to the plan."""
@@ -138,7 +138,7 @@ class Settings(Frozen):
         """The learner's settings, with `reduce` as the number of ranks wants it."""
         if self.learner.reduce != "auto":
             return self.learner
-        reduce = "exact" if self.cluster.learners > 1 else "fast"
+        reduce = "exact" if self.cluster.learners > 1 and self.learner.mode == "lora" else "fast"
         return self.learner.model_copy(update={"reduce": reduce})
 
     def num_problems(self, length: int) -> float:

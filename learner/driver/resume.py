@@ -28,7 +28,10 @@ BY_CONTENT = (
     "data.path", "data.split", "data.args", "data.size",
 )  # fmt: skip
 # The saved weights and optimizer states are made for these.
-FIXED = ("model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind")
+FIXED = (
+    "model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind",
+    "cluster.learners",
+)  # fmt: skip
 CONTENTS = ("data", "rewards", "loss", "base", "env")
 # Settings that may name a file of the user's.
 FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio")
@@ -117,6 +120,8 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
     }
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
         found |= {key: Path(str(value)).name for key, value in found.items() if FUNCTIONS.fullmatch(key)}
+    if config.learner.mode == "full" and config.learner.optimizer.kind == "adamw_8bit":
+        found["cluster.learners"] = config.cluster.learners  # the blocks of the states begin with each rank's weights
     held_out = config.data.eval  # what is held out of the training data is not left to train on
     split = held_out.split if by_content else None  # in the versions before, it was no source of its own
     elsewhere = held_out.path is not None or split is not None

@@ -48,7 +48,7 @@ def load_base(
     if sharded:
         from learner.model.sharded_base import sharded_base  # here: slow to import, and few runs use it
 
-        return sharded_base(model, config, device, **options)
+        return sharded_base(model, config, device, trained=not lora, **options)
     if quantization is not None:
         # Quantised weight by weight as the files are read: the whole model is never there in full.
         options |= {"quantization_config": quantization, "device_map": {"": device}}

@@ -13,7 +13,7 @@ from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from learner.model.served_names import differ, served_config, served_weights
 from learner.model.weight_files import WEIGHTS_FILE
-from rollout.safetensors_stream import Source, pack
+from rollout.safetensors_stream import Source, pack, write
 from rollout.types import Adapter, Weights
 
 MODEL_FILE = "model.safetensors"
@@ -26,14 +26,14 @@ def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter 
     Held once in this process's memory. 16-bit weights that are merged are rounded once more: what moves one by less
     than half of the distance to the next 16-bit number is lost.
     """
-    dtype = policy.head.dtype
+    dtype = policy.dtype
     if merged:
         return Weights.build(version, pack(policy.merged(), dtype))
     kind, config = policy.model_type, policy.peft_config
-    masters = policy.masters if config is None else served_weights(kind, policy.masters)
-    payload = pack({name: Source.of(master) for name, master in masters.items()}, dtype)
     if config is None:
-        return Weights.build(version, payload)
+        return Weights.build(version, pack(policy.trained.sources(), dtype))
+    masters = served_weights(kind, policy.masters)
+    payload = pack({name: Source.of(master) for name, master in masters.items()}, dtype)
     return Adapter.build(version, payload, served_config(kind, config))
 
 
@@ -48,9 +48,13 @@ def export(policy: Policy, folder: Path, path: str) -> None:
             served = served_weights(policy.model_type, policy.masters)
             _save_adapter(served, served_config(policy.model_type, policy.peft_config), folder / VLLM_FOLDER)
         return
-    dtype = policy.head.dtype
-    weights = {name: master.detach().to("cpu", dtype) for name, master in policy.masters.items()}
-    save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+    export_model(policy, policy.trained.sources(), folder, path)
+
+
+def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, path: str) -> None:
+    """A whole model of these weights, for users. The folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / MODEL_FILE, sources, policy.dtype)
     policy.save_config(folder)
     AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(folder)
 

@@ -1,25 +1,39 @@
-"""The output embedding as the operations of learner.model.logprob take it."""
+"""The output embedding in its operations (learner.model.logprob), whole on one rank or in shards over several."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+GATHERED = "gathered"  # name of the method that a head in shards gets
 
 
-@contextmanager
-def gathered_head(lm: Any) -> Iterator[Tensor]:
-    """[V, H] the whole weight; of a base in shards (learner.model.sharded_base) it is there within this block only, in
-    which all ranks must be."""
+def with_head(
+    lm: Any, operation: Callable[Concatenate[Tensor, Tensor, P], T], hidden: Tensor, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """operation(hidden, head, ...), head [V, H]. Of a base in shards (learner.model.sharded_base) it is gathered for
+    the operation, and once more for its backward pass, in which all ranks must be."""
     module = lm.get_output_embeddings()
-    if not hasattr(module, "unshard"):  # FSDP2's; its import takes time, and most runs do not need it
-        yield module.weight
-        return
-    module.unshard()
-    try:
-        yield module.weight
-    finally:
-        module.reshard()
+    gathered = getattr(module, GATHERED, None)
+    if gathered is None:
+        return operation(hidden, module.weight, *args, **kwargs)
+    answer: T = gathered(operation, hidden, *args, **kwargs)
+    return answer
+
+
+def gather_in_operations(head: nn.Module) -> None:
+    """For a head that FSDP2 has divided: its hooks are at the module's methods, not at uses of its weight."""
+    from torch.distributed.fsdp import register_fsdp_forward_method  # here: slow to import, and few runs use it
+
+    def gathered(module: Any, operation: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return operation(hidden, module.weight, *args, **kwargs)
+
+    setattr(head, GATHERED, MethodType(gathered, head))
+    register_fsdp_forward_method(head, GATHERED)
 
 
 def check_ids(head: Tensor, highest: int) -> None:

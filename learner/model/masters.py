@@ -1,12 +1,18 @@
 """The weights of one optimizer: float32 masters, and the copies that the model computes with.
 
-With a float32 model both are the same tensors. Why: learner.model.policy.
+With a float32 model both are the same tensors. Why: learner.model.policy. Of a weight in shards over several ranks
+(learner.model.sharded_base) the master is this rank's rows, in the very memory of the model; FSDP2 sums its gradients
+over micro-batches and ranks, and hands out the copy to compute with.
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rollout.safetensors_stream import Source
 
 
 class Masters:
@@ -19,7 +25,9 @@ class Masters:
 
     Attributes:
         weights: name -> what the model computes with.
+        dtype: that the model computes in.
         named: name -> the float32 weight to optimize; the model's own if it is float32, or if keep is false.
+        divided: names of those in shards.
     """
 
     def __init__(
@@ -30,10 +38,45 @@ class Masters:
         keep: bool = True,
         wide: Collection[str] = (),
     ) -> None:
-        self.weights = dict(weights)
+        self.weights: dict[str, Any] = dict(weights)
+        self.dtype = dtype
+        self.divided = frozenset(name for name, weight in weights.items() if hasattr(weight, "full_tensor"))
         self.named = {
             name: _master(weight, dtype) if keep and name not in wide else weight for name, weight in weights.items()
         }
+
+    def sources(self) -> dict[str, Source]:
+        """Name -> how the whole weight is written; for shards all ranks must do it, in this order."""
+        return {name: Source(weight.shape, partial(self._write, name)) for name, weight in self.weights.items()}
+
+    def as_shards(self, name: str, rows: Tensor) -> Tensor:
+        """This rank's rows of something as a part of the whole, on the same memory; what is not in shards as it is."""
+        if name not in self.divided:
+            return rows.detach()
+        of = self.weights[name]
+        whole: Tensor = type(of.data).from_local(
+            rows.detach(), of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
+        )
+        return whole
+
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        """Of something as large as a whole weight: this rank's rows, where the weight is in shards."""
+        if name not in self.divided:
+            return whole
+        mesh = self.weights[name].device_mesh
+        each = -(-whole.shape[0] // mesh.size())  # as torch.chunk divides
+        return whole[each * mesh.get_local_rank() :][:each]
+
+    def _write(self, name: str, place: Tensor) -> None:
+        place.copy_(self.whole(name))
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """A weight as the model computes with it; of one in shards all ranks must ask for it, and each gets all."""
+        if name not in self.divided:
+            return self.named[name].detach().to(self.dtype)
+        whole: Tensor = self.weights[name].detach().to(self.dtype).full_tensor()
+        return whole
 
     def clear_gradients(self) -> None:
         """To be called before the first micro-batch; a step that failed half-way may have left some."""
@@ -46,6 +89,9 @@ class Masters:
             master = self.named[name]
             if master is weight or weight.grad is None:
                 continue
+            if name in self.divided:
+                master.grad = weight.grad.to_local()
+                continue
             master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
             weight.grad = None
 
@@ -53,7 +99,7 @@ class Masters:
     def sync(self) -> None:
         """Masters -> the copy that the model computes with; to be called after each change of the masters."""
         for name, weight in self.weights.items():
-            if self.named[name] is not weight:
+            if self.named[name] is not weight and name not in self.divided:
                 weight.copy_(self.named[name])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -79,7 +125,12 @@ def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str
 
 
 def _master(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A float32 copy of `weight`, which itself becomes `dtype`; for float32 the weight itself."""
+    """A float32 copy of `weight`, which itself becomes `dtype`; for float32 the weight itself; for shards this rank's
+    rows."""
+    if hasattr(weight, "to_local"):
+        divided: Any = weight.detach()
+        rows: Tensor = divided.to_local()
+        return rows.requires_grad_()
     if dtype == torch.float32:
         return weight
     master = weight.detach().float().clone().requires_grad_()

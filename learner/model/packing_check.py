@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows
-from learner.model.head import gathered_head
+from learner.model.head import with_head
 from learner.model.logits import Logits
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import kernels
@@ -29,7 +29,13 @@ TRIAL_IDS = 1000
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def enable(lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], attention: str | None = None) -> bool:
+def enable(
+    lm: Any,
+    logits: Logits,
+    predicting: Callable[[MicroBatch], Tensor],
+    dtype: torch.dtype,
+    attention: str | None = None,
+) -> bool:
     """Sets the fastest attention that gives the same logprobs and gradients packed as row by row; True if one does.
 
     Otherwise the model keeps its own attention and a warning says why; micro-batches must then be padded.
@@ -38,6 +44,7 @@ def enable(lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], 
         lm: a causal language model of transformers, its layers as they will be trained.
         logits: what it does to the products of its output embedding.
         predicting: a micro-batch -> [N, H] final hidden states of `lm` that predict its completion tokens.
+        dtype: that it computes in.
         attention: taken without the trial, for a model without content (learner.tools.meta_run).
     """
     if attention is not None:
@@ -48,12 +55,12 @@ def enable(lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], 
     batches = [micro_batches(*_trial(len(head)), token_budget=budget, packed=budget > 1) for budget in (1, 10_000)]
     wanted = _measure(lm, logits, predicting, batches[0])
     reasons = [_by_config(config)]
-    for name in kernels(head.device, head.dtype) if reasons == [""] else []:
+    for name in kernels(head.device, dtype) if reasons == [""] else []:
         try:
             lm.set_attn_implementation(name)
             if config._attn_implementation != name:
                 raise NotImplementedError("its attention cannot be exchanged")
-            reasons.append(_difference(wanted, _measure(lm, logits, predicting, batches[1]), head.dtype))
+            reasons.append(_difference(wanted, _measure(lm, logits, predicting, batches[1]), dtype))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
@@ -109,8 +116,7 @@ def _measure(
     try:
         for batch in (batch.to(device) for batch in batches):
             states = predicting(batch)
-            with gathered_head(lm) as head:
-                found, _ = policy_logprobs(states, head, batch.targets, 1.0, logits=logits)
+            found, _ = with_head(lm, policy_logprobs, states, batch.targets, 1.0, logits=logits)
             slopes = 1 + batch.advantages
             (grad,) = torch.autograd.grad(found, embedded.pop(), slopes)
             gradient.index_add_(0, batch.ids.flatten(), grad.flatten(0, 1).float())

@@ -32,9 +32,10 @@ from learner.model.activation_checkpointing import apply as apply_checkpointing
 from learner.model.activation_checkpointing import offloaded
 from learner.model.base import head_of, load_base, to_eval
 from learner.model.fusion import fuse
-from learner.model.head import gathered_head
+from learner.model.head import with_head
 from learner.model.head_check import check_head
 from learner.model.logits import logits_of
+from learner.model.logprob import policy_logprobs, token_logprobs
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
 from learner.model.lora_merge import merged
 from learner.model.mapped_base import MappedBase
@@ -54,11 +55,11 @@ class Policy:
         roles: further adapters, with a scalar head each; they need `lora`.
 
     Attributes:
-        head: [V, H] output embedding; frozen with an adapter. Of a base in shards it has a shape, a type and a device
-            only: `gathered_head` has its numbers.
+        head: [V, H] output embedding; frozen with an adapter. Of a base in shards it has a shape and a device only.
         logits: what the model does to head @ hidden.
         model_type: of its config.
         scored: name -> adapter of each further role with a scalar head.
+        trained: the weights that the optimizer updates.
         packed: whether micro-batches may be packed (learner.model.packed_attention); otherwise they must be padded.
         peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json); None without one.
 
@@ -99,7 +100,7 @@ class Policy:
         own = [(name, weight) for name, weight in self._peft.named_parameters() if weight.requires_grad]
         if lora is not None:
             own = [(name.replace(f".{POLICY}.", "."), weight) for name, weight in own if f".{POLICY}." in name]
-        self._masters = Masters(dict(own), self.head.dtype, keep=keep_masters)
+        self.trained = Masters(dict(own), getattr(torch, model.dtype), keep=keep_masters)
         if model.adapter is not None:
             self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
         to_eval(self._peft)
@@ -107,9 +108,14 @@ class Policy:
         fuse(self._lm, trial, on_card=self.head.is_cuda)
         apply_checkpointing(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
-        self.packed = packing_check.enable(self._lm, self.logits, self.predicting, attention)
+        self.packed = packing_check.enable(self._lm, self.logits, self.predicting, self.dtype, attention)
         if lora is None and keep_reference:
             self._roles["reference"] = Reference(self._lm, model, trial).acting
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the model computes in."""
+        return self.trained.dtype
 
     @property
     def model_type(self) -> str:
@@ -131,9 +137,13 @@ class Policy:
         """[N, H] states that predict the completion tokens of the batch."""
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
-    def gathered_head(self) -> AbstractContextManager[Tensor]:
-        """See learner.model.head."""
-        return gathered_head(self._lm)
+    def logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Of [N] tokens, by the [N, H] states that predict them: learner.model.logprob.policy_logprobs."""
+        return with_head(self._lm, policy_logprobs, states, targets, temperature, logits=self.logits)
+
+    def token_logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """Likewise, without a gradient: learner.model.logprob.token_logprobs."""
+        return with_head(self._lm, token_logprobs, states, targets, temperature, logits=self.logits)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
         """Inside this block the model acts as another role on the same base: `reference`, or one of `scored`. A forward
@@ -153,20 +163,20 @@ class Policy:
     def masters(self) -> dict[str, Tensor]:
         """PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each of its
         weights -> float32 weight to optimize; the model's own weight if keep_masters is false."""
-        return self._masters.named
+        return self.trained.named
 
     def clear_gradients(self) -> None:
         """See Masters, as the next three."""
-        self._masters.clear_gradients()
+        self.trained.clear_gradients()
 
     def collect_gradients(self) -> None:
-        self._masters.collect_gradients()
+        self.trained.collect_gradients()
 
     def sync(self) -> None:
-        self._masters.sync()
+        self.trained.sync()
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self._masters.load(tensors)
+        self.trained.load(tensors)
 
     def merged(self) -> dict[str, Source]:
         """The base's weights that the adapter changes, with it (learner.model.lora_merge); the base's own stay."""

@@ -4,6 +4,10 @@ layer is gathered when a pass comes to it and let go behind it. That is FSDP2, t
 Gathering copies: logprobs and gradients are to the bit those of a whole base. Every pass of one rank is one of all, and
 the adapters, which come later, are whole on each. Of the files a rank reads its own rows alone, so that no more than
 those is ever there. A head that is the input embedding as well stays whole: models that have one are small.
+
+Trained as a whole (learner.mode: full) the shards are float32 and what is gathered has model.dtype; behind a layer's
+backward pass its gradient is summed over the ranks in float32, and each rank keeps its rows of it. So what takes 16
+bytes a weight for AdamW is divided, too.
 """
 
 from collections import defaultdict
@@ -17,21 +21,22 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import get_world_size
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config import ModelConfig
+from learner.model.head import gather_in_operations
 from learner.model.tensor_files import tensor_files
 
 SHOWN = 3  # names in a message
 
 
-def sharded_base(model: ModelConfig, config: Any, device: torch.device, **options: Any) -> Any:
+def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, trained: bool, **options: Any) -> Any:
     """The causal language model of a transformers config, in model.dtype, over all ranks of the process group.
 
-    options: of `from_config`.
+    trained: as a whole; else it is frozen. options: of `from_config`.
 
     Raises:
         ValueError: the files hold a weight of the model under another name or in another shape, or it has no decoder
@@ -47,9 +52,21 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, **option
     files = tensor_files(model.path)
     _check_all_there(lm, files, model.path)
     mesh = init_device_mesh(device.type, (get_world_size(),))
-    _shard(lm, mesh, model.path)
-    _fill(lm, files, dtype, device)
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    # Let go behind each pass, the outermost too, which FSDP2 would keep: it would be old once other weights are loaded.
+    _shard(
+        lm, model.path, mesh=mesh, reshard_after_forward=True,
+        mp_policy=precision if trained else MixedPrecisionPolicy(),
+    )  # fmt: skip
+    _fill(lm, files, dtype, device, wide=trained)
     lm.tie_weights()
+    for module in lm.modules():
+        if isinstance(module, FSDPModule):
+            # A batch's coefficients make its gradient a sum. Else it would be a mean, which gloo does not know.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.unshard()  # FSDP2 lays its shards out at the first gathering, in other memory if they are uneven
+            module.reshard()
     return lm
 
 
@@ -70,7 +87,7 @@ def _check_all_there(lm: Any, files: Mapping[str, Path], path: str) -> None:
         raise ValueError(wrong)
 
 
-def _shard(lm: Any, mesh: Any, path: str) -> None:
+def _shard(lm: Any, path: str, **how: Any) -> None:
     """Groups that are gathered at once: each decoder layer, the input embedding, the output embedding, the rest."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -78,15 +95,16 @@ def _shard(lm: Any, mesh: Any, path: str) -> None:
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     tied = embedding.weight is head.weight
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, **how)
     if not tied:
-        fully_shard(embedding, mesh=mesh)
-        fully_shard(head, mesh=mesh)
-    fully_shard(lm.base_model, mesh=mesh, ignored_params={head.weight} if tied else None)
+        fully_shard(embedding, **how)
+        fully_shard(head, **how)
+        gather_in_operations(head)
+    fully_shard(lm.base_model, ignored_params={head.weight} if tied else None, **how)
 
 
-def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.device) -> None:
-    """Gives each parameter its content, file by file."""
+def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.device, *, wide: bool) -> None:
+    """Gives each parameter its content, file by file. wide: in float32, rounded to dtype as if it had that."""
     names: dict[Path, list[str]] = defaultdict(list)
     parameters = dict(lm.named_parameters())
     for name in parameters:
@@ -95,6 +113,8 @@ def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.
         with safe_open(file, framework="pt") as opened:
             for name in own:
                 weight = _read(opened.get_slice(name), parameters[name], name, dtype, device)
+                if wide:
+                    weight = weight.float()
                 path, _, leaf = name.rpartition(".")
                 setattr(lm.get_submodule(path), leaf, nn.Parameter(weight, requires_grad=False))
 

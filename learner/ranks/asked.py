@@ -48,12 +48,14 @@ def _mismatch(answers: list[pa.Array]) -> pa.Array:
     return pc.coalesce(*(answer for answer in answers if len(answer) == most))
 
 
-# Passes through the base, for which the ranks wait for each other where it is divided among them.
+# What gathers the base, for which the ranks wait for each other where it is divided among them.
 PASSES: dict[str, Callable[[list[Any]], Any]] = {
     "numbered_step": _metrics,
     "rehearse": _metrics,
     "score": _first,
     "probe": _first,
+    "outgoing": _first,
+    "save": _first,
 }
 # What all ranks are asked in any case. A step gets on as long as any rank does: the others may wait for it, so pulses
 # are added.

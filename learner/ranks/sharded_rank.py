@@ -4,15 +4,20 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from torch.distributed import DistError
 
-from cluster.actor import Unusable
+from cluster.actor import Shared, Unusable
+from cluster.files import Digest
 from learner.ranks.group import Group, peer_lost
 from learner.ranks.rank_trainer import RankTrainer
 from learner.ranks.service import Meeting
+from learner.trainer.divided_state import DividedState
+from learner.trainer.service import Exported
+from rollout.types import Adapter, PolicyId, Weights
 from rollout.weight_sync import Answer
 
 GLOO = "gloo"  # in the words of its errors, which are RuntimeErrors as any other
@@ -36,6 +41,30 @@ class ShardedRank(RankTrainer):
     async def numbered_step(self, groups: list[pa.Table], number: int) -> dict[str, float]:
         with _or_lost():
             return await self.step(groups)
+
+    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+        with _or_lost():
+            if self.rank == 0 or not self._policy.trained.divided:
+                return await super().outgoing()
+            await self._thread.run(self._gather_all)
+            return Shared(None), Exported(PolicyId(self._version, ""), 0.0)
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        with _or_lost():
+            if self._policy.trained.divided:
+                divided = DividedState(self._policy, self._updates.updater.optimizers, self._group)
+                return await self._thread.run(lambda: divided.write(folder, self._path, self._state()))
+            return await super().save(folder) if self.rank == 0 else {}
+
+    async def load(self, folder: Path) -> None:
+        with _or_lost():
+            await super().load(folder)
+
+    def _gather_all(self) -> None:
+        """With rank 0, which makes something of them."""
+        for name in self._policy.masters:
+            if name in self._policy.trained.divided:
+                self._policy.trained.whole(name)
 
     async def score(self, groups: list[pa.Table]) -> list[list[float]]:
         with _or_lost():

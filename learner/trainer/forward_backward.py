@@ -11,7 +11,6 @@ from learner.algo.own_surrogate import function_of
 from learner.batch.micro_batch import MicroBatch
 from learner.batch.whole import WholeBatch
 from learner.config.learner import LearnerConfig
-from learner.model.logprob import policy_logprobs, token_logprobs
 from learner.model.policy import Policy
 from learner.trainer.gradient_sums import GradientSums
 from learner.trainer.token_mismatch import TokenMismatch
@@ -70,10 +69,7 @@ class Passes:
         for batch, reference in zip(batches, references, strict=True):
             moved = batch.to(self._device)
             states = self._policy.predicting(moved)
-            with self._policy.gathered_head() as head:
-                logprobs, entropy = policy_logprobs(
-                    states, head, moved.targets, self._temperature, logits=self._policy.logits
-                )
+            logprobs, entropy = self._policy.logprobs(states, moved.targets, self._temperature)
             near = logprobs if proximal is None else proximal[batch.places].to(self._device)
             slopes, part = token_loss(
                 logprobs, entropy, moved, self._loss, reference=reference, version=version,
@@ -115,6 +111,4 @@ class Passes:
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         self.passed += 1
         moved = batch.to(self._device)
-        states = self._policy.predicting(moved)
-        with self._policy.gathered_head() as head:
-            return token_logprobs(states, head, moved.targets, self._temperature, logits=self._policy.logits)
+        return self._policy.token_logprobs(self._policy.predicting(moved), moved.targets, self._temperature)

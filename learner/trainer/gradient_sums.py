@@ -63,7 +63,7 @@ class FloatSums(GradientSums):
         """The next gradient is added to it."""
 
     def finish(self) -> None:
-        if self._peers.count == 1:
+        if self._peers.count == 1 or not self._weights:
             return
         flat = torch.cat([_gradient(weight).flatten() for weight in self._weights])
         self._peers.sum(flat)

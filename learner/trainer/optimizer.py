@@ -1,11 +1,12 @@
 """The update: AdamW or its 8-bit forms, the learning rate of each step, and float16's loss scale."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from cluster.memory.units import STATE_BYTES
 from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
@@ -32,10 +33,22 @@ def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
 
 
 class Updater:
-    """Optimizer and loss scale over float32 weights whose gradients, of the scaled loss, are in `weight.grad`."""
+    """Optimizer and loss scale over float32 weights whose gradients, of the scaled loss, are in `weight.grad`.
 
-    def __init__(self, weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str, device: torch.device) -> None:
+    norm: of all gradients together, where these are not all there is (learner.trainer.gradient_norm).
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        config: LearnerConfig,
+        *,
+        dtype: str,
+        device: torch.device,
+        norm: Callable[[], Tensor] | None = None,
+    ) -> None:
         self._weights = list(weights)
+        self._norm = norm or self._own_norm
         self._config = config
         self._optimizer = build_optimizer(self._weights, config.optimizer, device)
         # float16 gradients below 6e-8 would be 0, so the loss is scaled up and the float32 gradients down again.
@@ -55,12 +68,17 @@ class Updater:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._scaler.unscale_(self._optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._weights, self._config.optimizer.max_grad_norm))
+        total = self._norm()
+        clip_grads_with_norm_(self._weights, self._config.optimizer.max_grad_norm, total)
+        norm = float(total)
         finite = loss_is_finite and math.isfinite(norm)
         if finite:
             self._scaler.step(self._optimizer)
         self._scaler.update()
         return norm, finite
+
+    def _own_norm(self) -> Tensor:
+        return get_total_norm([weight.grad for weight in self._weights if weight.grad is not None])
 
     def missing_state_bytes(self) -> int:
         """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""

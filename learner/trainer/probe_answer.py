@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from learner.model.head import check_ids
-from learner.model.logprob import token_logprobs
 from learner.model.policy import Policy
 from learner.model.served_names import served_weights
 from rollout.tensor_digests import digests_of, read_of
@@ -28,8 +27,7 @@ def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: boo
     check_ids(policy.head, max(token_ids))
     ids = torch.tensor(token_ids, device=policy.head.device)
     states = policy.hidden(ids[None, :-1])
-    with policy.gathered_head() as head:
-        logprobs = token_logprobs(states, head, ids[1:], 1.0, logits=policy.logits)
+    logprobs = policy.token_logprobs(states, ids[1:], 1.0)
     held = held_of(policy, version, merged=merged)
     return Answer(np.asarray(logprobs.cpu().numpy()), held, time.perf_counter() - started)
 
@@ -39,15 +37,15 @@ def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
     """Digests of the policy as learner.model.export.update_of sends it. They are made from the weights, one tensor at a
     time, and not from the payload, so that a fault in the payload is found as well."""
     if merged or policy.peft_config is None:
-        dtype = policy.head.dtype
-        return Held(digests_of((name, read_of(weight, version, dtype)) for name, weight in _weights(policy, merged)))
+        read = ((name, read_of(weight, version, policy.dtype)) for name, weight in _weights(policy, merged))
+        return Held(digests_of(read))
     return Held(digests_of(_adapter(policy)))
 
 
 def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     scalings = policy.scalings()
     for name, master in policy.masters.items():
-        sent = master.detach().to("cpu", policy.head.dtype, copy=True)
+        sent = master.detach().to("cpu", policy.dtype, copy=True)
         module, _, matrix = name.removesuffix(".weight").rpartition(".")
         # In the engine's type, and rounded to it, as vLLM does it once on loading.
         if matrix == "lora_B":
@@ -58,9 +56,9 @@ def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 def _weights(policy: Policy, merged: bool) -> Iterator[tuple[str, Tensor]]:
     if not merged:
         for name, master in policy.masters.items():
-            yield name, master.detach()
+            yield name, policy.trained.whole(name) if name in policy.trained.divided else master.detach()
         return
     for name, source in policy.merged().items():
-        place = torch.empty(source.shape, dtype=policy.head.dtype)
+        place = torch.empty(source.shape, dtype=policy.dtype)
         source.write(place)
         yield name, place

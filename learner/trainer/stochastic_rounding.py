@@ -10,7 +10,7 @@ bfloat16 to the next, and gradients summed in bfloat16.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,11 +95,18 @@ def rounded(values: Tensor) -> Tensor:
 AnyUpdater = Updater | RoundedUpdater
 
 
-def updater_for(weights: Sequence[Tensor], config: LearnerConfig, *, dtype: str, device: torch.device) -> AnyUpdater:
-    """The updater of float32 masters, or of bfloat16 weights without."""
+def updater_for(
+    weights: Sequence[Tensor],
+    config: LearnerConfig,
+    *,
+    dtype: str,
+    device: torch.device,
+    norm: Callable[[], Tensor] | None = None,
+) -> AnyUpdater:
+    """The updater of float32 masters (see Updater), or of bfloat16 weights without."""
     if any(weight.dtype == torch.bfloat16 for weight in weights):
         return RoundedUpdater(weights, config, device)
-    return Updater(weights, config, dtype=dtype, device=device)
+    return Updater(weights, config, dtype=dtype, device=device, norm=norm)
 
 
 def wants_masters(config: LearnerConfig) -> bool:

@@ -29,14 +29,15 @@ from learner.trainer import trainer_state
 from learner.trainer.arithmetic import arithmetic_on
 from learner.trainer.base_thread import BaseThread
 from learner.trainer.forward_backward import Passes
-from learner.trainer.gradient_sums import gradient_sums
+from learner.trainer.gradient_norm import DividedNorm
+from learner.trainer.gradient_sums import GradientSums, gradient_sums
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
 from learner.trainer.nonfinite_guard import NonFiniteGuard
 from learner.trainer.peers import Peers
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
 from learner.trainer.service import Arithmetic, Exported, TrainerService
-from learner.trainer.stochastic_rounding import updater_for, wants_masters
+from learner.trainer.stochastic_rounding import AnyUpdater, updater_for, wants_masters
 from learner.trainer.updates import Updates
 from learner.trainer.value_learner import value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
@@ -89,8 +90,7 @@ class Trainer(TrainerService):
             model, learner, seed, where, attention=attention, mapped=mapped, sharded=self._budget.peers.sharded,
             roles=[*reward_roles(reward_adapters), *value_roles(learner)],
         )  # fmt: skip
-        updater = updater_for(list(self._policy.masters.values()), learner, dtype=model.dtype, device=where)
-        sums = gradient_sums(self._policy.masters.values(), learner, self._budget.peers)
+        updater, sums = _update(self._policy, learner, self._budget.peers, dtype=model.dtype, device=where)
         self._updates = Updates(
             self._policy,
             updater,
@@ -147,7 +147,8 @@ class Trainer(TrainerService):
         return await self._thread.run(lambda: write(self._state()))
 
     async def load(self, folder: Path) -> None:
-        await self._thread.run(lambda: self._set_state(trainer_state.read(folder, self._policy)))
+        read = partial(_read, folder, self._policy, self._updates.updater, self._budget.peers)
+        await self._thread.run(lambda: self._set_state(read()))
 
     def _step(self, groups: list[pa.Table]) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries
@@ -195,7 +196,21 @@ class Trainer(TrainerService):
         set_random_state(state["random"], self._policy.head.device)
 
 
-def _policy(model: ModelConfig, learner: LearnerConfig, seed: int, device: torch.device, **given: Any) -> Policy:
+def _update(
+    policy: Policy, learner: LearnerConfig, peers: Peers, *, dtype: str, device: torch.device
+) -> tuple[AnyUpdater, GradientSums]:
+    """The updater of all weights that train, and the sums of those that are not in shards: of these FSDP2 sums."""
+    masters, divided = policy.masters, policy.trained.divided
+    whole = [weight for name, weight in masters.items() if name not in divided]
+    rows = [weight for name, weight in masters.items() if name in divided]
+    norm = DividedNorm(whole, rows, peers) if rows else None
+    updater = updater_for([*whole, *rows], learner, dtype=dtype, device=device, norm=norm)
+    return updater, gradient_sums(whole, learner, peers)
+
+
+def _policy(
+    model: ModelConfig, learner: LearnerConfig, seed: int, device: torch.device, *, sharded: bool, **given: Any
+) -> Policy:
     return Policy(
         model,
         learner.lora if learner.mode == "lora" else None,
@@ -203,10 +218,20 @@ def _policy(model: ModelConfig, learner: LearnerConfig, seed: int, device: torch
         seed=seed,
         device=device,
         offload=learner.offload_boundaries,
-        keep_masters=wants_masters(learner),
+        keep_masters=wants_masters(learner) or sharded,
         keep_reference=learner.loss.beta > 0,
+        sharded=sharded,
         **given,
     )
+
+
+def _read(folder: Path, policy: Policy, updater: AnyUpdater, peers: Peers) -> dict[str, Any]:
+    """The state of a checkpoint; the weights are set."""
+    if not policy.trained.divided and not (folder / trainer_state.SHARDS).is_dir():
+        return trainer_state.read(folder, policy)
+    from learner.trainer.divided_state import DividedState  # here: slow to import, and few runs use it
+
+    return DividedState(policy, updater.optimizers, peers).read(folder)
 
 
 def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: int) -> dict[str, float]:

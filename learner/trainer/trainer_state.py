@@ -15,6 +15,7 @@ from learner.model.policy import Policy
 from learner.model.roles import ScoredAdapter
 
 STATE_FILE = "trainer.pt"
+SHARDS = "shards"  # folder of a checkpoint of a model in shards (learner.trainer.divided_state)
 POLICY = ""  # no name of a role
 
 
@@ -34,12 +35,17 @@ def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dic
             role.save(folder / name, path)
         torch.save(state, folder / STATE_FILE)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' do not name the file
-        free = shutil.disk_usage(folder).free / 2**20
-        raise OSError(
-            f"{folder}: the learner cannot write its part of a checkpoint, with {free:.0f} MiB free there: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        raise not_written(folder, str(error)) from error
     return digests_in(folder)
+
+
+def not_written(folder: Path, reason: str) -> OSError:
+    """reason: in the words of whatever failed."""
+    free = shutil.disk_usage(folder).free / 2**20
+    return OSError(
+        f"{folder}: the learner cannot write its part of a checkpoint, with {free:.0f} MiB free there: "
+        f"{reason.splitlines()[0]}"
+    )
 
 
 def read(folder: Path, policy: Policy) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, generator_bytes
-from cluster.memory.learner import Learning, Micro, learner_bytes
+from cluster.memory.learner import learner_bytes
+from cluster.memory.learning import Learning, Micro
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES

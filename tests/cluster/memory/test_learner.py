@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.memory.learner import WIDENED_ROWS, Learning, Micro, ReferenceKind, learner_static, step_bytes
+from cluster.memory.between_steps import learner_static
+from cluster.memory.learner import WIDENED_ROWS, step_bytes
+from cluster.memory.learning import Learning, Micro, ReferenceKind
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import Checkpointing, OptimizerKind, total
 from learner.config.learner import LearnerConfig

@@ -149,7 +149,7 @@ def run(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     policy.clear_gradients()
     states = policy.hidden(IDS)
     torch.autograd.backward(states.square().sum())
-    return states.detach(), {name: w.grad.clone() for name, w in policy._masters.weights.items() if w.grad is not None}
+    return states.detach(), {name: w.grad.clone() for name, w in policy.trained.weights.items() if w.grad is not None}
 
 
 def unfused(policy: Policy) -> None:

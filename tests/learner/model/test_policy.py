@@ -109,7 +109,7 @@ def test_bfloat16_masters_are_not_rounded(tiny_path: str, adapter_path: str) -> 
         for name, master in exact.masters.items():  # peft draws the first weights in the base's type
             assert torch.equal(master if adapter else master.bfloat16().float(), half.masters[name])
         assert all(weight.dtype == torch.bfloat16 for weight in half._peft.parameters())
-        for name, weight in half._masters.weights.items():
+        for name, weight in half.trained.weights.items():
             assert torch.equal(weight, half.masters[name].bfloat16())
 
 
