@@ -86,8 +86,8 @@ class ClusterConfig(Frozen):
     cards. Set it on a CPU, where they share `cpus.generator`, to try such a run."""
     learners: Annotated[int, Field(ge=1)] = 1
     """Ranks of the learner: processes that share the work of each step, each with `cpus.learner` and `gpus.learner` of
-    its own and a whole copy of the model. Raise it where training is the longer side and there are cores or cards to
-    spare; with `learner.mode: lora` only."""
+    its own and a whole copy of the model, or with `memory.base: sharded` its share. Raise it where training is the
+    longer side and there are cores or cards to spare, or where one card has no room."""
     deadlines: DeadlineConfig = DeadlineConfig()
 
     @property

@@ -1,5 +1,5 @@
 """Ranks of the learner on one machine, a core each: what two of them gain over one, what exact sums cost, how evenly
-the work is divided, and what a base in shards (memory.base: sharded) saves and costs.
+the work is divided, and what a base in shards (memory.base: sharded) saves and costs, frozen and trained as a whole.
 
     PYTHONPATH=. python -m benchmarks.learner.ranks
 
@@ -54,6 +54,7 @@ class Kind(NamedTuple):
     ranks: int
     reduce: Literal["exact", "fast"]
     sharded: bool = False
+    mode: Literal["lora", "full"] = "lora"
 
 
 KINDS = (
@@ -61,12 +62,16 @@ KINDS = (
     Kind("two, fast sums", 2, "fast"),
     Kind("two, exact sums", 2, "exact"),
     Kind("two, exact sums, base in shards", 2, "exact", sharded=True),
+    Kind("one rank, whole model", 1, "fast", mode="full"),
+    Kind("two, whole model in shards", 2, "fast", sharded=True, mode="full"),
 )
+BASES = {"lora": KINDS[0], "full": KINDS[4]}  # with which the others are compared
 
 
 class Told(NamedTuple):
     """By one rank. cpu, wall: seconds of each step. tokens: of its micro-batches in a step, padding included. before,
-    loaded, most: MB of anonymous memory, before there is a model, with it, and the most on the way."""
+    loaded, most, held: MB of anonymous memory, before there is a model, with it, the most on the way, and after the
+    steps, with the states of the optimizer."""
 
     cpu: list[float]
     wall: list[float]
@@ -74,6 +79,7 @@ class Told(NamedTuple):
     before: float
     loaded: float
     most: float
+    held: float
 
 
 def anonymous() -> float:
@@ -135,13 +141,16 @@ async def serve(end: Connection, rank: int, kind: Kind, path: str, dtype: str, c
         await trainer.step(batch)
         wall.append(time.perf_counter() - started)
         cpu.append(time.process_time() - spent)
-    return Told(cpu, wall, sum(tokens), before, loaded, max(most))
+    return Told(cpu, wall, sum(tokens), before, loaded, max(most), anonymous())
 
 
 def made(rank: int, kind: Kind, path: str, dtype: Any) -> Trainer:
     group = Group(rank, kind.ranks, "cpu", sharded=kind.sharded)
     options: dict[str, Any] = {"temperature": 1.0, "max_completion_length": LONGEST, "total_steps": 100, "seed": 0}
-    settings = ModelConfig(path=path, dtype=dtype), LearnerConfig(reduce=kind.reduce, token_budget=BUDGET)
+    settings = (
+        ModelConfig(path=path, dtype=dtype),
+        LearnerConfig(mode=kind.mode, reduce=kind.reduce, token_budget=BUDGET),
+    )
     if kind.ranks == 1:
         return Trainer(*settings, device="cpu", **options)
     return (ShardedRank if kind.sharded else RankTrainer)(*settings, device="cpu", group=group, **options)
@@ -193,7 +202,7 @@ def speed_rows(path: str, turns: int, steps: int) -> list[dict[str, Any]]:
         ]
         cpu = max(statistics.median(s for told in own for s in told.cpu[1:]) for own in ranks)
         wall, tokens = statistics.median(slowest), [own[0].tokens for own in ranks]
-        rows.append({"kind": kind.name, "cpu": cpu, "wall": wall, "tokens": tokens})
+        rows.append({"kind": kind.name, "mode": kind.mode, "cpu": cpu, "wall": wall, "tokens": tokens})
     return rows
 
 
@@ -202,8 +211,10 @@ def memory_rows(path: str) -> list[dict[str, Any]]:
     rows = []
     for kind in (KINDS[0], *KINDS[2:]):
         told = measured(kind, path, "bfloat16", 1, 1)
-        loaded, most = (max(getattr(one, name) - one.before for one in told) for name in ("loaded", "most"))
-        rows.append({"kind": kind.name, "loaded_mb": loaded, "most_mb": most})
+        row = {
+            f"{name}_mb": max(getattr(one, name) - one.before for one in told) for name in ("loaded", "most", "held")
+        }
+        rows.append({"kind": kind.name} | row)
     return rows
 
 
@@ -220,18 +231,18 @@ def main() -> None:
         speed = speed_rows(small, asked.turns, asked.steps)
         memory = memory_rows(str(large))
         base = (large / "model.safetensors").stat().st_size / 2e6
-    one = speed[0]
+    one = {mode: next(row for row in speed if row["kind"] == kind.name) for mode, kind in BASES.items()}
     times = [
-        (row["kind"], f"{row['cpu']:.2f}", f"{one['cpu'] / row['cpu']:.2f}", f"{row['wall']:.2f}",
-         f"{one['wall'] / row['wall']:.2f}", " : ".join(map(str, row["tokens"]))) for row in speed
+        (row["kind"], f"{row['cpu']:.2f}", f"{one[row['mode']]['cpu'] / row['cpu']:.2f}", f"{row['wall']:.2f}",
+         f"{one[row['mode']]['wall'] / row['wall']:.2f}", " : ".join(map(str, row["tokens"]))) for row in speed
     ]  # fmt: skip
-    held = [(row["kind"], f"{row['loaded_mb']:.0f}", f"{row['most_mb']:.0f}") for row in memory]
+    held = [(row["kind"], *(f"{row[f'{name}_mb']:.0f}" for name in ("loaded", "most", "held"))) for row in memory]
     told = conditions()
     text = "\n\n".join([
         "# Ranks of the learner, a core each",
         as_table(("ranks", "CPU-s a step of the busiest", "gain", "wall s", "gain", "tokens a rank"), times),
         f"A base of {base:.0f} MB, bfloat16; MB of anonymous memory beside what the process had without a model:",
-        as_table(("ranks", "loaded, of one rank", "most while it loads"), held),
+        as_table(("ranks", "loaded, of one rank", "most while it loads", "after a step"), held),
         under(told, f"Micro-batches of at least {LEAST} tokens. Medians of {asked.turns} turns of {asked.steps} steps"),
     ])  # fmt: skip
     save("ranks", {"conditions": told, "speed": speed, "memory": memory, "base_mb": base}, text)

@@ -43,11 +43,13 @@ class ShardedRank(RankTrainer):
             return await self.step(groups)
 
     async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+        """Only rank 0's goes to the generators; the others gather what is in shards with it."""
         with _or_lost():
-            if self.rank == 0 or not self._policy.trained.divided:
-                return await super().outgoing()
-            await self._thread.run(self._gather_all)
-            return Shared(None), Exported(PolicyId(self._version, ""), 0.0)
+            if self.rank > 0 and self._policy.trained.divided:
+                await self._thread.run(self._gather_all)
+                return Shared(None), Exported(PolicyId(self._version, ""), 0.0)
+            shared, exported = await super().outgoing()
+            return shared if self.rank == 0 else Shared(None), exported
 
     async def save(self, folder: Path) -> dict[str, Digest]:
         with _or_lost():
@@ -61,7 +63,6 @@ class ShardedRank(RankTrainer):
             await super().load(folder)
 
     def _gather_all(self) -> None:
-        """With rank 0, which makes something of them."""
         for name in self._policy.masters:
             if name in self._policy.trained.divided:
                 self._policy.trained.whole(name)

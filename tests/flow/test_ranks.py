@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.random_model import make_tiny_model
 from rollout import ledger
 from tests.flow.run import Run, wait_until
+
+
+WEIGHTS = "model.safetensors"
 
 
 def rank(run: Run, number: int) -> list[int]:
@@ -64,6 +69,29 @@ def test_a_base_in_shards_goes_on_from_its_checkpoint_when_a_rank_is_killed(tmp_
     assert re.search(r"learner-1: process died .*; restart 1 of 1, with fresh processes, from step \d", said), output
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
     one_process_learns_the_same(run)
+
+
+@pytest.mark.timeout(600)
+def test_a_whole_model_in_shards_outlives_a_rank_and_goes_on_in_one_process(tmp_path: Path) -> None:
+    """Its newest checkpoint is written by two ranks, read by two fresh ones, then by a learner of one process."""
+    model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
+    full = {"mode": "full", "learning_rate": 1e-4, "restarts": 1}
+    run = Run(tmp_path, model, steps=8, cluster={"learners": 2}, memory={"base": "sharded"}, learner=full)
+    process = run.start("data.eval.every=0", "checkpoint.every=2")
+    wait_until(lambda: len(run.metrics()) > 3, "four steps", 120, process)
+    (lost,) = rank(run, 1)
+    os.kill(lost, signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert re.search(r"learner-1: process died .*; restart 1 of 1, with fresh", " ".join(output.split())), output
+    alone = run.start("data.eval.every=0", "steps=10", "cluster.learners=1", "memory.base=own")
+    output, _ = alone.communicate(timeout=240)
+    assert alone.returncode == 0, output
+    assert "resumed at step 8" in output, output
+    assert [line["step"] for line in run.metrics()] == list(range(1, 11))
+    assert all(line["policy/mismatch_max"] < 1e-3 for line in run.metrics())  # the generator has what is learned
+    published = load_file(run.folder / "model" / WEIGHTS)
+    assert any(not torch.equal(weight, published[name]) for name, weight in load_file(model / WEIGHTS).items())
 
 
 def one_process_learns_the_same(run: Run) -> None:

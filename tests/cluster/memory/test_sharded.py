@@ -9,7 +9,7 @@ import pytest
 from cluster.memory.plan import Misfit, Plan, Wish, Workload
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES
-from cluster.memory.sharded import sharded_base_bytes
+from cluster.memory.sharded import divided_params, sharded_base_bytes, sharded_training_bytes
 
 GIB = 2**30
 
@@ -28,6 +28,37 @@ def test_a_tied_embedding_stays_whole() -> None:
     rest = 2 * 1_235_814_400 - embedding
     found = sharded_base_bytes(SHAPES["Llama-3.2-1B"], 2, 2)
     assert found == {"weights": embedding + rest // 2, "gathered": 3 * (rest // 16)}
+
+
+def test_a_whole_model_by_hand() -> None:
+    """Qwen2.5-14B: 14,770,033,664 parameters, embeddings of 152,064 x 5120 apart, 48 layers, over 8 cards of 80 GiB."""
+    shape = SHAPES["Qwen2.5-14B"]
+    rows, embedding = 14_770_033_664 // 8, 152_064 * 5120
+    layer = (14_770_033_664 - 2 * embedding) // 48
+    work, wish = Workload(generations=8, prompt=256, completion=786), Wish(base="none", layouts=("separate",))
+    found = plan(shape, 80 * GIB, work, replace(wish, mode="full", base_ranks=8))
+    assert isinstance(found, Plan)
+    wanted = {
+        "weights": 0, "adapters": 4 * rows, "gradients": 4 * rows, "optimizer": 8 * rows, "update": 0,
+        "gathered": max(3 * 2 * layer + 2 * 6 * layer, 10 * embedding),
+    }  # fmt: skip
+    assert wanted.items() <= found.learner.items()
+
+
+def test_a_tied_embedding_is_trained_whole() -> None:
+    """Llama-3.2-1B, as above: its copy in bfloat16 is all that is not gathered."""
+    embedding = 128_256 * 2048
+    assert divided_params(SHAPES["Llama-3.2-1B"], 4) == embedding + (1_235_814_400 - embedding) // 4
+    assert sharded_training_bytes(SHAPES["Llama-3.2-1B"], 2)["weights"] == 2 * embedding
+    assert sharded_training_bytes(SHAPES["Llama-3.2-1B"], 4)["weights"] == 0  # masters and model are one
+
+
+def test_full_fine_tuning_of_an_8b_is_advised_in_shards() -> None:
+    work, wish = Workload(generations=8, prompt=256, completion=786), Wish(base="none", layouts=("separate",))
+    misfit = plan(SHAPES["Llama-3.1-8B"], 80 * GIB, work, replace(wish, mode="full"))
+    assert isinstance(misfit, Misfit)
+    assert misfit.advice[0] == "memory.base=sharded with cluster.learners=2, a card each"
+    assert isinstance(plan(SHAPES["Llama-3.1-8B"], 40 * GIB, work, replace(wish, mode="full", base_ranks=8)), Plan)
 
 
 def test_a_14b_in_16_bits_is_trained_on_cards_of_24_gib_and_the_advice_says_how() -> None:

@@ -94,6 +94,17 @@ def test_what_no_checkpoint_can_change_is_refused_even_if_it_is_named(tmp_path: 
         check_allowed(configure(resume_allow_changed=["learner.learning_rat"]))
 
 
+def test_states_in_8_bits_of_a_model_in_shards_are_of_as_many_ranks(tmp_path: Path) -> None:
+    def ranks(count: int, kind: str) -> RunConfig:
+        learner = {"mode": "full", "optimizer": {"kind": kind}}
+        return configure(learner=learner, cluster={"learners": count}, memory={"base": "sharded"})
+
+    folder = saved(tmp_path / "blocks", ranks(2, "adamw_8bit"))
+    assert check_same_run(ranks(2, "adamw_8bit"), SAME, folder) == []
+    assert "another cluster.learners (2, now 3);" in refusal(ranks(3, "adamw_8bit"), SAME, folder)
+    assert check_same_run(ranks(3, "adamw"), SAME, saved(tmp_path / "rows", ranks(2, "adamw"))) == []
+
+
 def test_processes_bytes_and_paths_of_equal_content_are_free(tmp_path: Path) -> None:
     """Another copy of a submitted job's folder among them."""
     folder = saved(tmp_path, configure())
