@@ -3,11 +3,13 @@
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --minutes 30 [--seed 0] [--every 15 20] [key=value ...]
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --kinds "kill driver" --every 8.5 12 --minutes 18 \\
         --name chaos_driver rollout.workers=1 cluster.learners=1
+    mount -t tmpfs -o size=900m tmpfs DISK     # as root: a small disk, which may be filled
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --environments --keep DISK --name chaos_environments
 
-The demo, asynchronous, with two generators and a learner of two ranks. Every 15 to 20 seconds one process of it is
-killed, stopped or paused at random (benchmarks/system/chaos_faults.py), also while it recovers from the fault before.
-A run that ends is started again with the same command. At the end it is stopped by SIGINT and goes on undisturbed for
-some steps.
+The demo, or with --environments the one with tools, asynchronous, with two generators and a learner of two ranks.
+Every 15 to 20 seconds one process of it is killed, stopped or paused at random, or its disk is full for a while
+(benchmarks/system/chaos_faults.py), also while it recovers from the fault before. A run that ends is started again with
+the same command. At the end it is stopped by SIGINT and goes on undisturbed for some steps.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.processes import marked
-from benchmarks.system.chaos_faults import KINDS, Fault, drawn, inject
+from benchmarks.system.chaos_faults import KINDS, Fault, drawn, inject, possible
 from benchmarks.system.run_folder import counted, rows
 from learner.api.metrics_lines import MetricsLines
 
@@ -48,11 +50,12 @@ SETTINGS = (
 class Runs:
     """The command, again and again, in one run folder. starts: how often. mark: of its processes."""
 
-    def __init__(self, folder: Path, total_steps: int, overrides: list[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, total_steps: int, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        config = "tools_cpu" if options.environments else "local_cpu"
         self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
         self._total_steps, self._environ = total_steps, {**environ, "XDG_GLEANER_CHAOS": self.mark}
-        self._words = [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml"]
-        self._words += [*SETTINGS, f"output_dir={folder}", *overrides]
+        self._words = [sys.executable, "-m", "learner.main", "--config", f"configs/{config}.yaml"]
+        self._words += [*SETTINGS, f"output_dir={folder}", *options.overrides]
         self._log = (folder / "output.log").open("ab")
         self._driver = self._start(total_steps)
 
@@ -81,7 +84,8 @@ class Runs:
 def under_faults(folder: Path, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """What such a run in this folder is found to have done."""
     shared_before = set(SHARED.iterdir())
-    runs = Runs(folder, int(60 * options.minutes), options.overrides, environ)  # no more than one step a second
+    options.kinds = options.kinds or possible(folder, environments=options.environments)
+    runs = Runs(folder, int(60 * options.minutes), options, environ)  # no more than one step a second
     faults, moments = chaos(runs, options)
     code = runs.finish()
     deadline = time.monotonic() + AGENTS_S
@@ -141,9 +145,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, nargs=2, default=[15, 20], help="seconds between two faults")
-    parser.add_argument(
-        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND", help="of faults"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), metavar="KIND", help="of faults; else all")
+    parser.add_argument("--environments", action="store_true", help="the demo with tools")
     parser.add_argument("--name", default="chaos", help="of the result")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the run folder and output.log; else they go")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

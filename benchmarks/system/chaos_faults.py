@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,18 +14,22 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """often: beside the other kinds. command: what the command line of the process holds. damaging: the newest
-    checkpoint, before. paused: seconds after which it goes on."""
+    """often: beside the other kinds. signal: None, where no process gets one. command: what the command line of the
+    process holds. damaging: the newest checkpoint, before. paused: seconds after which it goes on. filling: the disk
+    of the run folder, for as long."""
 
     often: int
-    signal: Signals
+    signal: Signals | None
     command: str
     damaging: bool = False
     paused: float | None = None
+    filling: bool = False
 
 
 PAUSE_S = 5.0  # a third of what a process may be silent for
+SMALL = 2**30  # bytes of a disk that may be filled
 GENERATOR, RANK, DRIVER = "ray::generator-", "ray::learner-", "-m learner.main"
+ENVIRONMENT, DISK = "kill environment process", "fill disk"
 KINDS = {
     "kill generator": Kind(4, SIGKILL, GENERATOR),
     "stop generator": Kind(2, SIGSTOP, GENERATOR),
@@ -37,6 +42,8 @@ KINDS = {
     "pause generator": Kind(2, SIGSTOP, GENERATOR, paused=PAUSE_S),
     "pause rank": Kind(2, SIGSTOP, RANK, paused=PAUSE_S),
     "pause driver": Kind(1, SIGSTOP, DRIVER, paused=PAUSE_S),
+    ENVIRONMENT: Kind(4, SIGKILL, "rollout.env.processes.preload"),  # or the one that they are forked from
+    DISK: Kind(2, None, DRIVER, paused=PAUSE_S, filling=True),
 }
 
 
@@ -46,6 +53,12 @@ class Fault(NamedTuple):
     at: float
     kind: str
     pid: int
+
+
+def possible(folder: Path, *, environments: bool) -> list[str]:
+    """Kinds of faults of a run in this folder: its disk is filled only if it is small, hence made for it."""
+    no_disk = shutil.disk_usage(folder).total > SMALL
+    return [name for name in KINDS if not (name == ENVIRONMENT and not environments) and not (name == DISK and no_disk)]
 
 
 def drawn(rng: random.Random, names: Sequence[str]) -> str:
@@ -61,13 +74,24 @@ def inject(name: str, rng: random.Random, at: float, processes: Mapping[int, str
     if not pids or (kind.damaging and not _damage(rng, run_dir)):
         return None
     pid = rng.choice(pids)
-    try:
-        os.kill(pid, kind.signal)
-    except ProcessLookupError:
-        return None
-    if kind.paused is not None:
-        Timer(kind.paused, _go_on, [pid]).start()
+    if kind.filling:
+        _fill(run_dir.parent / "filler", PAUSE_S)
+    elif kind.signal is not None:
+        try:
+            os.kill(pid, kind.signal)
+        except ProcessLookupError:
+            return None
+        if kind.paused is not None:
+            Timer(kind.paused, _go_on, [pid]).start()
     return Fault(at, name, pid)
+
+
+def _fill(file: Path, seconds: float) -> None:
+    """Leaves no byte free for so long."""
+    with suppress(OSError), file.open("ab", buffering=0) as stream:
+        while True:
+            stream.write(bytes(2**20))
+    Timer(seconds, file.unlink).start()
 
 
 def _go_on(pid: int) -> None:

@@ -15,7 +15,6 @@ from examples.random_model import make_tiny_model
 from rollout import ledger
 from tests.flow.run import Run, wait_until
 
-
 WEIGHTS = "model.safetensors"
 
 
