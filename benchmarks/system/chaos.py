@@ -45,6 +45,7 @@ SETTINGS = (
     "cluster.deadlines.start=60", "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5",
     "trackers=[]", "data.eval.every=50", "data.eval.size=100",
 )  # fmt: skip
+WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # within deadlines.group, with those that wait for a place
 
 
 class Runs:
@@ -55,7 +56,8 @@ class Runs:
         self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
         self._total_steps, self._environ = total_steps, {**environ, "XDG_GLEANER_CHAOS": self.mark}
         self._words = [sys.executable, "-m", "learner.main", "--config", f"configs/{config}.yaml"]
-        self._words += [*SETTINGS, f"output_dir={folder}", *options.overrides]
+        self._words += [*SETTINGS, *(WITH_ENVIRONMENTS if options.environments else ()), f"output_dir={folder}"]
+        self._words += options.overrides
         self._log = (folder / "output.log").open("ab")
         self._driver = self._start(total_steps)
 
