@@ -14,8 +14,8 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
       each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
       optimizers round (see learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a
       float32 head of h.
-    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
       In shards (memory.base: sharded) 4 n masters, n being this rank's (cluster.memory.sharded).
+    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
     reference: of full fine-tuning with beta > 0 (learner.model.reference).
@@ -26,7 +26,8 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     head = shape.hidden if learning.value_rank else 0
     value = shape.lora_params(learning.value_rank, learning.targets)
     masters = learning.mode == "lora" or learning.optimizer == "adamw" or learning.ranks > 1
-    adapters = (4 if b < 4 and masters else 0) * n
+    divided = learning.mode == "full" and learning.ranks > 1
+    adapters = (4 if divided or (b < 4 and masters) else 0) * n
     if learning.mode == "lora":
         adapters += b * (n + sum(shape.lora_params(rank, learning.targets) for rank in learning.frozen_ranks))
         adapters += (b + (4 if b < 4 else 0)) * value + 4 * head

@@ -4,7 +4,7 @@ from cluster.memory.generator import ENGINE_PROCESS, engine_processes
 from cluster.memory.learner import LEARNER_PROCESS
 from cluster.memory.plan import Plan, Wish
 from cluster.memory.shape import Shape
-from cluster.memory.sharded import FILE_BYTES
+from cluster.memory.sharded import FILE_BYTES, divided_params
 from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, Parts
 from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
 
@@ -67,10 +67,11 @@ def host_bytes(
 
 
 def _saving(found: Plan, wish: Wish, learners: int) -> int:
-    """Of a whole model, a copy of what is trained; in shards what one file holds, and its bytes as they are written."""
+    """Of a whole model its largest matrix, in float32; in shards what one file holds, and its bytes as they are
+    written."""
     if wish.base_ranks > 1:
-        return learners * 2 * FILE_BYTES
-    return (4 if found.learner["adapters"] else DTYPE_BYTES[wish.dtype]) * found.shape.params
+        return learners * 2 * min(FILE_BYTES, 12 * divided_params(found.shape, wish.base_ranks))
+    return 4 * found.shape.vocab * found.shape.hidden
 
 
 def _undo(shape: Shape, wish: Wish) -> int:

@@ -28,13 +28,14 @@ def sharded_training_bytes(shape: Shape, b: int) -> Parts:
     """Of one rank, of a base that is trained, beside float32 masters, gradients and states of divided_params.
 
     weights: the copy in model.dtype of a tied embedding; that of all others is gathered. gathered: as above, and of
-    what is behind it in the backward pass, twice, the gradient in model.dtype and in float32, which the ranks sum.
+    what is behind it in the backward pass, twice, the gradient in model.dtype and in float32, which the ranks sum. That
+    of a head apart stays in float32 to the end of the pass.
     """
     embedding = shape.vocab * shape.hidden
     apart = 0 if shape.tied else embedding
     return {
         "weights": b * _whole(shape) if b < 4 else 0,
-        "gathered": max((LAYERS * b + 2 * (b + 4)) * _layer(shape), (2 * b + b + 4) * apart),
+        "gathered": max((LAYERS * b + 2 * (b + 4)) * _layer(shape) + 4 * apart, (2 * b + b + 4) * apart),
     }
 
 

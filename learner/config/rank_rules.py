@@ -17,11 +17,16 @@ def _several(needs: str, mend: str, got: str, broken: Callable[[Settings], bool]
     )  # fmt: skip
 
 
-def _sharded(needs: str, mend: str, got: str, broken: Callable[[Settings], bool]) -> Rule:
+def _sharded(
+    needs: str, mend: str, got: str, broken: Callable[[Settings], bool], instead: str = "memory.base=own"
+) -> Rule:
     return Rule(
-        "memory.base: sharded", f"needs {needs}", f"{mend}, or memory.base=own", (got,),
+        "memory.base: sharded", f"needs {needs}", f"{mend}, or {instead}", (got,),
         lambda c: c.memory.base == "sharded" and broken(c),
     )  # fmt: skip
+
+
+ONE = "cluster.learners=1 with memory.base=own"
 
 
 RANKS = (
@@ -53,12 +58,12 @@ RANKS = (
     _sharded(
         "learner.loss.beta=0 where a whole model is trained: there is no second set of shards for a reference",
         "set that", "learner.loss.beta",
-        lambda c: c.learner.mode == "full" and c.learner.loss.beta > 0,
+        lambda c: c.learner.mode == "full" and c.learner.loss.beta > 0, ONE,
     ),
     _sharded(
         "learner.optimizer.kind=adamw or adamw_8bit where a whole model is trained: each rank's rows are float32 "
         "masters", "set one of them", "learner.optimizer.kind",
-        lambda c: c.learner.mode == "full" and c.learner.optimizer.kind not in ("adamw", "adamw_8bit"),
+        lambda c: c.learner.mode == "full" and c.learner.optimizer.kind not in ("adamw", "adamw_8bit"), ONE,
     ),
     Rule(
         "learner.reduce: exact", "needs learner.mode=lora: it takes 16 bytes for each weight that is trained",

@@ -28,10 +28,8 @@ BY_CONTENT = (
     "data.path", "data.split", "data.args", "data.size",
 )  # fmt: skip
 # The saved weights and optimizer states are made for these.
-FIXED = (
-    "model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind",
-    "cluster.learners",
-)  # fmt: skip
+FIXED = ("model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind")
+RANKS = "cluster.learners"  # decides where the states that each saved are in blocks of its own weights
 CONTENTS = ("data", "rewards", "loss", "base", "env")
 # Settings that may name a file of the user's.
 FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio")
@@ -77,10 +75,11 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
     }
     if recorded is not None:
         changes |= _contents(inputs, recorded)
-    allowed = [key for key in changes if _within(key, config.resume_allow_changed) and not _within(key, FIXED)]
+    fixed = (*FIXED, RANKS)
+    allowed = [key for key in changes if _within(key, config.resume_allow_changed) and not _within(key, fixed)]
     refused = [key for key in changes if key not in allowed]
     if refused:
-        listed = ", ".join(key for key in refused if not _within(key, FIXED))
+        listed = ", ".join(key for key in refused if not _within(key, fixed))
         last = f", or allow it: resume_allow_changed=[{listed}]" if listed else ""
         raise ResumeError(
             f"resume: {folder} was made with another {', '.join(changes[key] for key in refused)}; give the same "
@@ -121,7 +120,7 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
         found |= {key: Path(str(value)).name for key, value in found.items() if FUNCTIONS.fullmatch(key)}
     if config.learner.mode == "full" and config.learner.optimizer.kind == "adamw_8bit":
-        found["cluster.learners"] = config.cluster.learners  # the blocks of the states begin with each rank's weights
+        found[RANKS] = config.cluster.learners
     held_out = config.data.eval  # what is held out of the training data is not left to train on
     split = held_out.split if by_content else None  # in the versions before, it was no source of its own
     elsewhere = held_out.path is not None or split is not None

@@ -69,7 +69,9 @@ def _save_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], fold
 def save_masters(policy: Policy, folder: Path) -> None:
     """The weights that the optimizer updates, for load_masters. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: master.detach().cpu() for name, master in policy.masters.items()}, folder / WEIGHTS_FILE)
+    masters = policy.masters
+    (dtype,) = {master.dtype for master in masters.values()}
+    write(folder / WEIGHTS_FILE, {name: Source.of(master) for name, master in masters.items()}, dtype)
 
 
 def save(policy: Policy, folder: Path, path: str) -> None:

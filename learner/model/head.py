@@ -36,6 +36,14 @@ def gather_in_operations(head: nn.Module) -> None:
     register_fsdp_forward_method(head, GATHERED)
 
 
+def begin_anew(lm: Any) -> None:
+    """After a pass that failed half-way: of a base in shards, what is gathered is let go, and FSDP2 forgets the pass.
+    Else its outermost modules would sum no gradients any more."""
+    for module in (lm.base_model, lm.get_output_embeddings()):
+        if hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+
+
 def check_ids(head: Tensor, highest: int) -> None:
     """Raises ValueError if a token id is beyond the vocabulary of that head, [V, H]."""
     if highest >= len(head):

@@ -5,7 +5,7 @@ With a float32 model both are the same tensors. Why: learner.model.policy. Of a 
 over micro-batches and ranks, and hands out the copy to compute with.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,9 +54,11 @@ class Masters:
         if name not in self.divided:
             return rows.detach()
         of = self.weights[name]
+        shape = torch.Size((of.shape[0], *rows.shape[1:]))
         whole: Tensor = type(of.data).from_local(
-            rows.detach(), of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
-        )
+            rows.detach().contiguous(), of.device_mesh, of.placements, run_check=False,
+            shape=shape, stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
         return whole
 
     def own_part(self, name: str, whole: Tensor) -> Tensor:
@@ -71,11 +73,14 @@ class Masters:
         place.copy_(self.whole(name))
 
     @torch.no_grad()
-    def whole(self, name: str) -> Tensor:
-        """A weight as the model computes with it; of one in shards all ranks must ask for it, and each gets all."""
+    def whole(self, name: str, part: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor:
+        """A weight as the model computes with it, or a part of its columns; of one in shards all ranks must ask for it,
+        and each gets all."""
+        own = part(self.named[name].detach()).to(self.dtype)
         if name not in self.divided:
-            return self.named[name].detach().to(self.dtype)
-        whole: Tensor = self.weights[name].detach().to(self.dtype).full_tensor()
+            return own
+        divided: Any = self.as_shards(name, own)
+        whole: Tensor = divided.full_tensor()
         return whole
 
     def clear_gradients(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows
-from learner.model.head import with_head
+from learner.model.head import begin_anew, with_head
 from learner.model.logits import Logits
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import kernels
@@ -65,6 +65,7 @@ def enable(
             raise
         except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
             reasons.append(str(error) if isinstance(error, NotImplementedError) else f"{name}: {error!r}")
+            begin_anew(lm)
         if reasons[-1] == "":
             if slower := "; ".join(filter(None, reasons)):
                 log.warning("%s is packed by %s, which is slower: %s", config.model_type, name, slower)

@@ -55,11 +55,17 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, train
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     # Let go behind each pass, the outermost too, which FSDP2 would keep: it would be old once other weights are loaded.
     _shard(
-        lm, model.path, mesh=mesh, reshard_after_forward=True,
+        lm, model.path, trained, mesh=mesh, reshard_after_forward=True,
         mp_policy=precision if trained else MixedPrecisionPolicy(),
     )  # fmt: skip
     _fill(lm, files, dtype, device, wide=trained)
     lm.tie_weights()
+    if trained:
+        _train(lm)
+    return lm
+
+
+def _train(lm: Any) -> None:
     for module in lm.modules():
         if isinstance(module, FSDPModule):
             # A batch's coefficients make its gradient a sum. Else it would be a mean, which gloo does not know.
@@ -67,7 +73,6 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, train
             module.set_force_sum_reduction_for_comms(True)
             module.unshard()  # FSDP2 lays its shards out at the first gathering, in other memory if they are uneven
             module.reshard()
-    return lm
 
 
 def missing_from(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str) -> str:
@@ -87,7 +92,7 @@ def _check_all_there(lm: Any, files: Mapping[str, Path], path: str) -> None:
         raise ValueError(wrong)
 
 
-def _shard(lm: Any, path: str, **how: Any) -> None:
+def _shard(lm: Any, path: str, trained: bool, **how: Any) -> None:
     """Groups that are gathered at once: each decoder layer, the input embedding, the output embedding, the rest."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -100,6 +105,8 @@ def _shard(lm: Any, path: str, **how: Any) -> None:
         fully_shard(embedding, **how)
         fully_shard(head, **how)
         gather_in_operations(head)
+        # Whose backward pass does without its weight: a frozen head's has formed what it needs (learner.model.logprob).
+        (embedding if trained else head).set_unshard_in_backward(False)
     fully_shard(lm.base_model, ignored_params={head.weight} if tied else None, **how)
 
 

@@ -37,6 +37,10 @@ def _first(answers: list[Any]) -> Any:
     return answers[0]
 
 
+def _union(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for answer in answers for name, value in answer.items()}
+
+
 def _metrics(answers: list[dict[str, float]]) -> dict[str, float]:
     largest = {name: max(one[name] for one in answers) for name in LARGEST if name in answers[0]}
     return answers[0] | largest
@@ -55,7 +59,7 @@ PASSES: dict[str, Callable[[list[Any]], Any]] = {
     "score": _first,
     "probe": _first,
     "outgoing": _first,
-    "save": _first,
+    "save": _union,
 }
 # What all ranks are asked in any case. A step gets on as long as any rank does: the others may wait for it, so pulses
 # are added.

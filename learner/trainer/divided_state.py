@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from cluster.files import Digest, digests_in
+from cluster.files import Digest, digest_of
 from cluster.memory.sharded import FILE_BYTES
 from learner.model.adapter_config import MODEL
 from learner.model.export import export_model
@@ -46,7 +46,7 @@ class DividedState:
         self._names = [names[id(weight)] for group in groups for weight in group["params"]]  # as they are numbered
 
     def write(self, folder: Path, path: str, state: dict[str, Any]) -> dict[str, Digest]:
-        """As learner.trainer.trainer_state.write. Rank 0 tells of all that was written, the others of nothing."""
+        """As learner.trainer.trainer_state.write; each rank tells of what it wrote itself."""
         first, states, tensors = self._peers.rank == 0, _states(state), self._weights()
         for number, own in states.items():
             tensors |= self._rows(number, own)
@@ -62,14 +62,29 @@ class DividedState:
         with self._together(folder), self._all_gathered() as sources:
             if first:
                 export_model(self._policy, sources, folder / MODEL, path)
-        return digests_in(folder) if first else {}
+        return {name: digest_of(folder / name) for name in self._own(folder)}
+
+    def _own(self, folder: Path) -> list[str]:
+        """Files that this rank has written."""
+        own = [folder / _file_of(self._peers.rank), *(folder / SHARDS).glob(f"shard-{self._peers.rank + 1:05d}-*")]
+        model = (folder / MODEL).rglob("*") if self._peers.rank == 0 else ()
+        return [file.relative_to(folder).as_posix() for file in (*own, *model) if file.is_file()]
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """Sets this rank's rows of the weights, and returns its state. From a checkpoint of one process, too."""
+        """Sets this rank's rows of the weights, and returns its state. From a checkpoint of one process, too.
+
+        ValueError: 8-bit states of another number of ranks. OSError: it cannot be read.
+        """
         state = _load(folder / _file_of(0))
         if not (folder / SHARDS).is_dir():
             return self._cut(folder, state)
         if _in_blocks(state):
+            then = 1 + len([*folder.glob(_file_of("*"))])
+            if then != self._peers.count:
+                raise ValueError(
+                    f"cluster.learners: must be {then}, as when {folder} was written, got {self._peers.count}: the "
+                    "states of an 8-bit optimizer cannot be divided anew"
+                )
             state = _load(folder / _file_of(self._peers.rank))
         tensors = self._weights()
         for number, own in _states(state).items():
@@ -78,7 +93,10 @@ class DividedState:
             tensors |= self._rows(number, own)
         with warnings.catch_warnings():  # that one process alone reads it
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
+            try:
+                load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
+            except CheckpointException as error:
+                raise OSError(f"{folder / SHARDS} cannot be read: {_reason(error)}") from error
         self._policy.sync()
         return state
 
@@ -107,7 +125,11 @@ class DividedState:
         reason = ""
         try:
             yield
-        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        except CheckpointException as error:
+            reason = _reason(error)
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error) or type(error).__name__
         if reasons := [one for one in self._peers.gather(reason) if one]:
             raise not_written(folder, reasons[0])
@@ -145,8 +167,14 @@ def _in_files(tensors: dict[str, Tensor], ranks: int) -> dict[str, int]:
     return {name: 1 + end // (ranks * FILE_BYTES) for name, end in zip(tensors, ends, strict=True)}
 
 
-def _file_of(rank: int) -> str:
+def _file_of(rank: int | str) -> str:
     return STATE_FILE if rank == 0 else f"rank-{rank}-{STATE_FILE}"
+
+
+def _reason(error: CheckpointException) -> str:
+    """Of the first rank that failed, in its own words."""
+    first, _ = next(iter(error.failures.values()))
+    return f"{type(first).__name__}: {first}"
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class FloatSums(GradientSums):
     def finish(self) -> None:
         if self._peers.count == 1 or not self._weights:
             return
-        flat = torch.cat([_gradient(weight).flatten() for weight in self._weights])
+        parts = [_gradient(weight).flatten() for weight in self._weights]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # a tied embedding is large
         self._peers.sum(flat)
         _give(self._weights, flat)
 

@@ -37,8 +37,7 @@ def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
     """Digests of the policy as learner.model.export.update_of sends it. They are made from the weights, one tensor at a
     time, and not from the payload, so that a fault in the payload is found as well."""
     if merged or policy.peft_config is None:
-        read = ((name, read_of(weight, version, policy.dtype)) for name, weight in _weights(policy, merged))
-        return Held(digests_of(read))
+        return Held(digests_of(_merged(policy, version) if merged else _whole(policy, version)))
     return Held(digests_of(_adapter(policy)))
 
 
@@ -53,12 +52,13 @@ def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         yield from served_weights(policy.model_type, {name: sent}).items()
 
 
-def _weights(policy: Policy, merged: bool) -> Iterator[tuple[str, Tensor]]:
-    if not merged:
-        for name, master in policy.masters.items():
-            yield name, policy.trained.whole(name) if name in policy.trained.divided else master.detach()
-        return
+def _whole(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
+    for name in policy.masters:
+        yield name, policy.trained.whole(name, lambda weight: read_of(weight, version, policy.dtype))
+
+
+def _merged(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
     for name, source in policy.merged().items():
         place = torch.empty(source.shape, dtype=policy.dtype)
         source.write(place)
-        yield name, place
+        yield name, read_of(place, version, policy.dtype)

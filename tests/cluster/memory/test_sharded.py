@@ -40,9 +40,12 @@ def test_a_whole_model_by_hand() -> None:
     assert isinstance(found, Plan)
     wanted = {
         "weights": 0, "adapters": 4 * rows, "gradients": 4 * rows, "optimizer": 8 * rows, "update": 0,
-        "gathered": max(3 * 2 * layer + 2 * 6 * layer, 10 * embedding),
+        "gathered": max(3 * 2 * layer + 2 * 6 * layer + 4 * embedding, 8 * embedding),
     }  # fmt: skip
     assert wanted.items() <= found.learner.items()
+    wide = plan(shape, 80 * GIB, work, replace(wish, mode="full", dtype="float32", base_ranks=8))
+    assert isinstance(wide, Plan)
+    assert (wide.learner["weights"], wide.learner["adapters"]) == (0, 4 * rows)  # masters and model are one
 
 
 def test_a_tied_embedding_is_trained_whole() -> None:

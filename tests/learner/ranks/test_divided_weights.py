@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.random_model import make_tiny_model
+from learner.algo.loss_config import LossConfig
 from learner.config.learner import OptimizerConfig
+from learner.model.head import begin_anew
 from rollout.safetensors_stream import unpack
-from tests.learner.rank_processes import rank_processes
+from tests.learner.rank_processes import Failed, rank_processes
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import make_trainer
 
@@ -30,12 +32,34 @@ def ragged() -> list[pa.Table]:
     return make_groups([rng.normal(size=6).tolist() for _ in range(5)], uniform, max_completion=40)
 
 
-async def trained(trainer: Any, groups: list[pa.Table], count: int) -> tuple[dict[str, Tensor], list[float], Any]:
+async def trained(
+    trainer: Any, groups: list[pa.Table], count: int, packed: bool = True
+) -> tuple[dict[str, Tensor], list[float], Any]:
     """The weights that generators get after so many steps, the norms of the gradients, and the answer to a probe."""
+    trainer._policy.packed &= packed
     norms = [(await trainer.step(groups))["loss/grad_norm"] for _ in range(count)]
     (shared, _), answer = await trainer.outgoing(), await trainer.probe(TEXT)
     weights = {} if shared.value is None else dict(unpack(shared.value.payload))
     return weights, norms, answer.logprobs
+
+
+async def after_a_failed_pass(trainer: Any, groups: list[pa.Table], count: int) -> Any:
+    """As `trained`, after a backward pass that ended in an error, as in a trial of learner.model.packing_check."""
+    embedded = []
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("no kernel")
+
+    def watch(module: Any, inputs: Any, output: Tensor) -> None:
+        embedded.extend(inputs)
+        output.register_hook(fail)
+
+    handle = trainer._policy._lm.base_model.layers[0].register_forward_hook(watch)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        torch.autograd.grad(trainer._policy.hidden(torch.tensor([TEXT])).sum(), embedded)
+    handle.remove()
+    begin_anew(trainer._policy._lm)
+    return await trained(trainer, groups, count)
 
 
 async def save(trainer: Any, folder: Path) -> Any:
@@ -46,22 +70,30 @@ async def load(trainer: Any, folder: Path) -> None:
     await trainer.load(folder)
 
 
+async def raised(trainer: Any, folder: Path) -> Failed:
+    with pytest.raises(ValueError) as error:
+        await trainer.load(folder / "saved")
+    return Failed("ValueError", str(error.value))
+
+
 @pytest.mark.parametrize(
     ("tied", "settings", "ranks"),
     [
         (False, {"checkpointing": "full"}, 3),
         (True, {}, 2),
         (False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2),
+        (False, {"checkpointing": "mlp", "updates_per_batch": 2, "loss": LossConfig(ratio="clip")}, 2),
     ],
-    ids=["checkpointing", "tied", "bfloat16, clipped"],
+    ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates"],
 )
 async def test_it_learns_what_one_rank_learns(
     tmp_path: Path, ragged: list[pa.Table], tied: bool, settings: dict[str, Any], ranks: int
 ) -> None:
     path = str(make_tiny_model(tmp_path / "model", tied=tied))
-    wanted, norms, answer = await trained(make_trainer(path, **FULL, **settings), ragged, 3)
+    packed = "updates_per_batch" not in settings
+    wanted, norms, answer = await trained(make_trainer(path, **FULL, **settings), ragged, 3, packed)
     with rank_processes(ranks, path, sharded=True, **FULL, **settings) as processes:
-        answers = processes.all(trained, ragged, 3)
+        answers = processes.all(trained, ragged, 3, packed)
     (weights, _, logprobs), *others = answers
     assert weights.keys() == wanted.keys()
     assert all(weights[name].dtype == wanted[name].dtype for name in wanted)
@@ -74,28 +106,43 @@ async def test_it_learns_what_one_rank_learns(
     assert all(gathered == {} and np.array_equal(own, logprobs) for gathered, _, own in others)
 
 
-async def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path: Path, ragged: list[pa.Table]) -> None:
-    """Written by two ranks it is read by three and by one process; written by one process, by three ranks."""
-    path, by_two, by_one = str(make_tiny_model(tmp_path / "model")), tmp_path / "two", tmp_path / "one"
+async def test_a_failed_pass_leaves_no_trace(tmp_path: Path, ragged: list[pa.Table]) -> None:
+    path = str(make_tiny_model(tmp_path / "model", tied=False))
+    wanted, norms, _ = await trained(make_trainer(path, **FULL), ragged, 2)
     with rank_processes(2, path, sharded=True, **FULL) as processes:
+        weights, found, _ = processes.all(after_a_failed_pass, ragged, 2)[0]
+    assert found == pytest.approx(norms, rel=1e-5)
+    assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 2e-6
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
+async def test_a_checkpoint_goes_on_with_any_number_of_ranks(
+    tmp_path: Path, ragged: list[pa.Table], tied: bool, dtype: str
+) -> None:
+    """Written by two ranks it is read by three and by one process; written by one process, by three ranks."""
+    path, by_two, by_one = str(make_tiny_model(tmp_path / "model", tied=tied)), tmp_path / "two", tmp_path / "one"
+    settings = FULL | {"dtype": dtype}
+    with rank_processes(2, path, sharded=True, **settings) as processes:
         before, *_ = processes.all(trained, ragged, 2)[0]
-        written, nothing = processes.all(save, by_two)
+        first, second = processes.all(save, by_two)
         (wanted, norms, _), _ = processes.all(trained, ragged, 1)
-    assert nothing == {}
-    assert {file.relative_to(by_two).as_posix() for file in by_two.rglob("*") if file.is_file()} == written.keys()
+    files = {file.relative_to(by_two).as_posix() for file in by_two.rglob("*") if file.is_file()}
+    assert files == first.keys() | second.keys()
+    assert second.keys() == {"shards/shard-00002-model-00001-of-00001.safetensors"}
     published = load_file(by_two / "model" / "model.safetensors")
     assert all(torch.equal(published[name], before[name]) for name in before)
-    alone = make_trainer(path, **FULL)
+    alone = make_trainer(path, **settings)
     await load(alone, by_two)
     await save(alone, by_one)
     found = [await trained(alone, ragged, 1)]
-    with rank_processes(3, path, sharded=True, **FULL) as processes:
+    with rank_processes(3, path, sharded=True, **settings) as processes:
         for folder in (by_one, by_two):
             assert processes.all(load, folder) == [None] * 3
             found.append(processes.all(trained, ragged, 1)[0])
     for weights, again, _ in found:
-        assert again == pytest.approx(norms, rel=1e-6)
-        assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-6
+        assert again == pytest.approx(norms, rel=1e-6 if tied else 1e-4)
+        apart = max(float((weights[name].float() - wanted[name].float()).abs().max()) for name in wanted)
+        assert apart <= (1e-6 if tied else 2e-4)
 
 
 async def test_states_in_8_bits_go_on_with_as_many_ranks(tmp_path: Path, ragged: list[pa.Table]) -> None:
@@ -108,15 +155,24 @@ async def test_states_in_8_bits_go_on_with_as_many_ranks(tmp_path: Path, ragged:
     with rank_processes(2, path, sharded=True, **settings) as processes:
         assert processes.all(load, tmp_path / "saved") == [None] * 2
         weights, again, _ = processes.all(trained, ragged, 1)[0]
+    refused = [await raised(make_trainer(path, **settings), tmp_path)]
+    with rank_processes(3, path, sharded=True, **settings) as processes:
+        refused += processes.all(load, tmp_path / "saved")
+    assert all(one.kind == "ValueError" and "cluster.learners: must be 2, as when" in one.text for one in refused)
     assert again == norms
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
-async def test_a_full_disk_is_every_ranks_error(tmp_path: Path, ragged: list[pa.Table]) -> None:
+async def test_a_full_disk_is_every_ranks_error(tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model"))
-    (tmp_path / "saved" / "model").mkdir(parents=True)
-    (tmp_path / "saved" / "model" / "model.safetensors").symlink_to("/dev/full")
     with rank_processes(2, path, sharded=True, **FULL) as processes:
-        failed = processes.all(save, tmp_path / "saved")
-        assert all(one.kind == "OSError" and "No space left" in one.text for one in failed)
-        assert processes.all(save, tmp_path / "elsewhere")[1] == {}  # no rank waits for another
+        for full in ("model/model.safetensors", "shards/shard-00002-model-00001-of-00001.safetensors"):
+            file = tmp_path / full.replace("/", "-") / full
+            file.parent.mkdir(parents=True)
+            file.symlink_to("/dev/full")
+            failed = processes.all(save, file.parents[1])
+            assert all(one.kind == "OSError" for one in failed)
+            assert all(
+                "MiB free there: " in one.text and "No space left" in one.text.splitlines()[-1] for one in failed
+            )
+        assert all(processes.all(save, tmp_path / "elsewhere"))  # no rank waits for another
