@@ -147,8 +147,7 @@ class Trainer(TrainerService):
         return await self._thread.run(lambda: write(self._state()))
 
     async def load(self, folder: Path) -> None:
-        read = partial(_read, folder, self._policy, self._updates.updater, self._budget.peers)
-        await self._thread.run(lambda: self._set_state(read()))
+        await self._thread.run(lambda: self._set_state(_read(folder, self._policy, self._updates, self._budget.peers)))
 
     def _step(self, groups: list[pa.Table]) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries
@@ -225,13 +224,13 @@ def _policy(
     )
 
 
-def _read(folder: Path, policy: Policy, updater: AnyUpdater, peers: Peers) -> dict[str, Any]:
+def _read(folder: Path, policy: Policy, updates: Updates, peers: Peers) -> dict[str, Any]:
     """The state of a checkpoint; the weights are set."""
     if not policy.trained.divided and not (folder / trainer_state.SHARDS).is_dir():
         return trainer_state.read(folder, policy)
     from learner.trainer.divided_state import DividedState  # here: slow to import, and few runs use it
 
-    return DividedState(policy, updater.optimizers, peers).read(folder)
+    return DividedState(policy, updates.updater.optimizers, peers).read(folder)
 
 
 def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: int) -> dict[str, float]:
