@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.processes import marked
-from benchmarks.system.chaos_faults import KINDS, Fault, drawn, inject, possible
+from benchmarks.system.chaos_faults import KINDS, PAUSE_S, Fault, drawn, inject, possible
 from benchmarks.system.run_folder import counted, rows
 from learner.api.metrics_lines import MetricsLines
 
@@ -73,7 +73,8 @@ class Runs:
             self._driver = self._start(self._total_steps)
 
     def finish(self) -> int:
-        """SIGINT, then the same command for some steps more; its exit code."""
+        """Once the last fault is over, SIGINT, then the same command for some steps more; its exit code."""
+        time.sleep(2 * PAUSE_S)
         self._driver.send_signal(signal.SIGINT)
         try:
             self._driver.wait(180)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cluster.files import writing
+
 NAME = ".lock"
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -36,7 +38,7 @@ def held(folder: Path) -> Iterator[None]:
     path = folder / NAME
     descriptor = _take(path)
     try:
-        _sign(descriptor)
+        _sign(descriptor, path)
         yield
     finally:
         if _is_at(descriptor, path):
@@ -81,11 +83,12 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _sign(descriptor: int) -> None:
+def _sign(descriptor: int, path: Path) -> None:
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+    with writing(path):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
 
 
 def _refusal(folder: Path, owner: bytes) -> str:

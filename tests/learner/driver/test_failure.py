@@ -1,6 +1,7 @@
 """How a run ends that fails: which steps are kept, and what is said last."""
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed, ValueLost
+from cluster.files import writing
 from learner.driver import checkpoint, failure
 from learner.driver.loop import GuardStopped
 from learner.driver.preflight import Prepared
@@ -174,6 +176,14 @@ def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback() -> None:
     with pytest.raises(GuardStopped) as caught:
         raise GuardStopped("step 7: the mismatch is too large")
     assert failure.tell(caught.value) == ("error: step 7: the mismatch is too large", 1)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as caught, writing(tmp_path / "metrics.jsonl"):
+        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+    text, code = failure.tell(caught.value)
+    assert text.startswith(f"error: the disk of {tmp_path / 'metrics.jsonl'} is full (No space left on device); free")
+    assert code == 1
 
 
 def test_a_lost_learner_is_replaced_as_often_as_is_allowed_and_nothing_else_is(tmp_path: Path) -> None:
