@@ -16,7 +16,7 @@ def with_head(
     lm: Any, operation: Callable[Concatenate[Tensor, Tensor, P], T], hidden: Tensor, *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """operation(hidden, head, ...), head [V, H]. Of a base in shards (learner.model.sharded_base) it is gathered for
-    the operation, and once more for its backward pass, in which all ranks must be."""
+    the operation, and if it is trained once more for the backward pass; all ranks must be in both."""
     module = lm.get_output_embeddings()
     gathered = getattr(module, GATHERED, None)
     if gathered is None:
