@@ -40,7 +40,7 @@ def host_bytes(
     offloaded: learner.offload_boundaries. undo: of several ranks, what each step began with. paged: the states of
       paged_adamw_8bit, once the card is full.
     passing: the most of what comes and goes: the learner's weights as they are loaded (4 bits and shards matrix by
-      matrix), copies of a push of whole weights, or of the weights that a checkpoint of a whole model writes. vLLM
+      matrix), copies of a push of whole weights, or what a checkpoint of a whole model is writing. vLLM
       reads mapped files: those pages are cache, and given back when memory is wanted.
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params

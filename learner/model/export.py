@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -70,7 +71,8 @@ def save_masters(policy: Policy, folder: Path) -> None:
     """The weights that the optimizer updates, for load_masters. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     masters = policy.masters
-    (dtype,) = {master.dtype for master in masters.values()}
+    kinds = {master.dtype for master in masters.values()}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # which holds each of the others
     write(folder / WEIGHTS_FILE, {name: Source.of(master) for name, master in masters.items()}, dtype)
 
 

@@ -65,9 +65,7 @@ class Masters:
         """Of something as large as a whole weight: this rank's rows, where the weight is in shards."""
         if name not in self.divided:
             return whole
-        mesh = self.weights[name].device_mesh
-        each = -(-whole.shape[0] // mesh.size())  # as torch.chunk divides
-        return whole[each * mesh.get_local_rank() :][:each]
+        return whole[own_rows(self.weights[name].device_mesh, whole.shape[0])]
 
     def _write(self, name: str, place: Tensor) -> None:
         place.copy_(self.whole(name))
@@ -118,6 +116,13 @@ class Masters:
             for name, master in self.named.items():
                 master.copy_(tensors[name])
         self.sync()
+
+
+def own_rows(mesh: Any, count: int) -> slice:
+    """This rank's of so many rows, as torch.chunk divides them; the last ranks may have fewer, or none."""
+    each = -(-count // mesh.size())
+    start = min(each * mesh.get_local_rank(), count)
+    return slice(start, min(start + each, count))
 
 
 def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:

@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config import ModelConfig
 from learner.model.head import gather_in_operations
+from learner.model.masters import own_rows
 from learner.model.tensor_files import tensor_files
 
 SHOWN = 3  # names in a message
@@ -137,9 +138,7 @@ def _read(stored: Any, parameter: Tensor, name: str, dtype: torch.dtype, device:
         whole: Tensor = stored[:].to(device, dtype)
         return whole
     mesh = parameter.device_mesh
-    each = -(-parameter.shape[0] // mesh.size())  # as torch.chunk divides; the last ranks may have fewer rows, or none
-    start = min(each * mesh.get_local_rank(), parameter.shape[0])
-    rows = stored[start : min(start + each, parameter.shape[0])].to(device, dtype)
+    rows = stored[own_rows(mesh, parameter.shape[0])].to(device, dtype)
     return DTensor.from_local(
         rows, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
