@@ -53,6 +53,22 @@ class CpuConfig(Frozen):
     side."""
 
 
+class RewardProcessConfig(Frozen):
+    """Processes that do nothing but score: reward functions apart from the generators."""
+
+    processes: Annotated[int, Field(ge=0)] = 0
+    """How many of them serve all generators, each with `rollout.reward_workers` groups at once; 0: reward functions run
+    beside each generator. Set it where they need a card, or cores and memory that the generators' nodes lack."""
+    cpus: Annotated[int, Field(ge=1)] = 1
+    """Cores of each, and compute threads of a reward model in it. Raise it where `reward/ms` is a large part of a
+    group's time."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """Cards of each, of its own; `sequence_classifier` computes on the first. Set it for a large reward model."""
+    node: str | None = None
+    """The node that they are on: its name in Ray, its address, or the name of its machine; null: wherever there is
+    room. Set it where only one has what they need."""
+
+
 class DeadlineConfig(Frozen):
     """Seconds that a wait may last before the run says what it waited for and acts."""
 
@@ -88,6 +104,7 @@ class ClusterConfig(Frozen):
     """Ranks of the learner: processes that share the work of each step, each with `cpus.learner` and `gpus.learner` of
     its own and a whole copy of the model, or with `memory.base: sharded` its share. Raise it where training is the
     longer side and there are cores or cards to spare, or where one card has no room."""
+    rewards: RewardProcessConfig = RewardProcessConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
 
     @property

@@ -18,21 +18,25 @@ class PlacementError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Role:
     """One process to place: its name, CPU cores, and GPUs: a share of one (0 to 1), or several. packed: on as few nodes
-    as possible together with the others that are; else on as many as possible."""
+    as possible together with the others that are; else on as many as possible. node: the name of the one that it must
+    be on; such a role shares no card."""
 
     name: str
     cpus: float
     gpus: float
     packed: bool = False
+    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bundles to reserve (in Ray's terms), for each role the index of its bundle, and those with a packed role."""
+    """Bundles to reserve (in Ray's terms), for each role the index of its bundle, those with a packed role, and the
+    node of those that must be on one."""
 
     bundles: list[dict[str, float]]
     bundle_of: dict[str, int]
     packed: frozenset[int]
+    node_of: dict[int, str]
 
     def groups(self) -> list[tuple[str, list[int]]]:
         """What to reserve one after the other: Ray's strategy, and the indices of its bundles. The larger bundles come
@@ -71,7 +75,8 @@ def pack(roles: Sequence[Role]) -> Placement:
             free.append(cards)
         free[index] -= role.gpus
         bundle_of[role.name] = index
-    return Placement(bundles, bundle_of, frozenset(bundle_of[role.name] for role in roles if role.packed))
+    packed = frozenset(bundle_of[role.name] for role in roles if role.packed)
+    return Placement(bundles, bundle_of, packed, {bundle_of[role.name]: role.node for role in roles if role.node})
 
 
 def local_node(min_cpus: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The Ray end of an actor: a plain object made by `factory(*args)` in another process, and the handle to it.
 
 Its `async def` methods take and return values. `Remote` and `cluster.actor.Local` have one interface, so the same loop
-runs with and without a cluster. Ray restarts nothing by itself: it would not say so while a constructor runs, and who
-counts losses must see each of them.
+runs with and without a cluster. Ray restarts by itself only what has no state and is called from several processes
+(Session.spawn): it would not say so while a constructor runs, and who counts losses must see each of them.
 """
 
 import asyncio
@@ -82,6 +82,10 @@ class Host:
         await asyncio.Event().wait()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._started.error is not None
+        ):  # known to who waits for started(), which nobody does of one restarted by Ray
+            raise Unusable(self._started.error)
         return await getattr(self._object, method)(*args, **kwargs)
 
     async def apart(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -96,15 +100,15 @@ def _forget_script() -> None:
     vars(sys.modules["__main__"]).pop("__file__", None)
 
 
-class Remote(Generic[S_co]):
-    """An object in another process. start: makes the process, and its handle; words: what dead ones left."""
+class Called(Generic[S_co]):
+    """An object in another process, to be called from whichever process this is sent to."""
 
-    def __init__(self, name: str, start: Callable[[], Any], exits: ExitReasons, lost: Callable[[], str | None]) -> None:
-        self.name, self._start, self._exits, self._lost = name, start, exits, lost
-        self._handle = start()
-        self.pid: int | None = None  # once it has started
-        self.address = ""  # of its node, likewise
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name, self._handle = name, handle
         self._last_answer = time.monotonic()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Called, (self.name, self._handle)
 
     async def call(
         self,
@@ -122,6 +126,48 @@ class Remote(Generic[S_co]):
         else:
             answer = await self._await(self._handle.call.remote(name, *sent, **kwargs), name, deadline_s)
         return cast(T, answer)
+
+    async def _await(self, ref: Any, method: str, deadline_s: float) -> Any:
+        import ray
+
+        try:
+            async with asyncio.timeout(deadline_s):
+                result = await ref
+        except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Unusable):
+                raise ActorDied(f"{self.name}: {cause}", reason=str(cause)) from error
+            if isinstance(cause, ray.exceptions.ObjectLostError):
+                raise ValueLost(f"{self.name}: {method}: what it was sent is gone with the node that had it") from error
+            raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
+        except asyncio.CancelledError:  # nobody wants the answer any more; over there it is cancelled, too
+            ray.cancel(ref)
+            raise
+        except TimeoutError:
+            ray.cancel(ref)
+            silent = time.monotonic() - self._last_answer
+            raise DeadlineExceeded(
+                f"{self.name}: {method} gave no answer within {deadline_s:g} s (last answer {silent:.0f} s ago)"
+            ) from None
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            raise await self._died(method, str(error)) from error
+        self._last_answer = time.monotonic()
+        return result
+
+    async def _died(self, method: str, ray_says: str) -> Exception:
+        """Why the process is gone, as far as Ray says."""
+        return ActorDied(f"{self.name}: process died during {method}: {' '.join(ray_says.split())[:MAX_SENTENCE]}")
+
+
+class Remote(Called[S_co]):
+    """The same in the process that starts and ends it. start: makes the process, and its handle; exits: what dead ones
+    left."""
+
+    def __init__(self, name: str, start: Callable[[], Any], exits: ExitReasons, lost: Callable[[], str | None]) -> None:
+        super().__init__(name, start())
+        self._start, self._exits, self._lost = start, exits, lost
+        self.pid: int | None = None  # once it has started
+        self.address = ""  # of its node, likewise
 
     async def revive(self, deadline_s: float) -> None:
         await self.kill()  # Ray never notices a hung process
@@ -153,32 +199,11 @@ class Remote(Generic[S_co]):
 
         ray.kill(self._handle)
 
-    async def _await(self, ref: Any, method: str, deadline_s: float) -> Any:
+    async def restart(self) -> None:
+        """Of one that Ray itself restarts (Session.spawn): ends this process, which hangs."""
         import ray
 
-        try:
-            async with asyncio.timeout(deadline_s):
-                result = await ref
-        except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, Unusable):
-                raise ActorDied(f"{self.name}: {cause}", reason=str(cause)) from error
-            if isinstance(cause, ray.exceptions.ObjectLostError):
-                raise ValueLost(f"{self.name}: {method}: what it was sent is gone with the node that had it") from error
-            raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
-        except asyncio.CancelledError:  # nobody wants the answer any more; over there it is cancelled, too
-            ray.cancel(ref)
-            raise
-        except TimeoutError:
-            ray.cancel(ref)
-            silent = time.monotonic() - self._last_answer
-            raise DeadlineExceeded(
-                f"{self.name}: {method} gave no answer within {deadline_s:g} s (last answer {silent:.0f} s ago)"
-            ) from None
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-            raise await self._died(method, str(error)) from error
-        self._last_answer = time.monotonic()
-        return result
+        ray.kill(self._handle, no_restart=False)
 
     async def _died(self, method: str, ray_says: str) -> Exception:
         """Why the process is gone: since Ray itself is, or what can be found out of its own end."""

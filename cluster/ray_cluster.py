@@ -23,6 +23,7 @@ from cluster.ray_reservation import Node, Reservation
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
+CALLS_AGAIN = 3  # times that a call is made again whose process, without state, was lost; then it is what ends it
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
 
 # Tables travel as pickle sends them (rollout.schema), which Ray else overrides with a slower way of its own: column by
@@ -54,11 +55,11 @@ class Session:
         self.ray_processes = RayProcesses(node, logs)
         self._exits = ExitReasons(logs)
 
-    def nodes(self) -> list[Mapping[str, float]]:
-        """Total resources of each living node."""
+    def nodes(self) -> list[Mapping[str, Any]]:
+        """The living nodes, as Ray describes them."""
         import ray
 
-        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return [node for node in ray.nodes() if node["Alive"]]
 
     async def reserve(self, roles: Sequence[Role], deadline_s: float, note: Callable[[str], None] = print) -> None:
         """Reserves room for every role. Raises PlacementError at once if the cluster is too small, DeadlineExceeded if
@@ -76,15 +77,25 @@ class Session:
         assert self._reserved is not None, "reserve() comes first"
         return self._reserved
 
-    def spawn(self, role: Role, factory: Callable[..., S], args: Sequence[Any], env: Mapping[str, str]) -> Remote[S]:
-        """Starts a process for a reserved role; `env` is set before anything is imported there."""
+    def spawn(
+        self,
+        role: Role,
+        factory: Callable[..., S],
+        args: Sequence[Any],
+        env: Mapping[str, str],
+        *,
+        stateless: bool = False,
+    ) -> Remote[S]:
+        """Starts a process for a reserved role; `env` is set before anything is imported there. stateless: if it is
+        lost, Ray starts another, on another node if need be, and makes again the calls that it had."""
         import ray
 
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
-            "max_restarts": 0,  # Remote.revive starts another, and its caller counts
-            "max_task_retries": 0,  # a call that may have run is never run again behind our back
+            # Else Remote.revive starts another, and its caller counts; and what may have run is not run again unseen.
+            "max_restarts": -1 if stateless else 0,
+            "max_task_retries": CALLS_AGAIN if stateless else 0,
             "enable_task_events": False,  # Ray keeps one of each call for ever: 40 kB a step
             "scheduling_strategy": self._reservation().strategy(role),
             "runtime_env": self._runtime_env(role, env),

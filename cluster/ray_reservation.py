@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cluster.actor import DeadlineExceeded
-from cluster.placement import Role, place
+from cluster.placement import PlacementError, Role, place
 
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
+NODE_ID = "ray.io/node-id"  # the label by which Ray knows a node
 
 
 class Node(NamedTuple):
@@ -21,11 +22,19 @@ class Reservation:
     """One group of bundles for the roles that are packed, which Ray puts on as few nodes as possible, and one for those
     that it spreads over as many as possible.
 
-    Raises PlacementError if the nodes, given by their resources, cannot hold the roles.
+    Args:
+        nodes: those that live, as Ray describes them.
+
+    Raises PlacementError if they cannot hold the roles, or the one that a role must be on is none of them.
     """
 
-    def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> None:
-        self._placement = place(roles, nodes)
+    def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, Any]]) -> None:
+        self._placement = place(roles, [node["Resources"] for node in nodes])
+        named = {name: _named(name, nodes) for name in self._placement.node_of.values()}
+        self._labels = {
+            bundle: {NODE_ID: _with_room(name, named[name], self._placement.bundles[bundle])}
+            for bundle, name in self._placement.node_of.items()
+        }
         self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and Ray's group of them
 
     async def until_ready(self, deadline_s: float, note: Callable[[str], None]) -> None:
@@ -35,7 +44,8 @@ class Reservation:
         end, patience = asyncio.get_running_loop().time() + deadline_s, min(PATIENCE_S, deadline_s)
         for strategy, indices in self._placement.groups():
             bundles = [self._placement.bundles[index] for index in indices]
-            group = placement_group(bundles, strategy=strategy)
+            labels = [self._labels.get(index, {}) for index in indices]
+            group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
             self._groups.append((indices, group))
             free = asyncio.ensure_future(group.ready())
             await asyncio.wait({free}, timeout=patience)
@@ -79,6 +89,28 @@ class Reservation:
         for _, group in self._groups:
             remove_placement_group(group)
         self._groups = []
+
+
+def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The node of that name or address, or of the machine of that name."""
+    called = [(node["NodeName"], node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in nodes]
+    found = [node for node, names in zip(nodes, called, strict=True) if name in names]
+    if len(found) == 1:
+        return found[0]
+    rule = "must be of one node" if found else "must be a node of the cluster"
+    raise PlacementError(
+        f"placement: the name of a node {rule}, got {name}; the nodes are {', '.join(' '.join(n) for n in called)} "
+        "(name, address, machine): give one of these"
+    )
+
+
+def _with_room(name: str, node: Mapping[str, Any], bundle: Mapping[str, float]) -> str:
+    """Its id, if it has what the bundle asks for at all."""
+    has = node["Resources"]
+    if short := [kind for kind, count in bundle.items() if has.get(kind, 0.0) < count]:
+        missing = ", ".join(f"{bundle[kind]:g} {kind} of {has.get(kind, 0.0):g}" for kind in short)
+        raise PlacementError(f"placement: node {name} has too little for a role that must be on it: {missing}")
+    return str(node["NodeID"])
 
 
 def _missing(bundles: Sequence[Mapping[str, float]]) -> str:

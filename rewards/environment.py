@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rewards.base import RewardError
 
+DEVICE = "GLEANER_REWARD_DEVICE"  # set where reward processes have a card of their own; else built-ins take none
 # Where things are, how text is written, how many threads and which devices. Proxies are left out: their addresses
 # often hold a password.
 # fmt: off
@@ -21,7 +22,7 @@ ALLOWED = frozenset({
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE",
     "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TORCH_HOME",
-    "TORCHINDUCTOR_CACHE_DIR", "NLTK_DATA", "TOKENIZERS_PARALLELISM", "GLEANER_MARK",
+    "TORCHINDUCTOR_CACHE_DIR", "NLTK_DATA", "TOKENIZERS_PARALLELISM", "GLEANER_MARK", DEVICE,
 })
 # fmt: on
 ALLOWED_BEGINNINGS = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "NVIDIA_")

@@ -1,15 +1,18 @@
 """Any sequence-classification model of transformers as a reward function: its number for prompt and completion.
 
-It is loaded once in each reward process, in main memory and without a card, before the process is asked for its first
-group (rewards.worker.prepare). A reward model on the policy's own base costs less as `use: adapter:<folder>`.
+It is loaded once in each reward process, before the process is asked for its first group (rewards.worker.prepare): in
+main memory, or on the card of a process that has one of its own (cluster.rewards.gpus). A reward model on the policy's
+own base costs less as `use: adapter:<folder>`.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rewards.base import RewardError
+from rewards.environment import DEVICE
 from rewards.text import text_of
 
 
@@ -54,7 +57,8 @@ def sequence_classifier(
         for first in range(0, len(short), count):
             places = short[first : first + count]
             padded = _padded([encoded[i] for i in places], pad)
-            logits = loaded.model(**{name: torch.tensor(rows) for name, rows in padded.items()}).logits
+            device = loaded.model.device
+            logits = loaded.model(**{name: torch.tensor(rows, device=device) for name, rows in padded.items()}).logits
             for i, score in zip(places, logits[:, output or 0].float().tolist(), strict=True):
                 scores[i] = score
     return scores
@@ -93,7 +97,7 @@ def _load(model: str) -> _Classifier:
             f"args.model: {model} lacks weights ({names}), so its scores would be random; give a model that was "
             "trained as a sequence classifier"
         )
-    return _Classifier(tokenizer, classifier.eval())
+    return _Classifier(tokenizer, classifier.eval().to(os.environ.get(DEVICE, "cpu")))
 
 
 def _encoded(tokenizer: Any, prompt: Any, completion: Any) -> Mapping[str, list[int]]:

@@ -23,6 +23,7 @@ from rollout.env.rows import rows_of, scored, sentence_of
 from rollout.env.trajectory import Trajectory
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
+from rollout.scorer import RewardProcesses, Scorer, SharedScorer
 from rollout.sentences import Sentences
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
@@ -48,6 +49,7 @@ class WorkerSpec:
     make_engine: Callable[[EngineSettings], Engine]
     env: EnvSettings | None = None  # None: single completions
     judged: Judging = NOWHERE
+    reward_processes: RewardProcesses | None = None  # None: reward_workers of them, beside the engine
 
 
 class RolloutWorker(RolloutService):
@@ -60,10 +62,7 @@ class RolloutWorker(RolloutService):
         self.spec = spec
         # Only trajectories are rendered here: the prompts of single completions come as tokens.
         self.chat = Chat.load(spec.engine.model, spec.env.chat_template_kwargs if spec.env is not None else None)
-        # Its reward functions load while the engine starts.
-        workers, memory = spec.reward_workers, spec.reward_memory
-        scores = bool(spec.rewards) or spec.env is None  # a pool without functions says that nothing is scored
-        self.pool = RewardPool(spec.rewards, workers, memory, spec.judged) if scores else None
+        self.scorer = _scorer(spec)  # its reward functions load while the engine starts
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None
@@ -114,8 +113,8 @@ class RolloutWorker(RolloutService):
     async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Origin) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
-        assert self.pool is not None
-        scores = await self.pool.score(**case_of(problem.messages, texts, ids, problem.columns))
+        assert self.scorer is not None
+        scores = await self.scorer.score(**case_of(problem.messages, texts, ids, problem.columns))
         self._sentences.warn(scores.failures)
         return facts_of(problem, completions, by) | {
             "completion": texts,
@@ -128,7 +127,7 @@ class RolloutWorker(RolloutService):
 
     async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Origin) -> Columns:
         self._sentences.warn(sentence_of(t) for t in played if t.faulted)
-        scores = await scored(self.pool, problem, played)
+        scores = await scored(self.scorer, problem, played)
         self._sentences.warn(scores.failures if scores is not None else ())
         return rows_of(problem, played, self.chat.decode, scores, by)
 
@@ -171,10 +170,19 @@ class RolloutWorker(RolloutService):
 
     async def close(self) -> None:
         await self.engine.close()
-        if self.pool is not None:
-            self.pool.close()
+        if self.scorer is not None:
+            self.scorer.close()
         if self.trajectories is not None:
             self.trajectories.close()
+
+
+def _scorer(spec: WorkerSpec) -> Scorer | None:
+    """None where environments alone give rewards. A pool without functions says that nothing is scored."""
+    if spec.reward_processes is not None:
+        return SharedScorer(spec.reward_processes, spec.rank)
+    if not spec.rewards and spec.env is not None:
+        return None
+    return RewardPool(spec.rewards, spec.reward_workers, spec.reward_memory, spec.judged)
 
 
 def vllm_engine(settings: EngineSettings) -> Engine:

@@ -6,7 +6,8 @@
     mount -t tmpfs -o size=900m tmpfs DISK     # as root: a small disk, which may be filled
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.chaos --environments --keep DISK --name chaos_environments
 
-The demo, or with --environments the one with tools, asynchronous, with two generators and a learner of two ranks.
+The demo, with a reward process of its own, or with --environments the one with tools, where generators score;
+asynchronous, with two generators and a learner of two ranks.
 Every 15 to 20 seconds one process of it is killed, stopped or paused at random, or its disk is full for a while
 (benchmarks/system/chaos_faults.py), also while it recovers from the fault before. A run that ends is started again with
 the same command. At the end it is stopped by SIGINT and goes on undisturbed for some steps.
@@ -46,6 +47,7 @@ SETTINGS = (
     "trackers=[]", "data.eval.every=50", "data.eval.size=100",
 )  # fmt: skip
 WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # within deadlines.group, with those that wait for a place
+WITHOUT = ("cluster.rewards.processes=1",)
 
 
 class Runs:
@@ -56,7 +58,7 @@ class Runs:
         self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
         self._total_steps, self._environ = total_steps, {**environ, "XDG_GLEANER_CHAOS": self.mark}
         self._words = [sys.executable, "-m", "learner.main", "--config", f"configs/{config}.yaml"]
-        self._words += [*SETTINGS, *(WITH_ENVIRONMENTS if options.environments else ()), f"output_dir={folder}"]
+        self._words += [*SETTINGS, *(WITH_ENVIRONMENTS if options.environments else WITHOUT), f"output_dir={folder}"]
         self._words += options.overrides
         self._log = (folder / "output.log").open("ab")
         self._driver = self._start(total_steps)

@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 PAUSE_S = 5.0  # a third of what a process may be silent for
 SMALL = 2**30  # bytes of a disk that may be filled
-GENERATOR, RANK, DRIVER = "ray::generator-", "ray::learner-", "-m learner.main"
+GENERATOR, RANK, REWARDS, DRIVER = "ray::generator-", "ray::learner-", "ray::rewards-", "-m learner.main"
 ENVIRONMENT, DISK = "kill environment process", "fill disk"
 KINDS = {
     "kill generator": Kind(4, SIGKILL, GENERATOR),
@@ -36,6 +36,8 @@ KINDS = {
     "kill rank": Kind(4, SIGKILL, RANK),
     "stop rank": Kind(2, SIGSTOP, RANK),
     "kill reward process": Kind(2, SIGKILL, "multiprocessing.spawn import spawn_main"),
+    "kill reward server": Kind(2, SIGKILL, REWARDS),
+    "stop reward server": Kind(1, SIGSTOP, REWARDS),
     "kill driver": Kind(2, SIGKILL, DRIVER),
     "kill driver, newest checkpoint damaged": Kind(1, SIGKILL, DRIVER, damaging=True),
     "kill raylet": Kind(1, SIGKILL, "/raylet/raylet "),

@@ -27,7 +27,7 @@ def host_bytes(
 ) -> Parts:
     """Main memory of one machine that runs the plan.
 
-    driver, ray, rewards (`reward_processes` beside each generator; a function of the user's that loads a model takes
+    driver, ray, rewards (`reward_processes` in all; a function of the user's that loads a model takes
       its own on top, up to rollout.reward_memory): measured. learner, generators: their processes without a model,
       measured on a CPU, and CUDA's libraries (estimate).
     reward_models: bytes of the weights that each reward process loads for `use: sequence_classifier`; with any, it
@@ -54,7 +54,7 @@ def host_bytes(
         "driver": DRIVER,
         "ray": RAY,
         "object_store": object_store,
-        "rewards": found.generators * reward_processes * each,
+        "rewards": reward_processes * each,
         "environments": found.generators * (ENVIRONMENT_SERVER + environments * ENVIRONMENT) if environments else 0,
         "learner": learners * (LEARNER_PROCESS + CUDA_LIBRARIES),
         "generators": found.generators * engine_processes(found.shards) * (ENGINE_PROCESS + CUDA_LIBRARIES),

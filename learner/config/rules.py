@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cluster.config import RewardProcessConfig
 from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES
 from learner.config.env_rules import ENV
@@ -42,6 +43,16 @@ REWARDS = (
         "rewards:", "must list at least one reward function, unless an environment gives the rewards",
         "add for example {use: number}, or set env.use", ("env.use",),
         lambda c: not c.rewards and c.env.use is None,
+    ),
+    Rule(
+        "cluster.rewards:", "needs processes: these are what the other settings are about",
+        "set cluster.rewards.processes=1, or leave them out", ("cluster.rewards.processes",),
+        lambda c: c.cluster.rewards.processes == 0 and c.cluster.rewards != RewardProcessConfig(),
+    ),
+    Rule(
+        "cluster.rewards.processes:", "needs reward functions, which they would run",
+        "add one to rewards, or set it to 0", ("cluster.rewards.processes",),
+        lambda c: c.cluster.rewards.processes > 0 and not functions_of(c.rewards),
     ),
 )  # fmt: skip
 LENGTH = (

@@ -26,14 +26,20 @@ class RunConfig(Settings):
 
 
 def roles(config: Settings) -> list[Role]:
-    """The processes of a run: its generators, then the learner or its ranks."""
-    return [*generator_roles(config), *learner_roles(config)]
+    """The processes of a run: its generators, those that only score, then the learner or its ranks."""
+    return [*generator_roles(config), *reward_roles(config), *learner_roles(config)]
 
 
 def generator_roles(config: Settings) -> list[Role]:
     """Those that sample."""
     cpus, gpus = config.cluster.cpus.generator, config.cluster.gpus.generator
     return [Role(f"generator-{rank}", cpus, gpus) for rank in range(config.rollout.workers)]
+
+
+def reward_roles(config: Settings) -> list[Role]:
+    """Those that do nothing but score; none where that is done beside the generators."""
+    asked = config.cluster.rewards
+    return [Role(f"rewards-{i}", asked.cpus, asked.gpus, node=asked.node) for i in range(asked.processes)]
 
 
 def learner_roles(config: Settings) -> list[Role]:

@@ -149,3 +149,8 @@ class Settings(Frozen):
     def num_steps(self) -> int | None:
         """Optimizer steps, or None when `epochs` decides once the data is known."""
         return self.steps if self.steps is not None or self.epochs is not None else 60
+
+    @property
+    def reward_processes(self) -> int:
+        """Processes that run reward functions, in all."""
+        return self.rollout.reward_workers * (self.cluster.rewards.processes or self.rollout.workers)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import closing
 
-from cluster.actor import RevivableActor
 from cluster.files import writing
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
@@ -20,12 +19,15 @@ from learner.driver.loop import Loop
 from learner.driver.phases import Phases
 from learner.driver.plan_file import PlanFile
 from learner.driver.preflight import Prepared
-from learner.driver.processes import start_processes
+from learner.driver.processes import Processes, start_processes
 from learner.driver.publishing import publish
 from learner.driver.restarts import Restarts
+from learner.driver.reward_processes import kept_answering
 from learner.driver.step_metrics import Sinks
 from learner.driver.wiring import Inputs, wire
+from rewards.service import RewardService
 from rollout.service import RolloutService
+from rollout.side_by_side import alongside
 
 CLOSE_S = 20.0
 
@@ -81,18 +83,20 @@ async def _attempt(
 ) -> Loop | None:
     """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
-    workers: list[RevivableActor[RolloutService]] = []
+    processes: Processes | None = None
     loop: Loop | None = None
     try:
-        workers, trainer = await ray_processes.beside(start_processes(prepared, session, progress.note))
+        processes = await ray_processes.beside(start_processes(prepared, session, progress.note))
         phases.until_now("processes")
         sinks = _sinks(prepared, progress, phases)
         with closing(sinks.timeline), closing(sinks.metrics):
-            loop, _ = wire(_inputs(prepared), workers, trainer, sinks)
+            loop, _ = wire(_inputs(prepared), processes.generators, processes.learner, sinks)
             loop.stop = stop
             _obey_signals(stop, progress.note)
+            silence_s = prepared.config.cluster.deadlines.heartbeat / 2
             try:
-                await loop.run(prepared.resume_from, ray_processes.watch())
+                async with alongside(kept_answering(one, silence_s) for one in processes.rewards):
+                    await loop.run(prepared.resume_from, ray_processes.watch())
             finally:
                 phases.split(sinks.timeline, "other")
         return loop
@@ -103,7 +107,15 @@ async def _attempt(
         return None
     finally:
         # A generator that still can ends its reward functions and files itself; one that cannot is killed right after.
-        await asyncio.gather(*(w.call(RolloutService.close, CLOSE_S) for w in workers), return_exceptions=True)
+        if processes is not None:
+            await _close(processes)
+
+
+async def _close(processes: Processes) -> None:
+    """Generators before what scores for them."""
+    generators, rewards = processes.generators, processes.rewards
+    await asyncio.gather(*(one.call(RolloutService.close, CLOSE_S) for one in generators), return_exceptions=True)
+    await asyncio.gather(*(one.call(RewardService.close, CLOSE_S) for one in rewards), return_exceptions=True)
 
 
 def _inputs(prepared: Prepared) -> Inputs:

@@ -150,7 +150,7 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     parts = host_bytes(
         budgets.plan, wish_of(config, layouts(config)), object_store=store_bytes(budgets.policy_bytes, shared),
         learners=config.cluster.learners,
-        reward_processes=config.rollout.reward_workers, reward_models=classifier_bytes(config),
+        reward_processes=config.reward_processes, reward_models=classifier_bytes(config),
         environments=0 if config.env.use is None else config.trajectories,
     )  # fmt: skip
     weights = sum(parts[name] for name in MUST_FIT)

@@ -2,15 +2,16 @@
 the node's name."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.actor import DeadlineExceeded
 from cluster.memory.plan import gib
+from cluster.placement import Role
 from cluster.ray_cluster import Session, connect, joins, wanted_store
 from cluster.ray_reservation import Node
 from cluster.ray_tasks import NodeFailed, on_each
-from learner.config import RunConfig, generator_roles, learner_roles, roles
+from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
 from learner.driver import run_lock
 from learner.driver.findings import PreflightError
 from learner.driver.fingerprints import NOT_CACHED, REVISION
@@ -20,7 +21,11 @@ from rewards.config import classifier_of, functions_of
 from rewards.pickled import SUFFIX
 from rollout.env.loader import code_of
 
-NEEDED = {"generator": ("torch", "transformers", "vllm"), "learner": ("torch", "transformers", "peft")}
+NEEDED: Mapping[str, Sequence[str]] = {
+    "generator": ("torch", "transformers", "vllm"),
+    "learner": ("torch", "transformers", "peft"),
+    "reward process": (),
+}
 LEAST_DISK = 2**30  # bytes
 REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the processes would be
 
@@ -32,6 +37,7 @@ class Needs:
     kind: str
     models: Mapping[str, str]
     files: Mapping[str, str]
+    roles: Sequence[Role] = ()
 
 
 async def check_nodes(config: RunConfig, session: Session, deadline_s: float, policy_bytes: int) -> list[str]:
@@ -41,9 +47,11 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float, po
     if session.mode == "local":
         return []
     node_of = session.node_of()
-    generator, learner = needs(config)
+    kinds = needs(config)
     wanted = Wanted(
-        {**generator.models, **learner.models}, {**generator.files, **learner.files}, config.run_dir / run_lock.NAME
+        {name: path for need in kinds for name, path in need.models.items()},
+        {name: path for need in kinds for name, path in need.files.items()},
+        config.run_dir / run_lock.NAME,
     )
     own = await asyncio.to_thread(look, wanted)
     answers = await on_each(node_of.values(), look, wanted, deadline_s)
@@ -54,8 +62,8 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float, po
             wrong.append(f"node {node.name}: cannot look at what it has: {facts}")
             continue
         notes += [f"node {node.name}: {line}" for line in short_of(facts, policy_bytes)]
-        for need, kinds in ((generator, generator_roles(config)), (learner, learner_roles(config))):
-            if any(node_of[role.name] == node for role in kinds):
+        for need in kinds:
+            if any(node_of[role.name] == node for role in need.roles):
                 wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
                 notes += [f"node {node.name}: {line}" for line in downloads(facts, need)]
     if wrong:
@@ -80,11 +88,11 @@ async def rehearse_nodes(prepared: Prepared) -> list[str]:
         await session.close()
 
 
-def needs(config: RunConfig) -> tuple[Needs, Needs]:
-    """Of a generator, and of the learner."""
+def needs(config: RunConfig) -> tuple[Needs, ...]:
+    """Of a generator, of the learner, and of a process that does nothing but score."""
     base = {"model.path": config.model.path}
-    functions = {f"rewards: {one.name}": one.use for one in functions_of(config.rewards)}
-    functions |= {f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)}
+    functions = _files({f"rewards: {one.name}": one.use for one in functions_of(config.rewards)})
+    environments = _files({f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)})
     judges = {f"rewards: {one.name}": model for one in functions_of(config.rewards) if (model := classifier_of(one))}
     adapters = {
         "model.adapter": config.model.adapter,
@@ -93,9 +101,15 @@ def needs(config: RunConfig) -> tuple[Needs, Needs]:
         **{f"rewards: {one.name}": one.adapter for one in config.rewards if one.adapter is not None},
     }
     loss = {"learner.loss.ratio": config.learner.loss.ratio} if config.learner.loss.own else {}
+    learners = base | {name: path for name, path in adapters.items() if path is not None}
+    scoring, generators = reward_roles(config), generator_roles(config)
+    learner = Needs("learner", learners, _files(loss), learner_roles(config))
+    if not scoring:
+        return Needs("generator", base | judges, functions | environments, generators), learner
     return (
-        Needs("generator", base | judges, _files(functions)),
-        Needs("learner", base | {name: path for name, path in adapters.items() if path is not None}, _files(loss)),
+        Needs("generator", base, environments, generators),
+        learner,
+        Needs("reward process", judges, functions, scoring),
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,7 +13,7 @@ from cluster.actor import Actor, ActorDied, RevivableActor, StartFailed
 from cluster.config import DeadlineConfig
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session
-from learner.config import RunConfig, generator_roles, learner_roles, roles
+from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
 from learner.driver.memory_budget import Budgets
 from learner.driver.node_checks import check_nodes
 from learner.driver.preflight import Prepared
@@ -24,10 +25,13 @@ from learner.ranks.regroup import Regroup, meet
 from learner.ranks.service import RankService
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
+from rewards.environment import DEVICE
 from rewards.pool import Judging
+from rewards.service import RewardServer, RewardService
 from rollout.engine import EngineSettings
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
+from rollout.scorer import RewardProcesses
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
 from rollout.supervised_worker import until_started
@@ -45,18 +49,27 @@ JUDGED = "judged"  # folder of a run in which the answers of judges are kept
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-async def start_processes(
-    prepared: Prepared, session: Session, note: Callable[[str], None]
-) -> tuple[list[RevivableActor[RolloutService]], Actor[TrainerService]]:
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Of a run. rewards: those that do nothing but score."""
+
+    generators: list[RevivableActor[RolloutService]]
+    rewards: list[Remote[RewardServer]]
+    learner: Actor[TrainerService]
+
+
+async def start_processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> Processes:
     """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     await session.reserve(roles(config), start, note)
     for line in await check_nodes(config, session, start, prepared.budgets.policy_bytes):
         note(line)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
+    rewards = spawn_rewards(config, session)
+    specs = [worker_spec(config, rank, prepared.budgets, rewards) for rank in range(config.rollout.workers)]
     workers = [
-        session.spawn(role, RolloutWorker, [worker_spec(config, rank, prepared.budgets)], env)
-        for rank, role in enumerate(generator_roles(config))
+        session.spawn(role, RolloutWorker, [spec], env)
+        for role, spec in zip(generator_roles(config), specs, strict=True)
     ]
     shares = config.memory.base == "shared"
     if config.cluster.gpus.learner == 0 and not shares:  # the two start-ups overlap
@@ -74,6 +87,8 @@ async def start_processes(
         base = await workers[0].call(RolloutService.share_base, start) if shares else None
         learner = spawn_learner(prepared, session, base)
         await asyncio.gather(*(learner_started(rank, start) for rank in learner))
+    for one in rewards:
+        await one.ready(start)
     sharded = config.memory.base == "sharded"
     met = await joined(learner, config.cluster.deadlines, sharded=sharded)
     trainer = WatchedLearner(met, config.cluster.deadlines.heartbeat)
@@ -81,7 +96,16 @@ async def start_processes(
         longest = config.rollout.max_prompt_length
         fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
-    return list(workers), trainer
+    return Processes(list(workers), rewards, trainer)
+
+
+def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServer]]:
+    """The processes that do nothing but score; none where that is done beside the generators."""
+    rollout, asked = config.rollout, config.cluster.rewards
+    env = {} if asked.gpus == 0 else {DEVICE: "cuda"}
+    judged = Judging(config.run_dir / JUDGED, 1 / max(asked.processes, 1))
+    wanted = [functions_of(config.rewards), rollout.reward_workers, rollout.reward_memory, judged]
+    return [session.spawn(role, RewardServer, wanted, env, stateless=True) for role in reward_roles(config)]
 
 
 def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = None) -> "list[Remote[Trainer]]":
@@ -125,8 +149,10 @@ async def learner_started(rank: "Remote[Trainer]", deadline_s: float) -> None:
         await rank.revive(deadline_s)
 
 
-def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
-    """What generator number `rank` is built from."""
+def worker_spec(
+    config: RunConfig, rank: int, budgets: Budgets, rewards: Sequence[Actor[RewardService]] = ()
+) -> WorkerSpec:
+    """What generator number `rank` is built from. rewards: the processes that score for it; else it does so itself."""
     rollout, targets = config.rollout, config.learner.lora.targets
     return WorkerSpec(
         rank=rank,
@@ -156,6 +182,7 @@ def worker_spec(config: RunConfig, rank: int, budgets: Budgets) -> WorkerSpec:
         make_engine=vllm_engine,
         env=env_settings(config),
         judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
+        reward_processes=RewardProcesses(tuple(rewards), config.cluster.deadlines.group) if rewards else None,
     )
 
 

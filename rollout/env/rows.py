@@ -6,19 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from rewards.pool import LONGEST_ERROR, NOT_SCORED, RewardPool, Scores
+from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.env.trajectory import FAULT, Trajectory
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem
+from rollout.scorer import Scorer
 from rollout.types import Completion
 
 
-async def scored(pool: RewardPool | None, problem: Problem, trajectories: Sequence[Trajectory]) -> Scores | None:
+async def scored(scorer: Scorer | None, problem: Problem, trajectories: Sequence[Trajectory]) -> Scores | None:
     """What the reward functions give for the trajectories without a fault; None where there is nothing to ask."""
     whole = [t for t in trajectories if not t.faulted]
-    if pool is None or not whole:
+    if scorer is None or not whole:
         return None
-    return await pool.score(
+    return await scorer.score(
         prompts=[list(t.opening) for t in whole],
         completions=[t.messages for t in whole],
         completion_ids=[t.row.ids for t in whole],

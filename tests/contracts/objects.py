@@ -91,6 +91,11 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "actor_class": ("ray.actor.ActorClass",),
         "group": ("ray.util.placement_group.PlacementGroup",),
     },
+    "cluster/ray_actor.py": {
+        # Methods of our Host.
+        "handle": PLAIN,
+        **dict.fromkeys(("handle.apart", "handle.call", "handle.apart.options()"), ("ray.actor.ActorMethod",)),
+    },
     "cluster/ray_tasks.py": {
         "node": PLAIN,  # cluster.ray_reservation.Node
         "task": ("ray.remote_function.RemoteFunction",),

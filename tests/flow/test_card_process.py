@@ -60,7 +60,8 @@ async def test_the_learner_on_a_card_has_expandable_segments_and_the_generator_h
         }
     )
     prepared: Any = SimpleNamespace(config=config, budgets=settle(config, MODEL), total_steps=1)
-    (generator,), learner = await processes.start_processes(prepared, session, print)
+    started = await processes.start_processes(prepared, session, print)
+    (generator,), learner = started.generators, started.learner
     told: Any = Told.allocator
     assert await learner.call(told, 30) == ("expandable_segments:True",) * 2
     assert await generator.call(told, 30) == (None, "")

@@ -33,7 +33,7 @@ def test_by_hand() -> None:
     whole = replace(slices, mode="full", optimizer="paged_adamw_8bit")
     assert host(whole)["paged"] == 2 * N
     assert host(whole)["passing"] == 3 * 2 * N  # copies of a push
-    many = host(slices, rewards=3, generators=2, environments=64)
+    many = host(slices, rewards=6, generators=2, environments=64)
     assert many["environments"] == 2 * (290 + 64 * 11) * 10**6
     assert plain["environments"] == 0
     assert many["rewards"] == 6 * plain["rewards"]

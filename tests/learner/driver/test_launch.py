@@ -9,17 +9,22 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
+from cluster.actor import Local
+from cluster.config import RewardProcessConfig
+from cluster.placement import Role
 from learner.algo.loss_config import LossConfig
-from learner.config import RunConfig
+from learner.config import RunConfig, roles
 from learner.driver import launch
 from learner.driver.memory_budget import Budgets
 from learner.driver.phases import Phases
-from learner.driver.processes import make_trainer, worker_spec
+from learner.driver.processes import make_trainer, spawn_rewards, worker_spec
 from learner.driver.watched_learner import LearnerLost
 from learner.driver.wiring import sampling_of
 from rewards.config import functions_of
 from rewards.pool import Judging
+from rewards.service import RewardServer
 from rollout.producer import group_seed
+from rollout.scorer import RewardProcesses
 from rollout.types import Sampling
 from tests.learner import naive
 from tests.learner.trainers import MAX_LENGTH, TEMPERATURE, advantages_by_hand, distance, gradient, naive_gradient
@@ -73,6 +78,31 @@ def test_a_generator_is_built_from_its_settings() -> None:
     assert (engine.model, engine.dtype, engine.stop) == ("m", "float32", ("\n\n",))
     assert (engine.max_model_len, engine.kv_cache_bytes, engine.max_num_seqs) == (40 + MAX_LENGTH, 12345, 11)
     assert (engine.max_lora_rank, engine.adapter_window, engine.seed) == (8, 2 + 2, 3 * 1000 + 4)
+
+
+def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them() -> None:
+    """One at a time beside the other settings: each has its cores, cards and share of the judges' requests."""
+    config = config_of("m")
+    rewards = RewardProcessConfig(processes=2, cpus=3, gpus=1, node="big")
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"rewards": rewards})})
+    asked: list[tuple[Any, ...]] = []
+
+    class Session:
+        def spawn(self, role: Role, factory: Any, args: Any, env: Any, *, stateless: bool) -> Local[RewardServer]:
+            asked.append((role, factory, args, env, stateless))
+            return Local(role.name, cast(Any, SimpleNamespace), ())
+
+    found = spawn_rewards(config, cast(Any, Session()))
+    wanted = [functions_of(config.rewards), 2, 5 * 2**30, Judging(config.run_dir / "judged", 1 / 2)]
+    assert asked == [
+        (Role(f"rewards-{i}", 3, 1, node="big"), RewardServer, wanted, {"GLEANER_REWARD_DEVICE": "cuda"}, True)
+        for i in range(2)
+    ]
+    budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
+    spec = worker_spec(config, 0, budgets, found)
+    assert spec.reward_processes == RewardProcesses(tuple(found), config.cluster.deadlines.group)
+    assert config.reward_processes == 2 * 2
+    assert [role.name for role in roles(config)] == ["generator-0", "rewards-0", "rewards-1", "learner"]
 
 
 async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.config import ClusterConfig, RewardProcessConfig
 from cluster.ray_reservation import Node
 from learner.config import RunConfig
 from learner.driver.node_checks import Needs, downloads, lacks, needs, placed, short_of
@@ -104,6 +105,10 @@ def test_what_is_looked_at_is_what_the_configuration_names(tmp_path: Path) -> No
     generator, learner = needs(config)
     assert generator.files == {"rewards: mine": f"{tmp_path}/mine.py"}
     assert learner.models == {"model.path": str(tmp_path / "model"), "model.adapter": str(tmp_path / "gone")}
+    apart = config.model_copy(update={"cluster": ClusterConfig(rewards=RewardProcessConfig(processes=2))})
+    generators, _, scoring = needs(apart)
+    assert (generators.files, scoring.files) == ({}, generator.files)
+    assert [role.name for role in scoring.roles] == ["rewards-0", "rewards-1"]
 
     wanted = Wanted({**generator.models, **learner.models}, generator.files, tmp_path / ".lock")
     before = look(wanted)

@@ -1,0 +1,47 @@
+"""Reward functions in a process that is asked by others: generators, of their own node or another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rewards.base import RewardFailed
+from rewards.config import RewardConfig
+from rewards.pool import Judging, RewardPool, Scores
+
+
+class RewardService(Protocol):
+    """What may be asked of it: the methods that cluster.actor.Actor.call takes at that border."""
+
+    async def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Scores | str:
+        """As RewardPool.score; the text of RewardFailed in place of raising it."""
+
+    async def close(self) -> None:
+        """Ends the reward functions."""
+
+
+class RewardServer:
+    """The RewardService of a process: a pool for whoever asks."""
+
+    def __init__(self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int, judged: Judging) -> None:
+        """As RewardPool."""
+        self._pool = RewardPool(rewards, workers, memory_bytes, judged)
+
+    async def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Scores | str:
+        try:
+            return await self._pool.score(prompts, completions, completion_ids, columns)
+        except RewardFailed as error:  # its type would be lost on the way
+            return str(error)
+
+    async def close(self) -> None:
+        self._pool.close()
