@@ -85,8 +85,8 @@ class DeadlineConfig(Frozen):
     it. Raise it on a slow network."""
     heartbeat: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that a learner may go without a finished micro-batch (on a CPU: without any computation) before it counts
-    as hung; a generator, or one of several ranks, is replaced when its process gives no answer for half as long. Raise
-    it if one micro-batch may take longer."""
+    as hung; a generator, one of several ranks or of `rewards.processes` is replaced when its process gives no answer
+    for half as long. Raise it if one micro-batch may take longer."""
 
 
 class ClusterConfig(Frozen):

@@ -39,10 +39,13 @@ class Placement:
     node_of: dict[int, str]
 
     def groups(self) -> list[tuple[str, list[int]]]:
-        """What to reserve one after the other: Ray's strategy, and the indices of its bundles. The larger bundles come
-        first, since the others find room between them more easily."""
-        groups = [("PACK", sorted(self.packed)), ("SPREAD", sorted(set(range(len(self.bundles))) - self.packed))]
-        return sorted((group for group in groups if group[1]), key=lambda group: min(map(self._size, group[1])))
+        """What to reserve one after the other: Ray's strategy, and the indices of its bundles. Those that must be on a
+        certain node come first; then the larger bundles, since the others find room between them more easily."""
+        bound = set(self.node_of)
+        others = set(range(len(self.bundles))) - self.packed - bound
+        groups = [("PACK", sorted(self.packed)), ("SPREAD", sorted(others))]
+        free = sorted((group for group in groups if group[1]), key=lambda group: min(map(self._size, group[1])))
+        return [("PACK", sorted(bound)), *free] if bound else free
 
     def _size(self, index: int) -> tuple[float, float]:
         return -self.bundles[index].get("GPU", 0.0), -self.bundles[index]["CPU"]

@@ -82,9 +82,8 @@ class Host:
         await asyncio.Event().wait()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._started.error is not None
-        ):  # known to who waits for started(), which nobody does of one restarted by Ray
+        # Told by started(), for which nobody waits of a process that Ray has started again.
+        if self._started.error is not None:
             raise Unusable(self._started.error)
         return await getattr(self._object, method)(*args, **kwargs)
 
@@ -198,6 +197,10 @@ class Remote(Called[S_co]):
         import ray
 
         ray.kill(self._handle)
+
+    async def answering(self, deadline_s: float) -> None:
+        """Whether the process answers. Raises ActorDied: it is gone, or being started again; DeadlineExceeded."""
+        await self._await(self._handle.started.options(max_task_retries=0).remote(), "pulse", deadline_s)
 
     async def restart(self) -> None:
         """Of one that Ray itself restarts (Session.spawn): ends this process, which hangs."""

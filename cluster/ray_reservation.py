@@ -30,11 +30,12 @@ class Reservation:
 
     def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, Any]]) -> None:
         self._placement = place(roles, [node["Resources"] for node in nodes])
-        named = {name: _named(name, nodes) for name in self._placement.node_of.values()}
-        self._labels = {
-            bundle: {NODE_ID: _with_room(name, named[name], self._placement.bundles[bundle])}
-            for bundle, name in self._placement.node_of.items()
+        node_of, bundles = self._placement.node_of, self._placement.bundles
+        ids = {
+            name: _with_room(_named(name, nodes), name, [bundles[at] for at, on in node_of.items() if on == name])
+            for name in node_of.values()
         }
+        self._labels = {bundle: {NODE_ID: ids[name]} for bundle, name in node_of.items()}
         self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and Ray's group of them
 
     async def until_ready(self, deadline_s: float, note: Callable[[str], None]) -> None:
@@ -104,12 +105,16 @@ def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     )
 
 
-def _with_room(name: str, node: Mapping[str, Any], bundle: Mapping[str, float]) -> str:
-    """Its id, if it has what the bundle asks for at all."""
+def _with_room(node: Mapping[str, Any], name: str, bundles: Sequence[Mapping[str, float]]) -> str:
+    """Its id, if it has what all bundles together ask for."""
     has = node["Resources"]
-    if short := [kind for kind, count in bundle.items() if has.get(kind, 0.0) < count]:
-        missing = ", ".join(f"{bundle[kind]:g} {kind} of {has.get(kind, 0.0):g}" for kind in short)
-        raise PlacementError(f"placement: node {name} has too little for a role that must be on it: {missing}")
+    asked = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
+    if short := [kind for kind, count in asked.items() if has.get(kind, 0.0) < count]:
+        missing = ", ".join(f"{asked[kind]:g} {kind} of {has.get(kind, 0.0):g}" for kind in short)
+        raise PlacementError(
+            f"placement: node {name} has too little for what must be on it: {missing}; lower cluster.rewards, or give "
+            "another node"
+        )
     return str(node["NodeID"])
 
 

@@ -54,9 +54,9 @@ class JudgeSettings(BaseModel):
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 512}
     """What else is sent with a request, as the endpoint names it."""
     at_once: Annotated[int, Field(ge=1)] = 16
-    """Requests under way, of each generator."""
+    """Requests under way, of each generator, or of each of `cluster.rewards.processes`."""
     per_minute: Annotated[FiniteFloat, Field(gt=0)] | None = None
-    """Requests a minute, repetitions included, of all generators together. null: no limit."""
+    """Requests a minute, repetitions included, of the whole run. null: no limit."""
     retries: Annotated[int, Field(ge=0)] = 4
     """Repetitions of a request that is refused for now (429), failed (5xx, no connection) or late; they wait as long as
     Retry-After says, or longer each time."""

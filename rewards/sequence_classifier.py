@@ -97,7 +97,15 @@ def _load(model: str) -> _Classifier:
             f"args.model: {model} lacks weights ({names}), so its scores would be random; give a model that was "
             "trained as a sequence classifier"
         )
-    return _Classifier(tokenizer, classifier.eval().to(os.environ.get(DEVICE, "cpu")))
+    device = os.environ.get(DEVICE, "cpu")
+    try:
+        return _Classifier(tokenizer, classifier.eval().to(device))
+    except (RuntimeError, AssertionError) as error:  # as torch says that there is no card, or no room on it
+        reason = " ".join(str(error).split())[:200]
+        raise RewardError(
+            f"args.model: {model} cannot be put on the card of its process ({reason}); lower rollout.reward_workers, "
+            "or set cluster.rewards.gpus=0"
+        ) from None
 
 
 def _encoded(tokenizer: Any, prompt: Any, completion: Any) -> Mapping[str, list[int]]:

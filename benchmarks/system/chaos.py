@@ -90,7 +90,7 @@ def under_faults(folder: Path, options: argparse.Namespace, environ: Mapping[str
     """What such a run in this folder is found to have done."""
     shared_before = set(SHARED.iterdir())
     options.kinds = options.kinds or possible(folder, environments=options.environments)
-    runs = Runs(folder, int(60 * options.minutes), options, environ)  # no more than one step a second
+    runs = Runs(folder, int(300 * options.minutes), options, environ)  # no more than five steps a second
     faults, moments = chaos(runs, options)
     code = runs.finish()
     deadline = time.monotonic() + AGENTS_S

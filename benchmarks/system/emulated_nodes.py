@@ -78,7 +78,7 @@ class EmulatedNodes:
         """The processes of a run on this node: learner, generator-0, ..."""
         commands = self.pids(name).values()
         return {words[0].removeprefix("ray::").split(".")[0] for c in commands if (words := c.split())[:1]
-                and words[0].startswith(("ray::generator", "ray::learner"))}  # fmt: skip
+                and words[0].startswith(("ray::generator", "ray::learner", "ray::rewards"))}  # fmt: skip
 
     def node_of(self, role: str, names: list[str]) -> str:
         """The node that runs this role. LookupError if none does."""

@@ -22,7 +22,7 @@ from learner.driver.preflight import Prepared
 from learner.driver.processes import Processes, start_processes
 from learner.driver.publishing import publish
 from learner.driver.restarts import Restarts
-from learner.driver.reward_processes import kept_answering
+from learner.driver.reward_processes import Patience, kept_answering
 from learner.driver.step_metrics import Sinks
 from learner.driver.wiring import Inputs, wire
 from rewards.service import RewardService
@@ -93,9 +93,9 @@ async def _attempt(
             loop, _ = wire(_inputs(prepared), processes.generators, processes.learner, sinks)
             loop.stop = stop
             _obey_signals(stop, progress.note)
-            silence_s = prepared.config.cluster.deadlines.heartbeat / 2
+            patience = Patience.of(prepared.config.cluster.deadlines)
             try:
-                async with alongside(kept_answering(one, silence_s) for one in processes.rewards):
+                async with alongside(kept_answering(one, patience) for one in processes.rewards):
                     await loop.run(prepared.resume_from, ray_processes.watch())
             finally:
                 phases.split(sinks.timeline, "other")

@@ -50,7 +50,7 @@ def _check_cards(config: RunConfig) -> None:
         raise MachineError(
             f"cluster.gpus: the run needs {wanted} GPU, and no NVIDIA driver answers; install one "
             f"({'in Windows, for WSL2' if machine.is_wsl() else 'and see that nvidia-smi works'}), or set "
-            "cluster.gpus.generator=0 and cluster.gpus.learner=0"
+            "cluster.gpus.generator=0, cluster.gpus.learner=0 and cluster.rewards.gpus=0"
         )
     visible, there = nvml.visible_cards(), len(nvml.visible_cards({}))
     if len(visible) < wanted <= there:
@@ -103,7 +103,7 @@ def cuda_wheels() -> frozenset[int]:
 
 def machine_notes(config: RunConfig) -> tuple[str, ...]:
     """Lines about the system that a run on this machine's cards should know."""
-    if max(config.cluster.gpus.learner, config.cluster.gpus.generator) == 0 or config.cluster.address != "local":
+    if all(role.gpus == 0 for role in roles(config)) or config.cluster.address != "local":
         return ()
     notes = []
     own = int((torch_cuda() or "0").partition(".")[0])

@@ -25,6 +25,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "generator": ("torch", "transformers", "vllm"),
     "learner": ("torch", "transformers", "peft"),
     "reward process": (),
+    "reward model": ("torch", "transformers"),
 }
 LEAST_DISK = 2**30  # bytes
 REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the processes would be
@@ -32,7 +33,7 @@ REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the pr
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of one kind of process: packages, and settings whose models and files it reads."""
+    """Of one kind of process, a key of NEEDED: settings whose models and files it reads."""
 
     kind: str
     models: Mapping[str, str]
@@ -109,7 +110,7 @@ def needs(config: RunConfig) -> tuple[Needs, ...]:
     return (
         Needs("generator", base, environments, generators),
         learner,
-        Needs("reward process", judges, functions, scoring),
+        Needs("reward model" if judges else "reward process", judges, functions, scoring),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cluster.placement import waiting
 from cluster.prestart.prestarted import Prestarted
 from cluster.ray_cluster import joins, role_env
-from learner.config import RunConfig, generator_roles, learner_roles
+from learner.config import RunConfig, generator_roles, learner_roles, roles
 from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
 from rollout.data.chat_error import ChatError
 from rollout.vllm.environment import required_env
@@ -29,7 +29,7 @@ def prestarted(config: RunConfig, *, learns: bool = True) -> Prestarted:
         return found
     wanted = [(role, import_generator) for role in generator_roles(config)]
     wanted += [(role, learner) for role in learner_roles(config) if learns]
-    threads = waiting([role for role, _ in wanted], os.cpu_count() or 1)
+    threads = waiting(roles(config) if learns else generator_roles(config), os.cpu_count() or 1)
     alike: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for role, preparation in wanted:
         if role.gpus == 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from cluster.config import RewardProcessConfig
 from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import present, size_for
@@ -155,8 +156,10 @@ def _policy(adapter: str | None) -> Adapter | Weights:
 
 
 def _without_learner(config: RunConfig) -> RunConfig:
+    """Nor with reward processes of their own: generators score what they sample."""
     gpus = config.cluster.gpus.model_copy(update={"learner": 0.0})
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpus": gpus})})
+    alone = {"gpus": gpus, "rewards": RewardProcessConfig()}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=alone)})
 
 
 def _sampling(config: RunConfig, samples: int, problem: Problem) -> Sampling:

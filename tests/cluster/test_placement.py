@@ -1,8 +1,11 @@
 """Where roles go: a pure function, or one clear error."""
 
+import re
+
 import pytest
 
 from cluster.placement import PlacementError, Role, pack, place, waiting
+from cluster.ray_reservation import Reservation
 
 
 def test_two_roles_on_one_card_share_one_bundle() -> None:
@@ -55,6 +58,51 @@ def test_ranks_are_packed_generators_spread_and_the_larger_bundles_reserved_firs
     assert groups(1.0, 1.0) == [("PACK", [0, 3]), ("SPREAD", [1, 2])]
     assert groups(2.0, 1.0) == [("SPREAD", [0, 1]), ("PACK", [2, 3])]
     assert groups(0.4, 0.6) == [("PACK", [0, 1])]  # who shares a card with a rank goes with it
+
+
+def test_what_must_be_on_one_node_is_reserved_before_what_may_be_anywhere() -> None:
+    roles = [
+        Role("generator-0", 4, 0), Role("rewards-0", 1, 0, node="left"), Role("rewards-1", 1, 0, node="left"),
+        Role("learner", 2, 0, packed=True),
+    ]  # fmt: skip
+    found = pack(roles)
+    rewards = sorted(found.bundle_of[name] for name in ("rewards-0", "rewards-1"))
+    assert found.node_of == dict.fromkeys(rewards, "left")
+    others = [("SPREAD", [found.bundle_of["generator-0"]]), ("PACK", [found.bundle_of["learner"]])]
+    assert found.groups() == [("PACK", rewards), *others]
+
+
+NODES = [
+    {"NodeID": "a1", "NodeName": "left", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "x",
+     "Resources": {"CPU": 2.0}},
+    {"NodeID": "b2", "NodeName": "right", "NodeManagerAddress": "10.0.0.2", "NodeManagerHostname": "x",
+     "Resources": {"CPU": 4.0, "GPU": 1.0}},
+]  # fmt: skip
+
+
+def scoring(count: int, node: str, gpus: int = 0) -> list[Role]:
+    return [*(Role(f"rewards-{i}", 1, gpus, node=node) for i in range(count)), Role("learner", 1, 0, packed=True)]
+
+
+@pytest.mark.parametrize("name", ["left", "10.0.0.1"])
+def test_a_node_is_found_by_name_or_address(name: str) -> None:
+    Reservation(scoring(2, name), NODES)
+
+
+@pytest.mark.parametrize(
+    ("count", "node", "gpus", "said"),
+    [
+        (3, "left", 0, "node left has too little for what must be on it: 3 CPU of 2"),
+        (1, "left", 1, "node left has too little for what must be on it: 1 GPU of 0"),
+        (1, "lefd", 0, "must be a node of the cluster, got lefd; the nodes are left 10.0.0.1 x, right 10.0.0.2 x"),
+        (1, "x", 0, "must be of one node, got x"),
+    ],
+)
+def test_a_node_without_the_room_or_of_no_such_name_is_one_clear_error(
+    count: int, node: str, gpus: int, said: str
+) -> None:
+    with pytest.raises(PlacementError, match=re.escape(said)):
+        Reservation(scoring(count, node, gpus), NODES)
 
 
 def test_threads_sleep_while_they_wait_only_where_they_outnumber_the_cores() -> None:

@@ -47,7 +47,7 @@ def test_killed_and_hung_reward_processes_cost_no_group_and_no_generator(tmp_pat
         wait_until(lambda name=name, lost=lost: servers(run).get(name, lost) != lost, "a fresh one", 120, process)  # type: ignore[misc]
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert re.search("rewards-1: start gave no answer within 10 s .* it hangs", " ".join(output.split())), output
+    assert re.search("rewards-1: pulse gave no answer within 10 s .* it hangs", " ".join(output.split())), output
     assert output.count("starting a fresh process") == 1, output  # no generator was blamed
     assert [line["step"] for line in run.metrics()] == list(range(1, 13))
     rows = [ledger.read(path) for path in ledger.steps(run.folder / "rollouts")]

@@ -1,10 +1,14 @@
-"""A generator's node is killed in a run of real Ray and vLLM, and comes back: `make test-nodes`."""
+"""A node is killed in a run of real Ray and vLLM: a generator's, which comes back, and that of a reward process:
+`make test-nodes`."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from benchmarks.system.lost_node import AFTER, BEFORE, lost
+from benchmarks.system.emulated_nodes import EmulatedNodes
+from benchmarks.system.lost_node import AFTER, BEFORE, NAMES, Run, lost
+from benchmarks.system.run_folder import counted
 
 pytestmark = pytest.mark.skipif("NODES" not in os.environ, reason="two minutes; make test-nodes runs it")
 
@@ -16,3 +20,25 @@ def test_a_generator_whose_node_is_killed_costs_no_group_and_is_taken_back() -> 
     assert found["lost"] == found["doubled"] == 0
     assert found["reissued"] > 0
     assert found["trained"] == 8 * found["steps"] >= 8 * (BEFORE + AFTER)
+
+
+def test_a_reward_process_whose_node_is_killed_goes_on_elsewhere_and_costs_no_group(tmp_path: Path) -> None:
+    names = [*NAMES, "spare"]
+    with EmulatedNodes() as nodes:
+        for name in names:
+            nodes.start(name)
+            nodes.until_joined(name)
+        run = Run(nodes, tmp_path, "rollout.workers=1", "cluster.rewards.processes=1")
+        try:
+            run.until(lambda: len(run.rows()) >= BEFORE, f"{BEFORE} steps")
+            victim = nodes.node_of("rewards-0", names)
+            nodes.kill(victim)
+            left, before = [name for name in names if name != victim], len(run.rows())
+            run.until(lambda: any("rewards-0" in nodes.roles(name) for name in left), "a fresh rewards-0")
+            # The batches that were begun before, and more.
+            run.until(lambda: len(run.rows()) >= before + AFTER, f"{AFTER} steps with it")
+            run.finish()
+        finally:
+            run.end()
+        found = counted(run.folder)
+    assert (found["lost"], found["doubled"], found["reissued"]) == (0, 0, 0), found

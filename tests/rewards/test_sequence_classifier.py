@@ -47,6 +47,18 @@ def classifier(base: Path, folder: Path, outputs: int, pad: int | None = 259, *,
     return str(folder)
 
 
+async def test_a_card_that_is_not_there_is_one_sentence(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device of a reward process reaches the model in it; without it, the model stays in main memory."""
+    path = classifier(base, tmp_path / "model", 1)
+    monkeypatch.setenv("GLEANER_REWARD_DEVICE", "cuda:99")
+    async with RewardPool([RewardConfig(use="sequence_classifier", args={"model": path}, timeout_s=60)]) as pool:
+        (verdict,) = await pool.verdicts([PROMPT], [[{"role": "assistant", "content": "2"}]], [[1]], {})
+    assert verdict.status == "error"
+    assert verdict.problem.startswith(f"args.model: {path} cannot be put on the card of its process (")
+
+
 def wanted(path: str, output: int) -> list[float]:
     model: Any = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer: Any = AutoTokenizer.from_pretrained(path)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from cluster.actor import Local, Unusable
 from cluster.config import DeadlineConfig
-from learner.config import RunConfig
+from learner.config import RunConfig, roles
 from learner.driver.held_out_calls import generate
 from learner.tools.cli import main
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import EvaluatedWorker
 from learner.tools.eval_scores import Sampled, interval, majority, pass_at_k, powers_to, summary
-from learner.tools.evaluation import metrics_of
+from learner.tools.evaluation import _without_learner, metrics_of
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
 from rollout.fake_worker import FakeWorker
@@ -157,3 +157,15 @@ def test_how_a_configuration_reads_its_own_data_says_nothing_of_other_data(
     said = capsys.readouterr().err
     assert "data.path: must hold at least one problem" in said
     assert "data.args" not in said
+
+
+def test_an_evaluation_asks_for_no_card_of_the_learner_or_of_reward_processes() -> None:
+    """Its generators score what they sample, and there is no learner."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"}, "data": {"path": "d"}, "rewards": ["number"],
+            "cluster": {"gpus": {"learner": 1}, "rewards": {"processes": 2, "gpus": 1}},
+        }
+    )  # fmt: skip
+    assert [role.gpus for role in roles(config)] == [0, 1, 1, 1]
+    assert [role.gpus for role in roles(_without_learner(config))] == [0, 0]
