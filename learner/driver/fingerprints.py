@@ -19,6 +19,7 @@ from learner.config import RunConfig
 from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
 from rewards.source import grader_version, source_of
+from rollout.data.hub import snapshot_of
 from rollout.env.loader import code_of
 
 FILE = "inputs.json"  # in a checkpoint
@@ -109,10 +110,17 @@ def _function(name: str, use: str) -> tuple[str, str]:
 
 
 def content_of(path: str) -> dict[str, str]:
-    """File of a model's or adapter's folder -> its digest; of a model of the hub its revision."""
+    """File of a model's or adapter's folder -> its digest; of a model of the hub, by name or by the folder of a commit
+    in the cache, its revision."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return {REVISION: _revision(path)}
+    if snapshot := snapshot_of(str(folder)):
+        return {REVISION: snapshot[1]}
+    return _digests(folder)
+
+
+def _digests(folder: Path) -> dict[str, str]:
     files = sorted(file for file in folder.iterdir() if file.suffix in KINDS and file.is_file())
     whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
     return {file.name: str(digest_of(file)["sha256"]) if whole else _sampled(file) for file in files}
@@ -120,7 +128,7 @@ def content_of(path: str) -> dict[str, str]:
 
 def weights_of(folder: Path) -> dict[str, str]:
     """File of weights -> its digest."""
-    return {name: digest for name, digest in content_of(str(folder)).items() if name.endswith(".safetensors")}
+    return {name: digest for name, digest in _digests(folder.expanduser()).items() if name.endswith(".safetensors")}
 
 
 def _sampled(file: Path) -> str:

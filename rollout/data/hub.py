@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -44,6 +45,12 @@ def is_hub_name(path: str) -> bool:
     """Whether a path of a model or of data names something on the hub."""
     plain = path.count("/") <= 1 and not path.startswith(("/", ".", "~", "rg:")) and not is_file_name(path)
     return plain and len(path) < 200 and not Path(path).exists()
+
+
+def snapshot_of(path: str) -> tuple[str, str] | None:
+    """Of the folder that a model's commit has in the hub's cache: the name of the model, and the commit. Else None."""
+    found = re.search(r"/models--([^/]+)/snapshots/([^/]+)/?$", path)
+    return (found[1].replace("--", "/", 1), found[2]) if found is not None else None
 
 
 def _connects(host: str, port: int) -> bool:

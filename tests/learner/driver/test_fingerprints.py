@@ -99,6 +99,10 @@ def test_a_model_of_the_hub_counts_by_its_commit(tmp_path: Path, monkeypatch: py
     there = str(tmp_path / "models--a--b" / "snapshots" / "0123abc" / "config.json")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: {"a/b": there}.get(name))
     assert made(Path("a/b")).base == {"revision": "0123abc"}
+    folder = tmp_path / "models--a--b" / "snapshots" / "0123abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert made(folder).base == {"revision": "0123abc"}  # so a run goes on from it, whatever the hub has by then
 
 
 def test_the_source_of_a_reward_function_is_found_without_running_it(

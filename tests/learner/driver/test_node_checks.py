@@ -64,7 +64,10 @@ def test_a_hub_model_of_another_commit_is_refused_and_one_that_is_not_cached_is_
 
     hub, missing = Needs("learner", {"model.path": "a/b"}, {}), "a/b, which is not in the cache"
     assert list(lacks(cached("c1"), cached("c2"), hub)) == [
-        "model.path: a/b is not what the driver has (revision differs); copy it again"
+        (
+            "model.path: a/b is not what the driver has (revision differs); on every node run: "
+            "hf download a/b --revision c2, and give the folder that it names"
+        )
     ]
     assert [*lacks(cached(missing), cached("c1"), hub), *lacks(cached("c1"), cached(missing), hub)] == []
     assert [*downloads(cached("c1"), hub), *downloads(cached(missing), hub)] == [
