@@ -54,7 +54,7 @@ class Placement:
 def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placement:
     """`pack`, checked: PlacementError when the nodes together, or the largest of them, cannot hold the result."""
     placement = pack(roles)
-    _check(placement.bundles, nodes)
+    check(placement.bundles, nodes)
     return placement
 
 
@@ -95,8 +95,8 @@ def waiting(roles: Sequence[Role], cores: int) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE"} if sum(role.cpus for role in roles) > cores else {}
 
 
-def _check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Simulates packing, largest bundle first, and says what is missing."""
+def check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
+    """Simulates packing, largest bundle first. Raises PlacementError, which says what is missing."""
     left = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0.0), -b["CPU"])):
         home = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)

@@ -183,10 +183,12 @@ class Remote(Called[S_co]):
             raise failed
 
     async def until_ended(self, silence_s: float) -> None:
-        ended = asyncio.ensure_future(self._await(self._handle.until_ended.remote(), "its work", math.inf))
+        once = {"max_task_retries": 0}  # also of one that Ray restarts: this process is meant, and not the next
+        waits = self._handle.until_ended.options(**once).remote()
+        ended = asyncio.ensure_future(self._await(waits, "its work", math.inf))
         try:
             while not ended.done():
-                await self._await(self._handle.started.remote(), "pulse", silence_s)
+                await self._await(self._handle.started.options(**once).remote(), "pulse", silence_s)
                 await asyncio.wait({ended}, timeout=min(silence_s / 4, LOOK_EVERY_S))
             await ended
         finally:
@@ -197,10 +199,6 @@ class Remote(Called[S_co]):
         import ray
 
         ray.kill(self._handle)
-
-    async def answering(self, deadline_s: float) -> None:
-        """Whether the process answers. Raises ActorDied: it is gone, or being started again; DeadlineExceeded."""
-        await self._await(self._handle.started.options(max_task_retries=0).remote(), "pulse", deadline_s)
 
     async def restart(self) -> None:
         """Of one that Ray itself restarts (Session.spawn): ends this process, which hangs."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cluster.actor import DeadlineExceeded
-from cluster.placement import PlacementError, Role, place
+from cluster.placement import PlacementError, Role, check, pack
 
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
 NODE_ID = "ray.io/node-id"  # the label by which Ray knows a node
@@ -29,13 +29,15 @@ class Reservation:
     """
 
     def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, Any]]) -> None:
-        self._placement = place(roles, [node["Resources"] for node in nodes])
+        self._placement = pack(roles)
         node_of, bundles = self._placement.node_of, self._placement.bundles
-        ids = {
-            name: _with_room(_named(name, nodes), name, [bundles[at] for at, on in node_of.items() if on == name])
-            for name in node_of.values()
-        }
-        self._labels = {bundle: {NODE_ID: ids[name]} for bundle, name in node_of.items()}
+        left = {node["NodeID"]: dict(node["Resources"]) for node in nodes}
+        self._labels = {}
+        for bundle, name in node_of.items():
+            node = _named(name, nodes)["NodeID"]
+            _take(bundles[bundle], left[node], name)
+            self._labels[bundle] = {NODE_ID: node}
+        check([bundle for at, bundle in enumerate(bundles) if at not in node_of], [*left.values()])
         self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and Ray's group of them
 
     async def until_ready(self, deadline_s: float, note: Callable[[str], None]) -> None:
@@ -105,17 +107,15 @@ def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     )
 
 
-def _with_room(node: Mapping[str, Any], name: str, bundles: Sequence[Mapping[str, float]]) -> str:
-    """Its id, if it has what all bundles together ask for."""
-    has = node["Resources"]
-    asked = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
-    if short := [kind for kind, count in asked.items() if has.get(kind, 0.0) < count]:
-        missing = ", ".join(f"{asked[kind]:g} {kind} of {has.get(kind, 0.0):g}" for kind in short)
-        raise PlacementError(
-            f"placement: node {name} has too little for what must be on it: {missing}; lower cluster.rewards, or give "
-            "another node"
-        )
-    return str(node["NodeID"])
+def _take(bundle: Mapping[str, float], left: dict[str, float], name: str) -> None:
+    """Takes what the bundle asks for from what is left of the node."""
+    for kind, count in bundle.items():
+        if left.get(kind, 0.0) < count:
+            raise PlacementError(
+                f"placement: node {name} has too little for what must be on it: {count:g} {kind} more, and "
+                f"{left.get(kind, 0.0):g} left; lower cluster.rewards, or give another node"
+            )
+        left[kind] -= count
 
 
 def _missing(bundles: Sequence[Mapping[str, float]]) -> str:

@@ -97,7 +97,9 @@ def _load(model: str) -> _Classifier:
             f"args.model: {model} lacks weights ({names}), so its scores would be random; give a model that was "
             "trained as a sequence classifier"
         )
-    device = os.environ.get(DEVICE, "cpu")
+    device = os.environ.get(DEVICE)
+    if device is None:
+        return _Classifier(tokenizer, classifier.eval())
     try:
         return _Classifier(tokenizer, classifier.eval().to(device))
     except (RuntimeError, AssertionError) as error:  # as torch says that there is no card, or no room on it

@@ -19,7 +19,7 @@ from learner.config import RunConfig
 from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
 from rewards.source import grader_version, source_of
-from rollout.data.hub import snapshot_of
+from rollout.data.hub import commit_of
 from rollout.env.loader import code_of
 
 FILE = "inputs.json"  # in a checkpoint
@@ -110,14 +110,37 @@ def _function(name: str, use: str) -> tuple[str, str]:
 
 
 def content_of(path: str) -> dict[str, str]:
-    """File of a model's or adapter's folder -> its digest; of a model of the hub, by name or by the folder of a commit
-    in the cache, its revision."""
+    """File of a model's or adapter's folder -> its digest; of a model of the hub its revision. Both of the folder that
+    a commit has in the hub's cache."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return {REVISION: _revision(path)}
-    if snapshot := snapshot_of(str(folder)):
-        return {REVISION: snapshot[1]}
-    return _digests(folder)
+    commit = commit_of(folder)
+    return ({REVISION: commit} if commit else {}) | _digests(folder)
+
+
+def differing(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
+    """The parts that differ. Of a model whose commit both know, that alone counts; of one whose files both know, they
+    do."""
+    found, ours, theirs = [], _by_model(new), _by_model(old)
+    for prefix in dict.fromkeys([*theirs, *ours]):
+        now, then = ours.get(prefix, {}), theirs.get(prefix, {})
+        names = dict.fromkeys([*then, *now])
+        if REVISION in now and REVISION in then:
+            names = {REVISION: None}
+        elif now.keys() - {REVISION} and then.keys() - {REVISION}:
+            names.pop(REVISION, None)
+        found += [prefix + name for name in names if now.get(name) != then.get(name)]
+    return found
+
+
+def _by_model(parts: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Files of several models are told apart by a word in front of them."""
+    found: dict[str, dict[str, str]] = {}
+    for name, digest in parts.items():
+        prefix, space, file = name.rpartition(" ")
+        found.setdefault(prefix + space, {})[file] = digest
+    return found
 
 
 def _digests(folder: Path) -> dict[str, str]:

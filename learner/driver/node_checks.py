@@ -4,6 +4,7 @@ the node's name."""
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.actor import DeadlineExceeded
 from cluster.memory.plan import gib
@@ -174,7 +175,7 @@ def _first_difference(there: Mapping[str, str], here: Mapping[str, str]) -> str 
 
 def _again(path: str, file: str, own: Mapping[str, str]) -> str:
     """The next step; `own` is what the driver has."""
-    if file != REVISION:
+    if file != REVISION or Path(path).is_dir():
         return "copy it again"
     return f"on every node run: hf download {path} --revision {own[file]}, and give the folder that it names"
 

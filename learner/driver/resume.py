@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from learner.config import RunConfig
-from learner.driver.fingerprints import FILE, Fingerprints
+from learner.driver.fingerprints import FILE, Fingerprints, differing
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
 
@@ -163,8 +163,7 @@ def _contents(now: Fingerprints, before: Fingerprints) -> dict[str, str]:
         new, old = getattr(now, name), getattr(before, name)
         parts = [
             f"{part} {old[part]}, now {new[part]}" if part in new and part in old and len(old[part]) < SHOWN else part
-            for part in dict.fromkeys([*new, *old])
-            if new.get(part) != old.get(part)
+            for part in differing(new, old)
         ]
         if parts:
             found[name] = f"content of {name} ({', '.join(parts)})"

@@ -5,6 +5,7 @@ What they say goes into the rows as if a worker had scored them, before these go
 them: all that is made of rewards knows nothing of reward models.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -18,7 +19,6 @@ from learner.driver.fingerprints import weights_of
 from learner.model.adapter_config import AdapterError, read_scored
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of
-from rollout.data.hub import snapshot_of
 from rollout.scored import with_part
 
 
@@ -69,5 +69,5 @@ def _same_base(one: str, other: str) -> bool:
     if all(folder.is_dir() for folder in folders):
         here, there = folders
         return here.samefile(there) or weights_of(here) == weights_of(there)
-    names = [snapshot[0] if (snapshot := snapshot_of(path)) else path for path in (one, other)]
+    names = [re.sub(r".*/models--(.+)/snapshots/.*", r"\1", path).replace("--", "/") for path in (one, other)]
     return PurePath(names[0]).name == PurePath(names[1]).name

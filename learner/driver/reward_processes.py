@@ -1,23 +1,26 @@
 """Reward processes that serve all generators, watched: Ray starts those again that end, and nobody those that hang."""
 
-import asyncio
 import logging
+import math
+import time
 from dataclasses import dataclass
 from typing import Self
 
 from cluster.actor import ActorDied, DeadlineExceeded
 from cluster.config import DeadlineConfig
-from cluster.ray_actor import LOOK_EVERY_S, Remote
+from cluster.ray_actor import Remote
 from learner.driver.failure import RunEnded
 from rewards.service import RewardServer
 
 log = logging.getLogger("learner")
 
+MAX_LOSSES = 5  # each less than the patience for silence after the one before: then what it is asked ends it
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds that a reward process may give no answer, and that a fresh one may take to start. Together they are less
-    than a group's deadline: past that, generators which wait for it would count as hung."""
+    """Seconds that a reward process may give no answer, and that a fresh one may take to start. Together they are three
+    quarters of a group's deadline at most: past that, generators which wait for it would count as hung."""
 
     silence_s: float
     start_s: float
@@ -30,19 +33,24 @@ class Patience:
 async def kept_answering(process: Remote[RewardServer], patience: Patience) -> None:
     """Never returns. A process that hangs is ended, so that Ray starts another, which gets the groups that it had.
 
-    Raises RunEnded: no fresh one has started in time. StartFailed: it has, and refused what it was given.
+    Raises RunEnded: no fresh one has started in time, or MAX_LOSSES of them were lost one soon after the other.
+    StartFailed: it has started, and refused what it was given.
     """
+    losses, lost_at = 0, -math.inf
     while True:
         try:
-            await process.answering(patience.silence_s)
+            await process.until_ended(patience.silence_s)
         except DeadlineExceeded as error:
-            log.warning("%s: it hangs; starting a fresh process", error)
+            said = f"{error}: it hangs"
             await process.restart()
-            await _started(process, patience.start_s)
         except ActorDied as error:
-            log.warning("%s; Ray starts a fresh process", error)
-            await _started(process, patience.start_s)
-        await asyncio.sleep(min(patience.silence_s / 4, LOOK_EVERY_S))
+            said = str(error)
+        now = time.monotonic()
+        losses, lost_at = (losses + 1 if now - lost_at < patience.silence_s else 1), now
+        if losses > MAX_LOSSES:
+            raise RunEnded(f"{said}; it was lost {losses} times in a row, so it is not started again")
+        log.warning("%s; starting a fresh process", said)
+        await _started(process, patience.start_s)
 
 
 async def _started(process: Remote[RewardServer], deadline_s: float) -> None:

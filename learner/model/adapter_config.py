@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 from learner.config.learner import LoraConfig
 from learner.model.weight_files import WEIGHTS_FILE, header
-from rollout.data.hub import snapshot_of
 
 CONFIG_FILE = "adapter_config.json"
 PEFT_RANK = 8  # of a file that does not say it
@@ -34,14 +33,6 @@ FIXED = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": IN
 
 class AdapterError(ValueError):
     """An adapter that cannot be used; the message names the setting of its adapter_config.json."""
-
-
-def base_named(path: str) -> dict[str, str]:
-    """What adapter_config.json says of the base at `path`: others know a commit of the hub's by name, not by its folder
-    in this machine's cache."""
-    if snapshot := snapshot_of(path):
-        return {"base_model_name_or_path": snapshot[0], "revision": snapshot[1]}
-    return {"base_model_name_or_path": path}
 
 
 def served(folder: Path) -> Path:

@@ -47,10 +47,10 @@ def is_hub_name(path: str) -> bool:
     return plain and len(path) < 200 and not Path(path).exists()
 
 
-def snapshot_of(path: str) -> tuple[str, str] | None:
-    """Of the folder that a model's commit has in the hub's cache: the name of the model, and the commit. Else None."""
-    found = re.search(r"/models--([^/]+)/snapshots/([^/]+)/?$", path)
-    return (found[1].replace("--", "/", 1), found[2]) if found is not None else None
+def commit_of(folder: Path) -> str | None:
+    """Of the folder that a model's commit has in the hub's cache, the commit. Else None."""
+    found = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})$", str(folder))
+    return found[1] if found is not None else None
 
 
 def _connects(host: str, port: int) -> bool:

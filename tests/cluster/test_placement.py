@@ -81,7 +81,7 @@ NODES = [
 
 
 def scoring(count: int, node: str, gpus: int = 0) -> list[Role]:
-    return [*(Role(f"rewards-{i}", 1, gpus, node=node) for i in range(count)), Role("learner", 1, 0, packed=True)]
+    return [*(Role(f"rewards-{i}", 1, gpus, node=node) for i in range(count)), Role("learner", 3, 0, packed=True)]
 
 
 @pytest.mark.parametrize("name", ["left", "10.0.0.1"])
@@ -92,8 +92,9 @@ def test_a_node_is_found_by_name_or_address(name: str) -> None:
 @pytest.mark.parametrize(
     ("count", "node", "gpus", "said"),
     [
-        (3, "left", 0, "node left has too little for what must be on it: 3 CPU of 2"),
-        (1, "left", 1, "node left has too little for what must be on it: 1 GPU of 0"),
+        (3, "left", 0, "node left has too little for what must be on it: 1 CPU more, and 0 left"),
+        (1, "left", 1, "node left has too little for what must be on it: 1 GPU more, and 0 left"),
+        (4, "right", 0, "the run needs 3 CPU and 0 GPU, of which {'CPU': 3} on one node"),
         (1, "lefd", 0, "must be a node of the cluster, got lefd; the nodes are left 10.0.0.1 x, right 10.0.0.2 x"),
         (1, "x", 0, "must be of one node, got x"),
     ],

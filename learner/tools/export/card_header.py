@@ -8,7 +8,7 @@ from huggingface_hub.errors import HFValidationError
 
 from learner.tools.export.scores import Scores
 from learner.tools.export.source import Source
-from rollout.data.hub import is_hub_name, snapshot_of
+from rollout.data.hub import is_hub_name
 
 TASK, KIND = "text-generation", "accuracy"
 GENERATED = "rg:"  # data that is made on the spot
@@ -35,8 +35,6 @@ def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
 
 def named(path: str) -> str:
     """A model or data as others may know it: of what lies here the last part of its path alone."""
-    if snapshot := snapshot_of(path):
-        return snapshot[0]
     return path if is_hub_name(path) or path.startswith(GENERATED) else Path(path).name
 
 

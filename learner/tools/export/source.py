@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from learner.config import RunConfig
 from learner.driver import checkpoint
 from learner.driver.evaluate import Evaluation
-from learner.driver.fingerprints import FILE, REVISION, Fingerprints, content_of
+from learner.driver.fingerprints import FILE, REVISION, Fingerprints, content_of, differing
 from learner.driver.publishing import TRAINER
 from learner.model.adapter_config import CONFIG_FILE, MODEL
 from learner.model.weight_files import WEIGHTS_FILE
@@ -112,11 +112,10 @@ def check_base(source: Source) -> bool:
     folder. Raises ExportError if it is another."""
     path, recorded = source.config.model.path, source.inputs.base
     now = content_of(path)
-    if (REVISION in now) != (REVISION in recorded):
-        return False
-    weights = [name for name in {*now, *recorded} if name.endswith(".safetensors") or name == REVISION]
-    own = sorted(name for name in weights if not name.startswith(("reference ", "value ")))
-    differ = [name for name in own if now.get(name) != recorded.get(name)]
+    own = {name: digest for name, digest in recorded.items() if not name.startswith(("reference ", "value "))}
+    if {REVISION} in (now.keys(), own.keys()) and not now.keys() & own.keys():
+        return False  # the one by its commit, the other by its files
+    differ = [name for name in differing(now, own) if name.endswith(".safetensors") or name == REVISION]
     if differ:
         raise ExportError(
             f"model.path: {path} must be the base that the run was trained on, and has another {', '.join(differ)}; "

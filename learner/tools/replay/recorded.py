@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from learner.config import RunConfig
 from learner.driver import checkpoint, config_io
-from learner.driver.fingerprints import FILE, Fingerprints, fingerprints_of
+from learner.driver.fingerprints import FILE, Fingerprints, differing, fingerprints_of
 from learner.driver.step_record import PolicyLine, read_policies
 from learner.tools.report.run_folder import ReportError, read_run
 from rollout import ledger
@@ -103,10 +103,9 @@ class Recorded:
         if own_loss:
             pairs.append(("learner.loss.ratio", now.loss, then.loss))
         for key, new, old in pairs:
-            differing = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-            if differing:
+            if others := differing(new, old):
                 raise ReplayError(
-                    f"{key}: must have the content that the run was made with, and {', '.join(differing)} differs; "
+                    f"{key}: must have the content that the run was made with, and {', '.join(others)} differs; "
                     "put that back"
                 )
 

@@ -8,7 +8,7 @@ import pytest
 
 from learner.config import RunConfig
 from learner.driver import fingerprints
-from learner.driver.fingerprints import Fingerprints, fingerprints_of
+from learner.driver.fingerprints import Fingerprints, differing, fingerprints_of
 from rewards.source import source_of
 
 
@@ -96,13 +96,25 @@ def test_what_a_value_starts_from_counts_by_its_files(tmp_path: Path) -> None:
 def test_a_model_of_the_hub_counts_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    there = str(tmp_path / "models--a--b" / "snapshots" / "0123abc" / "config.json")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    there = str(tmp_path / "models--a--b" / "snapshots" / commit / "config.json")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: {"a/b": there}.get(name))
-    assert made(Path("a/b")).base == {"revision": "0123abc"}
-    folder = tmp_path / "models--a--b" / "snapshots" / "0123abc"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    assert made(folder).base == {"revision": "0123abc"}  # so a run goes on from it, whatever the hub has by then
+    by_name = made(Path("a/b")).base
+    assert by_name == {"revision": commit}
+    folder, copy = tmp_path / "models--a--b" / "snapshots" / commit, tmp_path / "copy"
+    for place in (folder, copy):
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+    by_folder, by_copy = made(folder).base, made(copy).base
+    assert by_folder == {**by_name, **by_copy}
+    assert differing(by_folder, by_name) == differing(by_name, by_folder) == []  # goes on, whatever the hub has by then
+    assert differing(by_folder, by_copy) == differing(by_copy, by_folder) == []
+    assert differing(by_name, by_copy) == ["config.json", "revision"]
+    (copy / "config.json").write_text("[]")
+    assert differing(made(copy).base, by_folder) == ["config.json"]
+    assert differing(by_folder, {"revision": "7" * 40, "config.json": by_folder["config.json"]}) == ["revision"]
+    several = {"revision": commit, "reference config.json": "1", "reference revision": "2"}
+    assert differing(several, {"revision": commit, "reference config.json": "3"}) == ["reference config.json"]
 
 
 def test_the_source_of_a_reward_function_is_found_without_running_it(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from learner.config.learner import LoraConfig
-from learner.model.adapter_config import AdapterError, base_named, follow, read_adapter
+from learner.model.adapter_config import AdapterError, follow, read_adapter
 
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none",
@@ -97,11 +97,3 @@ def test_the_defaults_of_peft_are_plain(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(as_json(config)))
     (tmp_path / "adapter_model.safetensors").touch()
     assert follow(LoraConfig(), str(tmp_path)).targets == ["q_proj"]
-
-
-def test_a_base_from_the_hubs_cache_is_known_by_name_and_commit() -> None:
-    """Of a folder elsewhere, whatever it is called, the path itself."""
-    snapshot = "/home/a/.cache/huggingface/hub/models--org--a--b/snapshots/0123abc"
-    assert base_named(snapshot) == {"base_model_name_or_path": "org/a--b", "revision": "0123abc"}
-    for path in ("org/a", "/models/snapshots/m", f"{snapshot}/deeper"):
-        assert base_named(path) == {"base_model_name_or_path": path}
