@@ -2,7 +2,7 @@
 
 Its `async def` methods take and return values. `Remote` and `cluster.actor.Local` have one interface, so the same loop
 runs with and without a cluster. Ray restarts by itself only what has no state and is called from several processes
-(Session.spawn): it would not say so while a constructor runs, and who counts losses must see each of them.
+(Session.spawn), and nothing else: it would not say so while a constructor runs, and who counts losses must see each.
 """
 
 import asyncio

@@ -1,9 +1,10 @@
 """Reward functions in a process that is asked by others: generators, of their own node or another."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from rewards.base import RewardFailed
+from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import Judging, RewardPool, Scores
 
@@ -11,13 +12,7 @@ from rewards.pool import Judging, RewardPool, Scores
 class RewardService(Protocol):
     """What may be asked of it: the methods that cluster.actor.Actor.call takes at that border."""
 
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Scores | str:
+    async def score(self, group: Group) -> Scores | str:
         """As RewardPool.score; the text of RewardFailed in place of raising it."""
 
     async def close(self) -> None:
@@ -31,15 +26,9 @@ class RewardServer:
         """As RewardPool."""
         self._pool = RewardPool(rewards, workers, memory_bytes, judged)
 
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Scores | str:
+    async def score(self, group: Group) -> Scores | str:
         try:
-            return await self._pool.score(prompts, completions, completion_ids, columns)
+            return await self._pool.score(group.prompts, group.completions, group.completion_ids, group.columns)
         except RewardFailed as error:  # its type would be lost on the way
             return str(error)
 

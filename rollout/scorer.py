@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from cluster.actor import Actor
 from rewards.base import RewardFailed
+from rewards.call import Group
 from rewards.pool import Scores
 from rewards.service import RewardService
 
@@ -61,9 +62,8 @@ class SharedScorer:
         process = min(self._processes, key=lambda one: self._asked[one.name])
         self._asked[process.name] += 1
         try:
-            said = await process.call(
-                RewardService.score, self._deadline_s, prompts, completions, completion_ids, columns
-            )
+            group = Group(prompts, completions, completion_ids, columns)
+            said = await process.call(RewardService.score, self._deadline_s, group)
         finally:
             self._asked[process.name] -= 1
         if isinstance(said, str):

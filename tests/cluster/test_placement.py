@@ -86,7 +86,8 @@ def scoring(count: int, node: str, gpus: int = 0) -> list[Role]:
 
 @pytest.mark.parametrize("name", ["left", "10.0.0.1"])
 def test_a_node_is_found_by_name_or_address(name: str) -> None:
-    Reservation(scoring(2, name), NODES)
+    found = Reservation(scoring(2, name), NODES)
+    assert [*found._labels.values()] == [{"ray.io/node-id": "a1"}] * 2
 
 
 @pytest.mark.parametrize(

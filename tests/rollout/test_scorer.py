@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
 
 from cluster.actor import Actor, Local
 from rewards.base import RewardFailed
+from rewards.call import Group
 from rewards.pool import Scores
 from rewards.service import RewardService
 from rollout.scorer import RewardProcesses, SharedScorer
@@ -21,19 +21,13 @@ class Held:
     """Scores a group when it is let go on; knows what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.asked: list[Group] = []
         self.free = asyncio.Event()
 
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Scores | str:
-        self.asked.append((prompts, completions, completion_ids, columns))
+    async def score(self, group: Group) -> Scores | str:
+        self.asked.append(group)
         await self.free.wait()
-        if completions == ["bad"]:
+        if group.completions == ["bad"]:
             return "reward 'a': error: it must not fail"
         return Scores([1.0, 0.0], {"a": [1.0, 0.0]}, ["ok", "ok"], -1.0, (), [None, None])
 
@@ -49,7 +43,7 @@ async def test_each_group_goes_to_the_process_with_the_least_to_do_and_comes_bac
     asked = [asyncio.create_task(scorer.score(*GROUP)) for _ in range(5)]
     await asyncio.sleep(0.05)
     assert [len(one.asked) for one in held] == [1, 2, 2]
-    assert held[1].asked[0] == GROUP
+    assert held[1].asked[0] == Group(*GROUP)
     held[1].free.set()
     first = await asked[0]
     assert (first.reward, first.parts, first.status) == ([1.0, 0.0], {"a": [1.0, 0.0]}, ["ok", "ok"])

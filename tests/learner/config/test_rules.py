@@ -33,6 +33,11 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         "env.args.turn_timeout_s: must be below .*got env.step_timeout_s=30.0",
     ),
     (["env.max_turns=3"], "env: its settings need env.use"),
+    (["cluster.rewards.gpus=1"], "cluster.rewards: needs processes: .*got cluster.rewards.processes=0"),
+    (
+        ["cluster.rewards.processes=1", "rewards=[{use: 'adapter:x'}]", "data.eval.every=0"],
+        "cluster.rewards.processes: needs reward functions.*got cluster.rewards.processes=1",
+    ),
     (
         ["env.use=tools", "env.history=template", "learner.algorithm=ppo"],
         "env.history: template .*got learner.algorithm",
@@ -122,6 +127,7 @@ ALLOWED = [
     ["learner.updates_per_batch=8", CLIP, "learner.loss.cap=2"],
     ["learner.loss.ratio=gspo", "learner.loss.epsilon=[0.1, 0.1]"],
     ["learner.loss.ratio=gspo", "model.dtype=float32"],
+    ["cluster.rewards.processes=2", "cluster.rewards.node=a", "cluster.rewards.cpus=2"],
     [*SEVERAL, LEARNER_CARD],
     [*SEVERAL, PPO, "learner.reduce=fast"],
     ["learner.reduce=exact"],
