@@ -47,7 +47,7 @@ SETTINGS = (
     "trackers=[]", "data.eval.every=50", "data.eval.size=100",
 )  # fmt: skip
 WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # within deadlines.group, with those that wait for a place
-WITHOUT = ("cluster.rewards.processes=1",)
+WITHOUT_ENVIRONMENTS = ("cluster.rewards.processes=1",)
 
 
 class Runs:
@@ -58,7 +58,8 @@ class Runs:
         self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
         self._total_steps, self._environ = total_steps, {**environ, "XDG_GLEANER_CHAOS": self.mark}
         self._words = [sys.executable, "-m", "learner.main", "--config", f"configs/{config}.yaml"]
-        self._words += [*SETTINGS, *(WITH_ENVIRONMENTS if options.environments else WITHOUT), f"output_dir={folder}"]
+        more = WITH_ENVIRONMENTS if options.environments else WITHOUT_ENVIRONMENTS
+        self._words += [*SETTINGS, *more, f"output_dir={folder}"]
         self._words += options.overrides
         self._log = (folder / "output.log").open("ab")
         self._driver = self._start(total_steps)

@@ -33,7 +33,7 @@ class Patience:
 async def kept_answering(process: Remote[RewardServer], patience: Patience) -> None:
     """Never returns. A process that hangs is ended, so that Ray starts another, which gets the groups that it had.
 
-    Raises RunEnded: no fresh one has started in time, or MAX_LOSSES of them were lost one soon after the other.
+    Raises RunEnded: no fresh one has started in time, or more than MAX_LOSSES were lost, each soon after another.
     StartFailed: it has started, and refused what it was given.
     """
     losses, lost_at = 0, -math.inf
