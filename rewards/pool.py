@@ -5,7 +5,6 @@ import math
 import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +14,10 @@ from rewards import memory
 from rewards.base import RewardError, RewardFailed
 from rewards.call import Group, Status, Verdict
 from rewards.config import JUDGE, RewardConfig, resolved_names
+from rewards.dispatch import Dispatch, Function
 from rewards.environment import values_of
 from rewards.secret_values import SecretError, resolved
-from rewards.slot import Call, Slot
+from rewards.slot import Call
 
 if TYPE_CHECKING:  # with pydantic models and, once made, a client for HTTP
     from rewards.judge import Judge
@@ -85,15 +85,8 @@ class RewardPool:
         self.names = resolved_names(rewards)
         self._rewards = tuple(rewards)
         self._calls = [_call(r, name, judged) for name, r in zip(self.names, rewards, strict=True)]
-        functions = [call for call in self._calls if isinstance(call, Call)]
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
-        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers if functions else 0)]
-        for slot in self._slots:
-            for call in functions:
-                slot.preload(call)
-        self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()  # last in, first out: prefer the warm worker
-        for slot in self._slots:
-            self._free.put_nowait(slot)
+        functions = [one.call for one in self._calls if isinstance(one, Function)]
+        self._dispatch = Dispatch(functions, workers if functions else 0, memory_bytes)
 
     async def score(
         self,
@@ -130,17 +123,12 @@ class RewardPool:
         packed = pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._ask(call, packed, size) if isinstance(call, Call) else call.verdict(group))
-                for call in self._calls
+                tasks.create_task(
+                    self._dispatch.verdict(one, packed, size) if isinstance(one, Function) else one.verdict(group)
+                )
+                for one in self._calls
             ]
         return [task.result() for task in asked]
-
-    async def _ask(self, call: Call, group: bytes, size: int) -> Verdict:
-        slot = await self._free.get()
-        try:
-            return await slot.score(call, group, size)
-        finally:
-            self._free.put_nowait(slot)
 
     def combine(self, verdicts: Sequence[Verdict], size: int, ms: float) -> Scores:
         """The scores of one group of `size`, from the outcomes of all reward functions; they took `ms` milliseconds."""
@@ -176,9 +164,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
-        with ThreadPoolExecutor(max(len(self._slots), 1)) as threads:
-            list(threads.map(Slot.close, self._slots))
-        self._starter.shutdown()
+        self._dispatch.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -187,18 +173,19 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
-        for call in self._calls:
-            if not isinstance(call, Call):
-                await call.close()
+        for one in self._calls:
+            if not isinstance(one, Function):
+                await one.close()
 
 
-def _call(reward: RewardConfig, name: str, judged: Judging) -> "Call | Judge":
+def _call(reward: RewardConfig, name: str, judged: Judging) -> "Function | Judge":
     """Raises RewardError."""
     if reward.use == JUDGE:
         from rewards.judge import Judge
 
         return Judge(reward, name, judged.folder and judged.folder / name, judged.share)
-    return Call(reward.use, _arguments(reward, name), values_of(reward.env, f"reward {name!r}"), reward.timeout_s)
+    env = values_of(reward.env, f"reward {name!r}")
+    return Function(Call(reward.use, _arguments(reward, name), env, reward.timeout_s))
 
 
 def _failed(verdict: Verdict, at: int) -> bool:

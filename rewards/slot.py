@@ -1,4 +1,4 @@
-"""One worker process that scores one group at a time, under a deadline.
+"""One worker process that scores groups one after the other, each under a deadline.
 
 Each slot is a pebble pool of its own, of one process: pebble declares a whole pool broken when an idle worker dies
 (the kernel's out-of-memory killer, say), and here that costs one slot, which is made anew.
@@ -9,11 +9,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -38,6 +38,14 @@ class Call:
     env: Mapping[str, str]
     """The environment variables that the reward names, with their values."""
     timeout_s: float
+
+
+class Asked(NamedTuple):
+    """What a worker is asked: a call on a pickled group of `size` samples."""
+
+    call: Call
+    group: bytes
+    size: int
 
 
 class Slot:
@@ -68,8 +76,24 @@ class Slot:
         """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
         self._pool.schedule(worker.prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
-    async def score(self, call: Call, group: bytes, size: int) -> Verdict:
-        """Scores one pickled group of `size` samples within `call.timeout_s` seconds; loading is not charged."""
+    async def scores(self, asked: Sequence[Asked]) -> list[Verdict]:
+        """The verdicts of calls that are expected to be quick, in one message: together within the shortest of their
+        deadlines. If that fails, whichever of them is to blame, each is made anew, by itself."""
+        if len(asked) > 1 and all(one.call in self._loaded for one in asked):
+            tasks = [(one.call.use, one.call.args, one.call.env, one.group) for one in asked]
+            try:
+                return await self._run(worker.scores, (tasks,), min(one.call.timeout_s for one in asked))
+            except (TimeoutError, ProcessExpired, BrokenProcessPool):
+                self._sweep()
+            except asyncio.CancelledError:
+                self._loaded.clear()  # pebble ends the process
+                raise
+            except _Closed:
+                pass  # as each is told below
+        return [await self._score(*one) for one in asked]
+
+    async def _score(self, call: Call, group: bytes, size: int) -> Verdict:
+        """Within `call.timeout_s` seconds; loading is not charged."""
         death = ""
         for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
             if call not in self._loaded and (problem := await self._prepare(call)):

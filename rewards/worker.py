@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,11 @@ def score(use: str, args: Mapping[str, Any], env: Mapping[str, str], group: byte
         reward, begin = _loaded(use), time.perf_counter()
         verdict = call.score(reward, unpickled, args, built_in=use in BUILT_INS)
     return replace(verdict, ms=(time.perf_counter() - begin) * 1e3)
+
+
+def scores(asked: Sequence[tuple[str, Mapping[str, Any], Mapping[str, str], bytes]]) -> list[call.Verdict]:
+    """What `score` says of each, in order."""
+    return [score(*one) for one in asked]
 
 
 def _loaded(use: str) -> Reward:

@@ -1,0 +1,105 @@
+"""Calls of reward functions, handed to worker processes: calls that wait together go to one process in one message, as
+far as they are quick.
+
+A message to a process and its answer cost the interpreter that also runs the engine about a millisecond, several times
+what a short function takes for a group. A call that may be slow has a message of its own, so that it keeps no other
+waiting and the workers share the work.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import inf
+
+from rewards.call import Verdict
+from rewards.slot import Asked, Call, Slot
+
+TOGETHER_MS = 20.0  # that the calls of one message take, by what their functions last took for a group
+
+
+@dataclass(eq=False, slots=True)
+class Function:
+    """A reward function and the milliseconds of its last call, which are unknown before the first and after a failed
+    one."""
+
+    call: Call
+    ms: float = inf
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    function: Function
+    asked: Asked
+    answer: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Dispatch:
+    """The worker processes of one pool. Made once; used from one event loop; closed at the end."""
+
+    def __init__(self, functions: Sequence[Call], workers: int, memory_bytes: int) -> None:
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
+        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers)]
+        for slot in self._slots:
+            for call in functions:
+                slot.preload(call)
+        self._free = list(self._slots)  # the last one first: prefer the warm worker
+        self._waiting: deque[_Waiting] = deque()
+        self._sent: dict[asyncio.Task[None], list[_Waiting]] = {}
+
+    async def verdict(self, function: Function, group: bytes, size: int) -> Verdict:
+        """Of the function for one pickled group of `size` samples. Cancelling it stops the function, unless the process
+        was asked about other groups as well: these are quick."""
+        one = _Waiting(function, Asked(function.call, group, size))
+        self._waiting.append(one)
+        # Not at once: what else is asked for in this turn of the event loop goes along.
+        asyncio.get_running_loop().call_soon(self._send)
+        try:
+            return await one.answer
+        except asyncio.CancelledError:
+            for task, together in self._sent.items():
+                if all(other.answer.cancelled() for other in together):
+                    task.cancel()
+            raise
+
+    def _send(self) -> None:
+        while self._free and (together := self._next()):
+            task = asyncio.create_task(self._message(self._free.pop(), together))
+            self._sent[task] = together
+            task.add_done_callback(self._sent.__delitem__)
+
+    def _next(self) -> list[_Waiting]:
+        """What goes into one message; nothing, if nothing waits."""
+        together: list[_Waiting] = []
+        ms = 0.0
+        while self._waiting:
+            one = self._waiting[0]
+            if not one.answer.cancelled():
+                ms += one.function.ms
+                if together and ms > TOGETHER_MS:
+                    break
+                together.append(one)
+            self._waiting.popleft()
+        return together
+
+    async def _message(self, slot: Slot, together: Sequence[_Waiting]) -> None:
+        try:
+            verdicts = await slot.scores([one.asked for one in together])
+            for one, verdict in zip(together, verdicts, strict=True):
+                one.function.ms = verdict.ms if verdict.status == "ok" else inf
+                if not one.answer.done():
+                    one.answer.set_result(verdict)
+        except Exception as error:
+            for one in together:
+                if not one.answer.done():
+                    one.answer.set_exception(error)
+        finally:
+            self._free.append(slot)
+            self._send()
+
+    def close(self) -> None:
+        """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
+        with ThreadPoolExecutor(max(len(self._slots), 1)) as threads:
+            list(threads.map(Slot.close, self._slots))
+        self._starter.shutdown()
