@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ def read_of(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
     return weight[:, columns_of(version, weight.shape[1]).to(weight.device)].to(dtype) + 0.0
 
 
+@lru_cache(maxsize=16)  # a model has few widths and many matrices
 def columns_of(version: int, width: int) -> Tensor:
     """[min(width, COLUMNS)] int64, ascending: columns of a matrix, other ones for each version.
 

@@ -1,0 +1,121 @@
+"""Calls that wait together go to one process in one message, and each group gets the scores that it would get alone."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool, Scores
+from rewards.slot import Asked, Slot
+from tests.rewards.pool_case import score
+
+FUNCTIONS = """
+import os, time
+def length(completions):
+    if completions[0] == "die":
+        time.sleep(0.3)  # an end within 0.1 s may go by without its exit code
+        os._exit(3)
+    if completions[0] == "hang": time.sleep(600)
+    if completions[0] == "raise": raise ValueError("raised")
+    return [float(len(one)) for one in completions]
+def slow(completions):
+    time.sleep(0.05)
+    return [float(os.getpid()) for _ in completions]
+"""
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Callable[..., RewardConfig]:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return lambda of, **more: RewardConfig(use=f"{file}:{of}", **more)
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many calls each message had."""
+    sizes: list[int] = []
+    real = Slot.scores
+
+    async def counted(self: Slot, asked: Sequence[Asked]) -> object:
+        sizes.append(len(asked))
+        return await real(self, asked)
+
+    monkeypatch.setattr(Slot, "scores", counted)
+    return sizes
+
+
+async def at_once(pool: RewardPool, completions: Sequence[str]) -> list[Scores]:
+    await score(pool, ["a"])  # loads the functions and shows that they are quick
+    return await asyncio.gather(*(score(pool, [text, text]) for text in completions))
+
+
+def test_quick_calls_share_messages_and_each_group_gets_its_own_scores(
+    function: Callable[..., RewardConfig], messages: list[int]
+) -> None:
+    async def main() -> list[Scores]:
+        async with RewardPool([function("length"), function("length", name="again", weight=2.0)]) as pool:
+            return await at_once(pool, ["x" * n for n in range(40)])
+
+    found = asyncio.run(main())
+    assert [scores.parts for scores in found] == [{"length": [n, n], "again": [n, n]} for n in range(40)]
+    assert [scores.reward for scores in found] == [[3.0 * n, 3.0 * n] for n in range(40)]
+    assert sum(messages) == 2 + 2 * 40
+    assert len(messages) <= 6, "two of the first group, and a few for all others"
+
+
+@pytest.mark.parametrize(
+    ("fatal", "status", "sentence"),
+    [
+        ("die", "error", "its process died: exit code 3"),
+        ("hang", "timeout", "no answer within 2 s"),
+        ("raise", "error", "ValueError: raised"),
+    ],
+)
+def test_a_call_that_fails_is_the_failure_of_its_own_group_alone(
+    function: Callable[..., RewardConfig], messages: list[int], fatal: str, status: str, sentence: str
+) -> None:
+    async def main() -> list[Scores]:
+        async with RewardPool([function("length", timeout_s=2.0)]) as pool:
+            return [*await at_once(pool, ["x", "xx", fatal, "xxxx"]), await score(pool, ["y"])]
+
+    found = asyncio.run(main())
+    assert messages[1] == 4
+    assert [scores.status[0] for scores in found] == ["ok", "ok", status, "ok", "ok"]
+    assert [scores.reward[0] for scores in found] == [1.0, 2.0, None, 4.0, 1.0]
+    assert sentence in found[2].failures[0]
+
+
+def test_slow_calls_go_one_by_one_to_all_processes(function: Callable[..., RewardConfig], messages: list[int]) -> None:
+    async def main() -> list[Scores]:
+        async with RewardPool([function("slow")], workers=2) as pool:
+            await asyncio.gather(score(pool, ["a"]), score(pool, ["b"]))
+            return await at_once(pool, "abcdef")
+
+    found = asyncio.run(main())
+    assert set(messages) == {1}
+    assert len({scores.reward[0] for scores in found}) == 2
+
+
+def test_a_cancelled_group_leaves_the_others_of_its_message_alone_and_the_last_one_ends_it(
+    function: Callable[..., RewardConfig], messages: list[int]
+) -> None:
+    async def main() -> tuple[Scores, Scores]:
+        async with RewardPool([function("length", timeout_s=60.0)]) as pool:
+            await score(pool, ["a"])
+            kept, dropped = (asyncio.create_task(score(pool, [text])) for text in ("xxx", "xx"))
+            await asyncio.sleep(0)  # both are asked for
+            dropped.cancel()
+            first = await kept
+            hanging = [asyncio.create_task(score(pool, [text])) for text in ("hang", "x")]
+            await asyncio.sleep(0.5)
+            for task in hanging:
+                task.cancel()
+            return first, await score(pool, ["yy"])
+
+    kept, after = asyncio.run(asyncio.wait_for(main(), 30))
+    assert kept.reward == [3.0]
+    assert after.reward == [2.0], "the process that hung was ended, long before its deadline"
+    assert 2 in messages
