@@ -27,6 +27,8 @@ from typing import Any
 Values = Sequence[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
 
+JUDGE = "judge"  # the `use` of a language model that is asked
+ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
 LARGEST = 1e30  # of a reward: weighted sums of them, too, are held in float32, which ends at 3.4e38
 TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
 

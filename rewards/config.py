@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from rewards.base import ADAPTER
 from rewards.secret_values import Arguments
 
 TAKEN = frozenset({"mean", "std", "failed", "ms", "zero_variance_groups"})  # what metrics are called beside rewards
-JUDGE = "judge"  # the `use` of a language model that is asked
-ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
 
 
 class RewardConfig(BaseModel):

@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from rewards import pickled
-from rewards.base import Reward, RewardLoadError
-from rewards.config import ADAPTER, JUDGE
+from rewards.base import ADAPTER, JUDGE, Reward, RewardLoadError
 from rewards.described import described
 
 BUILT_INS = {

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rewards import memory
-from rewards.base import RewardError, RewardFailed
+from rewards.base import JUDGE, RewardError, RewardFailed
 from rewards.call import Group, Status, Verdict
-from rewards.config import JUDGE, RewardConfig, resolved_names
+from rewards.config import RewardConfig, resolved_names
 from rewards.dispatch import Dispatch, Function
 from rewards.environment import values_of
 from rewards.secret_values import SecretError, resolved

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from learner.config import RunConfig
-from rewards.config import ADAPTER, RewardConfig, classifier_of
+from rewards.base import ADAPTER
+from rewards.config import RewardConfig, classifier_of
 from rewards.pickled import SUFFIX
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS
