@@ -21,8 +21,8 @@ TOGETHER_MS = 20.0  # that the calls of one message take, by what their function
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A reward function and the milliseconds of its last call, which are unknown before the first and after a failed
-    one."""
+    """A reward function, and the milliseconds of the slowest call in its last message: unknown before the first one and
+    after one that failed."""
 
     call: Call
     ms: float = inf
@@ -85,9 +85,11 @@ class Dispatch:
 
     async def _message(self, slot: Slot, together: Sequence[_Waiting]) -> None:
         try:
-            verdicts = await slot.scores([one.asked for one in together])
-            for one, verdict in zip(together, verdicts, strict=True):
-                one.function.ms = verdict.ms if verdict.status == "ok" else inf
+            told = [*zip(together, await slot.scores([one.asked for one in together]), strict=True)]
+            for function in {one.function for one in together}:
+                own = [verdict for one, verdict in told if one.function is function]
+                function.ms = max(verdict.ms if verdict.status == "ok" else inf for verdict in own)
+            for one, verdict in told:
                 if not one.answer.done():
                     one.answer.set_result(verdict)
         except Exception as error:

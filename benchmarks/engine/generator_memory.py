@@ -2,8 +2,9 @@
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.engine.generator_memory [--workloads demo ragged] [--steps 60]
 
-A workload is a whole run as a user starts it. demo: configs/local_cpu.yaml, adapters of a 0.4M model. merged: the same
-with whole weights pushed (learner.push: merged). ragged: a 25M model in float32, long completions of all lengths.
+A workload is a whole run as a user starts it. demo: configs/local_cpu.yaml with one generator, which gets the
+adapters of a 0.4M model. merged: the same with whole weights pushed (learner.push: merged).
+ragged: a 25M model in float32, long completions of all lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.system_run import command
-from benchmarks.system.workloads import Tree, add_ragged_options, demo, ragged
+from benchmarks.system.workloads import Tree, add_ragged_options, demo_of_one, ragged
 
 MB = 10**6
 SHOWN = (1, 10, 30, 60, 120, 250, 500, 1000, 2000)  # steps
@@ -63,7 +64,7 @@ def main() -> None:
                 tree = ragged(Path(folder), options) | {"checkpoint": {"every": 1000}}
                 tree["model"]["dtype"] = options.dtype[0]
             else:
-                tree = demo(options.demo_steps, every=0)
+                tree = demo_of_one(options.demo_steps, every=0)
                 tree["learner"] |= {"push": "merged"} if name == "merged" else {}
             found[name] = measured(tree, options.limit)
             print(name, sum(found[name]["planned"].values()), list(found[name]["peaks"].items())[-1], flush=True)

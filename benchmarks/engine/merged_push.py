@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import as_table, conditions, save
 from benchmarks.system.system_run import BOTH, Mode, Record, parts_of, run_gleaner, spread, wall_text
-from benchmarks.system.workloads import Tree, add_ragged_options, demo, ragged
+from benchmarks.system.workloads import Tree, add_ragged_options, demo_of_one, ragged
 
 WAYS = {"sync": Mode(0, 1, 1), "async, finish": Mode(1, 1, 1), "async, continue": Mode(1, 1, 1, "continue")}
 PUSHES = ("adapter", "merged")
@@ -61,7 +61,8 @@ def report(found: dict[str, list[Record]], told: dict[str, Any], options: argpar
         f"{options.skip} to warm up. ragged: a Llama of 25M random weights, prompts of 200 to 400 tokens, "
         f"{options.groups} groups of {options.generations} completions a step, each token the last with probability "
         f"{options.end_rate:g}, at most {options.completion} tokens, {options.steps} steps. demo: "
-        f"`configs/local_cpu.yaml`, {options.demo_steps} steps.\n\nConditions: {wall_text(told, every)}\n"
+        f"`configs/local_cpu.yaml` with one generator, {options.demo_steps} steps.\n\n"
+        f"Conditions: {wall_text(told, every)}\n"
     )
 
 
@@ -85,7 +86,7 @@ def main() -> None:
             for dtype in options.dtype:
                 found["ragged"] += turns(tree | {"model": tree["model"] | {"dtype": dtype}}, options)
     if "demo" in found:
-        found["demo"] += turns(demo(options.demo_steps, every=0), options)
+        found["demo"] += turns(demo_of_one(options.demo_steps, every=0), options)
     runs = {name: [asdict(record) for record in records] for name, records in found.items()}
     save("merged_push", {"conditions": told, "runs": runs}, report(found, told, options))
 

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
-from benchmarks.system.workloads import Tree, add_ragged_options, demo, ragged
+from benchmarks.system.workloads import Tree, add_ragged_options, demo_of_one, ragged
 
 PARTS = {
     "export": "time/push_export",
@@ -85,8 +85,8 @@ def report(found: dict[str, Found], told: dict[str, Any], options: argparse.Name
         f"Steps after the first {options.skip}. sync: max_staleness 0, training waits for export and push. async: "
         "max_staleness 1, it waits for the export; the push runs while groups are generated, and its seconds are "
         "mostly waits for the engine's steps. Generation goes on while a policy is proven by its probe; its groups "
-        "enter the buffer after that. demo: `configs/local_cpu.yaml`, 0.4M weights. ragged: a Llama of 25M random "
-        f"weights, {options.groups} groups of {options.generations} completions a step.\n\n"
+        "enter the buffer after that. demo: `configs/local_cpu.yaml` with one generator, 0.4M weights. ragged: a Llama "
+        f"of 25M random weights, {options.groups} groups of {options.generations} completions a step.\n\n"
         f"Conditions: {under(told, 'Wall time')}\n"
     )
 
@@ -102,7 +102,7 @@ def main() -> None:
         parser.error(f"--demo-steps must be above the {options.skip} steps of --skip, got {options.demo_steps}")
     told, found = conditions(ENGINE_PACKAGES), dict[str, Found]()
     with tempfile.TemporaryDirectory() as folder:
-        trees = {"demo": demo(options.demo_steps, every=0)} if "demo" in options.workloads else {}
+        trees = {"demo": demo_of_one(options.demo_steps, every=0)} if "demo" in options.workloads else {}
         if "ragged" in options.workloads:
             tree = ragged(Path(folder), options)
             trees |= {f"ragged, {dtype}": tree | {"model": tree["model"] | {"dtype": dtype}} for dtype in options.dtype}

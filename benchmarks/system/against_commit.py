@@ -22,7 +22,7 @@ from typing import NamedTuple
 from benchmarks.commits import checked_out, short
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.system_run import command, spread
-from benchmarks.system.workloads import ROOT, Tree, add_ragged_options, demo, ragged
+from benchmarks.system.workloads import ROOT, Tree, add_ragged_options, demo_of_one, ragged
 
 
 class Figures(NamedTuple):
@@ -76,7 +76,7 @@ def main() -> None:
     found: dict[str, list[tuple[Figures, Figures]]] = {}
     with tempfile.TemporaryDirectory() as folder, checked_out(revision) as before:
         for workload in options.workloads:
-            tree = demo(options.demo_steps, every=0)
+            tree = demo_of_one(options.demo_steps, every=0)
             if workload == "ragged":
                 tree = ragged(Path(folder), options)
                 tree["model"]["dtype"] = options.dtype[0]

@@ -21,7 +21,7 @@ from benchmarks.common import RESULTS, as_table, conditions, save
 from benchmarks.system import system_plots
 from benchmarks.system.system_run import BOTH, Mode, Record, parts_of, spread, wall_text
 from benchmarks.system.system_vs_trl import by_system, take_turns
-from benchmarks.system.workloads import add_ragged_options, demo, ragged
+from benchmarks.system.workloads import add_ragged_options, demo_of_one, ragged
 
 
 def speed_table(records: Sequence[Record], skip: int) -> str:
@@ -62,8 +62,8 @@ def report(
         f"{options.repeats} runs, which took turns; {options.steps} steps after {options.skip} to warm up. "
         "Parts are seconds of a step.\n\n"
         f"{cells}\n\n"
-        f"`configs/local_cpu.yaml`, {options.demo_steps} steps, seeds 0 to {options.seeds - 1}, 200 held-out problems "
-        f"every {options.every} steps: the same number of samples in every run.\n\n"
+        f"`configs/local_cpu.yaml` with one generator, {options.demo_steps} steps, seeds 0 to {options.seeds - 1}, "
+        f"200 held-out problems every {options.every} steps: the same number of samples in every run.\n\n"
         f"Conditions: {wall_text(told, [*speed, *learning])}\n"
     )
 
@@ -95,7 +95,7 @@ def main() -> None:
         for dtype in options.dtype:
             own = tree | {"model": tree["model"] | {"dtype": dtype}}
             speed += take_turns(own, range(options.repeats), options)
-    learning = take_turns(demo(options.demo_steps, options.every), range(options.seeds), options)
+    learning = take_turns(demo_of_one(options.demo_steps, options.every), range(options.seeds), options)
     runs = {"ragged": [asdict(record) for record in speed], "demo": [asdict(record) for record in learning]}
     name = options.name or f"async_vs_sync_{options.completion}"
     save(name, {"conditions": told, "runs": runs}, report(speed, learning, told, options))

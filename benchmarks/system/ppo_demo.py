@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.system_run import command, spread
-from benchmarks.system.workloads import ROOT, demo
+from benchmarks.system.workloads import ROOT, demo_of_one
 
 PPO: dict[str, Any] = {"algorithm": "ppo", "value": {"learning_rate": 1e-3}}
 WAYS: dict[str, tuple[dict[str, Any], int, int]] = {  # settings of the learner, problems of a step, completions of each
@@ -50,7 +50,7 @@ def reward_model(folder: Path) -> tuple[Path, str]:
 def learned(way: str, judge: Path, seed: int, *, steps: int, limit_s: float) -> dict[str, Any]:
     """Held-out accuracy by step, seconds from the command to the end, and what the value told."""
     settings, problems, completions = WAYS[way]
-    tree = demo(steps, every=10)
+    tree = demo_of_one(steps, every=10)
     if "reward model" in way:  # the rule says what held-out accuracy is, and nothing is trained on it
         tree["rewards"] = [{"use": f"adapter:{judge}"}, {"use": "reasoning_gym", "weight": 0}]
         tree["data"]["eval"]["reward"] = "reasoning_gym"
@@ -90,8 +90,8 @@ def report(found: list[dict[str, Any]], steps: int, of_pairs: str, measured: str
     return (
         f"# PPO on the demo\n\n{as_table(header, rows)}\n\nMedian (least - most) over the seeds, "
         "200 held-out problems. learner.value.learning_rate=1e-3, ten times the default: the model is tiny. All "
-        f"else is configs/local_cpu.yaml. The reward model is right on {of_pairs} of the held-out pairs, which are of "
-        f"the model's own answers to {SUMS} sums.\n\n{measured}\n"
+        f"else is configs/local_cpu.yaml with one generator. The reward model is right on {of_pairs} of the held-out "
+        f"pairs, which are of the model's own answers to {SUMS} sums.\n\n{measured}\n"
     )
 
 

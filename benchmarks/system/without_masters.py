@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.system_run import command, spread
-from benchmarks.system.workloads import demo
+from benchmarks.system.workloads import demo_of_one
 
 KINDS = ("adamw", "adamw_rounded", "adamw_8bit")
 BYTES = {"adamw": 20, "adamw_rounded": 12, "adamw_8bit": 6}  # a weight
@@ -28,7 +28,7 @@ LAST = 3  # evaluations at the end that count, since one of 200 problems is off 
 
 def learned(kind: str, seed: int, *, rate: float, steps: int, limit_s: float) -> dict[str, Any]:
     """Held-out accuracy by step, and the mean reward of the last quarter of the steps."""
-    tree = demo(steps, every=10)
+    tree = demo_of_one(steps, every=10)
     tree["model"]["dtype"] = "bfloat16"
     tree["learner"] |= {"mode": "full", "learning_rate": rate, "optimizer": {"kind": kind}}
     with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:

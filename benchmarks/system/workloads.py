@@ -76,3 +76,11 @@ def demo(steps: int, every: int) -> Tree:
     tree["model"]["path"] = str(ROOT / tree["model"]["path"])
     tree["data"]["eval"]["every"] = every
     return tree | {"steps": steps, "checkpoint": {"every": steps}, "trackers": []}
+
+
+def demo_of_one(steps: int, every: int) -> Tree:
+    """`demo` with one generator, which gets adapters: for what compares pushes, looks at one generator, or trains all
+    weights."""
+    tree = demo(steps, every)
+    tree["rollout"]["workers"], tree["learner"]["push"] = 1, "adapter"
+    return tree

@@ -20,6 +20,9 @@ def length(completions):
     if completions[0] == "hang": time.sleep(600)
     if completions[0] == "raise": raise ValueError("raised")
     return [float(len(one)) for one in completions]
+def uneven(completions):
+    time.sleep(0.05 if completions[0] == "slow" else 0)
+    return [1.0 for _ in completions]
 def slow(completions):
     time.sleep(0.05)
     return [float(os.getpid()) for _ in completions]
@@ -97,6 +100,18 @@ def test_slow_calls_go_one_by_one_to_all_processes(function: Callable[..., Rewar
     found = asyncio.run(main())
     assert set(messages) == {1}
     assert len({scores.reward[0] for scores in found}) == 2
+
+
+def test_the_slowest_call_of_a_message_says_how_long_the_next_may_take(
+    function: Callable[..., RewardConfig], messages: list[int]
+) -> None:
+    async def main() -> None:
+        async with RewardPool([function("uneven")]) as pool:
+            await at_once(pool, ["slow", "x"])
+            await asyncio.gather(score(pool, ["x"]), score(pool, ["x"]))
+
+    asyncio.run(main())
+    assert messages == [1, 2, 1, 1]
 
 
 def test_a_cancelled_group_leaves_the_others_of_its_message_alone_and_the_last_one_ends_it(
