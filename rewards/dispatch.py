@@ -11,18 +11,20 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from rewards.call import Verdict
 from rewards.slot import Asked, Call, Slot
 
 TOGETHER_MS = 20.0  # that the calls of one message take, by what their functions last took for a group
+TOGETHER_BYTES = 1 << 20  # of the groups of one message: a process holds them all
 
 
 @dataclass(eq=False, slots=True)
 class Function:
     """A reward function, and the milliseconds of the slowest call in its last message: unknown before the first one and
-    after one that failed."""
+    after one without an answer."""
 
     call: Call
     ms: float = inf
@@ -30,9 +32,12 @@ class Function:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
+    """alone: it was in a message that failed, and is asked for by itself now."""
+
     function: Function
     asked: Asked
     answer: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    alone: bool = False
 
 
 class Dispatch:
@@ -49,8 +54,8 @@ class Dispatch:
         self._sent: dict[asyncio.Task[None], list[_Waiting]] = {}
 
     async def verdict(self, function: Function, group: bytes, size: int) -> Verdict:
-        """Of the function for one pickled group of `size` samples. Cancelling it stops the function, unless the process
-        was asked about other groups as well: these are quick."""
+        """Of the function for one pickled group of `size` samples. Cancelling it stops the function, once nobody waits
+        for another group of the same message."""
         one = _Waiting(function, Asked(function.call, group, size))
         self._waiting.append(one)
         # Not at once: what else is asked for in this turn of the event loop goes along.
@@ -65,43 +70,61 @@ class Dispatch:
 
     def _send(self) -> None:
         while self._free and (together := self._next()):
-            task = asyncio.create_task(self._message(self._free.pop(), together))
+            slot = self._free.pop()
+            task = asyncio.create_task(self._message(slot, together))
             self._sent[task] = together
-            task.add_done_callback(self._sent.__delitem__)
+            # Not in the task itself, which may be cancelled before it begins.
+            task.add_done_callback(partial(self._ended, slot))
+
+    def _ended(self, slot: Slot, task: asyncio.Task[None]) -> None:
+        del self._sent[task]
+        self._free.append(slot)
+        self._send()
 
     def _next(self) -> list[_Waiting]:
-        """What goes into one message; nothing, if nothing waits."""
+        """What goes into one message, the one that waits for longest first; nothing, if nothing waits."""
         together: list[_Waiting] = []
-        ms = 0.0
-        while self._waiting:
-            one = self._waiting[0]
-            if not one.answer.cancelled():
-                ms += one.function.ms
-                if together and ms > TOGETHER_MS:
-                    break
+        left: deque[_Waiting] = deque()
+        ms, size = 0.0, 0
+        for one in self._waiting:
+            if one.answer.cancelled():
+                continue
+            fits = ms + one.function.ms <= TOGETHER_MS and size + len(one.asked.group) <= TOGETHER_BYTES
+            if not together or (fits and _may_share(together[0], one)):
                 together.append(one)
-            self._waiting.popleft()
+                ms, size = ms + one.function.ms, size + len(one.asked.group)
+            else:
+                left.append(one)
+        self._waiting = left
         return together
 
     async def _message(self, slot: Slot, together: Sequence[_Waiting]) -> None:
         try:
-            told = [*zip(together, await slot.scores([one.asked for one in together]), strict=True)]
-            for function in {one.function for one in together}:
-                own = [verdict for one, verdict in told if one.function is function]
-                function.ms = max(verdict.ms if verdict.status == "ok" else inf for verdict in own)
-            for one, verdict in told:
-                if not one.answer.done():
-                    one.answer.set_result(verdict)
+            verdicts = await slot.scores([one.asked for one in together])
         except Exception as error:
             for one in together:
                 if not one.answer.done():
                     one.answer.set_exception(error)
-        finally:
-            self._free.append(slot)
-            self._send()
+            return
+        if verdicts is None:
+            for one in together:
+                one.alone = True
+            self._waiting.extendleft(reversed(together))
+            return
+        told = [*zip(together, verdicts, strict=True)]
+        for function in {one.function for one in together}:
+            function.ms = max(verdict.ms or inf for one, verdict in told if one.function is function)
+        for one, verdict in told:
+            if not one.answer.done():
+                one.answer.set_result(verdict)
 
     def close(self) -> None:
         """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
         with ThreadPoolExecutor(max(len(self._slots), 1)) as threads:
             list(threads.map(Slot.close, self._slots))
         self._starter.shutdown()
+
+
+def _may_share(one: _Waiting, other: _Waiting) -> bool:
+    """Whether they may be in one message, which has one deadline."""
+    return not (one.alone or other.alone) and one.asked.call.timeout_s == other.asked.call.timeout_s

@@ -65,9 +65,9 @@ class Scores:
 class RewardPool:
     """Worker processes that score groups. Made once; used from one event loop; closed at the end.
 
-    A reward function that hangs, dies or eats memory costs its own group and a new process, nothing else. What it
-    starts itself is killed with it; only if the driver is killed (SIGKILL) may such grandchildren outlive it. These are
-    resource limits, not a security boundary.
+    A reward function that hangs, dies or eats memory costs its own group and a new process; groups that were asked for
+    in the same message (rewards.dispatch) are scored once more. What it starts itself is killed with it; only if the
+    driver is killed (SIGKILL) may such grandchildren outlive it. These are resource limits, not a security boundary.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RewardPool:
         memory_bytes: int = memory.DEFAULT,
         judged: Judging = NOWHERE,
     ) -> None:
-        """`workers`: processes, each scoring one group at a time; none without functions, and nothing is scored then.
+        """`workers`: processes, each making one call at a time; none without functions, and nothing is scored then.
         `memory_bytes`: the most that each may hold. Raises ValueError without a worker, RewardError for a variable that
         is named and not set, and for wrong args of a judge."""
         if workers < 1:
@@ -98,7 +98,7 @@ class RewardPool:
         """Scores one group: lists of one length, the columns repeated once per completion.
 
         Raises RewardFailed if one with `on_error: fail` was not ok, ValueError if the lengths differ. Cancelling it
-        stops the reward functions.
+        stops the reward functions, once nobody waits for another group of the same message.
         """
         begin = time.perf_counter()
         verdicts = await self.verdicts(prompts, completions, completion_ids, columns)

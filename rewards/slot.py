@@ -6,6 +6,7 @@ Each slot is a pebble pool of its own, of one process: pebble declares a whole p
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,8 @@ from pebble import ProcessExpired, ProcessPool
 from rewards import worker
 from rewards.call import Verdict, failed
 from rewards.loader import BUILT_INS
+
+log = logging.getLogger("rewards")
 
 T = TypeVar("T")
 _HINTS = {
@@ -76,21 +79,25 @@ class Slot:
         """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
         self._pool.schedule(worker.prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
-    async def scores(self, asked: Sequence[Asked]) -> list[Verdict]:
-        """The verdicts of calls that are expected to be quick, in one message: together within the shortest of their
-        deadlines. If that fails, whichever of them is to blame, each is made anew, by itself."""
-        if len(asked) > 1 and all(one.call in self._loaded for one in asked):
-            tasks = [(one.call.use, one.call.args, one.call.env, one.group) for one in asked]
-            try:
-                return await self._run(worker.scores, (tasks,), min(one.call.timeout_s for one in asked))
-            except (TimeoutError, ProcessExpired, BrokenProcessPool):
-                self._sweep()
-            except asyncio.CancelledError:
-                self._loaded.clear()  # pebble ends the process
-                raise
-            except _Closed:
-                pass  # as each is told below
-        return [await self._score(*one) for one in asked]
+    async def scores(self, asked: Sequence[Asked]) -> list[Verdict] | None:
+        """The verdicts of these calls. Several of them are expected to be quick, have one message and the deadline of
+        one: None if that fails, whichever of them is to blame. Each is then told when it is asked for by itself."""
+        if len(asked) == 1:
+            return [await self._score(*asked[0])]
+        tasks = [(one.call.use, one.call.args, one.call.env, one.group) for one in asked]
+        try:
+            for one in asked:
+                if one.call not in self._loaded and await self._prepare(one.call):
+                    return None
+            return await self._run(worker.scores, (tasks,), asked[0].call.timeout_s)
+        except (TimeoutError, ProcessExpired, BrokenProcessPool):
+            self._sweep()
+        except asyncio.CancelledError:
+            self._loaded.clear()  # pebble ends the process
+            raise
+        except Exception as error:
+            log.debug("a message of %d calls failed, each is made by itself: %s", len(asked), error)
+        return None
 
     async def _score(self, call: Call, group: bytes, size: int) -> Verdict:
         """Within `call.timeout_s` seconds; loading is not charged."""
@@ -137,6 +144,9 @@ class Slot:
                 self._sweep()
                 death = f"its process died while loading: {_death(error)}"
                 continue
+            except asyncio.CancelledError:
+                self._loaded.clear()  # pebble ends the process
+                raise
             except _Closed:
                 return "the reward pool is closed"
             if self._pid not in (None, pid):
