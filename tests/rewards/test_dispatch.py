@@ -83,7 +83,7 @@ def test_quick_calls_share_messages_and_each_group_gets_its_own_scores(
     ("fatal", "status", "sentence"),
     [
         ("die", "error", "its process died: exit code 3"),
-        ("hang", "timeout", "no answer within 2 s"),
+        ("hang", "timeout", "no answer within 1 s"),
         ("raise", "error", "ValueError: raised"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_call_that_fails_is_the_failure_of_its_own_group_alone(
     function: Callable[..., RewardConfig], messages: list[int], patient: None, fatal: str, status: str, sentence: str
 ) -> None:
     async def main() -> list[Scores]:
-        async with RewardPool([function("length", timeout_s=2.0)]) as pool:
+        async with RewardPool([function("length", timeout_s=1.0)]) as pool:
             return [*await at_once(pool, ["x", "xx", fatal, "xxxx"]), await score(pool, ["y"])]
 
     found = asyncio.run(main())
