@@ -92,9 +92,6 @@ class Slot:
             return await self._run(worker.scores, (tasks,), asked[0].call.timeout_s)
         except (TimeoutError, ProcessExpired, BrokenProcessPool):
             self._sweep()
-        except asyncio.CancelledError:
-            self._loaded.clear()  # pebble ends the process
-            raise
         except Exception as error:
             log.debug("a message of %d calls failed, each is made by itself: %s", len(asked), error)
         return None
@@ -123,9 +120,6 @@ class Slot:
         except ProcessExpired as error:
             self._sweep()
             return failed("error", size, f"its process died: {_death(error)}")
-        except asyncio.CancelledError:
-            self._loaded.clear()  # pebble ends the process
-            raise
         except _Closed:
             return failed("error", size, "the reward pool was closed before it answered")
 
@@ -144,9 +138,6 @@ class Slot:
                 self._sweep()
                 death = f"its process died while loading: {_death(error)}"
                 continue
-            except asyncio.CancelledError:
-                self._loaded.clear()  # pebble ends the process
-                raise
             except _Closed:
                 return "the reward pool is closed"
             if self._pid not in (None, pid):
@@ -177,6 +168,9 @@ class Slot:
                 raise _Closed
             answer: T = waiting.result()
             return answer
+        except asyncio.CancelledError:
+            self._loaded.clear()  # pebble ends the process
+            raise
         finally:
             waiting.cancel()
 
