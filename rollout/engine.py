@@ -51,8 +51,7 @@ class EngineSettings:
         dtype: "float32", "bfloat16" or "float16", for weights and adapters.
         max_model_len: prompt and completion together, tokens.
         kv_cache_bytes: bytes of KV cache per device.
-        shards: processes over which the model is spread (tensor parallelism), each with a device of its own. Above 1
-            only adapters are replaced, and whole weights stay as they were loaded.
+        shards: processes over which the model is spread (tensor parallelism), each with a device of its own.
         max_num_seqs: sequences decoded at once.
         max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
             adapters, weights are replaced by load_weights.

@@ -53,8 +53,13 @@ def read_of(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
     in memory of their own."""
     if weight.dim() != 2:
         return weight.to(dtype)
+    return columns_read(weight, columns_of(version, weight.shape[1]), dtype)
+
+
+def columns_read(weight: Tensor, columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, len(columns)] of a matrix, in `dtype` or its own."""
     # An engine may read by sums that begin with zero (see columns_of), which are never -0.0; adding zero does the same.
-    return weight[:, columns_of(version, weight.shape[1]).to(weight.device)].to(dtype) + 0.0
+    return weight[:, columns.to(weight.device)].to(dtype or weight.dtype) + 0.0
 
 
 @lru_cache(maxsize=16)  # a model has few widths and many matrices

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.units import CONTEXT, DTYPE_BYTES, Parts, base_bytes
-from cluster.memory.weight_push import GENERATOR_COPIES
+from cluster.memory.weight_push import GENERATOR_COPIES, SHARDS_COPIES
 
 # On a CPU: the process before it has a model, measured as in cluster.memory.learner. What malloc keeps grows, ever more
 # slowly: with local_cpu.yaml 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
@@ -54,7 +54,8 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     shards, processes = serving.shards, engine_processes(serving.shards)
     activations = tokens * b * ((3 if in_4_bits else 2) * shape.ffn // shards + 4 * shape.hidden)
     graphs = 12 * 10**6 * shape.layers + matrix
-    extra = {"graphs": graphs} if serving.cuda else {"push": GENERATOR_COPIES * serving.pushed}
+    copies = GENERATOR_COPIES + (SHARDS_COPIES if shards > 1 else 0)
+    extra = {"graphs": graphs} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards in one memory
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,

@@ -6,7 +6,7 @@ from cluster.memory.plan import Plan, Wish
 from cluster.memory.shape import Shape
 from cluster.memory.sharded import FILE_BYTES, divided_params
 from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, Parts
-from cluster.memory.weight_push import LEARNER_COPIES, pushed_bytes
+from cluster.memory.weight_push import LEARNER_COPIES, SHARDS_COPIES, pushed_bytes
 
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
 # the driver; Ray's own processes together; one reward process.
@@ -46,7 +46,8 @@ def host_bytes(
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
     loading = b * n if found.base == "none" and wish.base_ranks == 1 else b * shape.vocab * shape.hidden
     loading = 0 if wish.shared else loading  # the generator's are mapped
-    pushing = LEARNER_COPIES * pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
+    pushed = pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
+    pushing = (LEARNER_COPIES + (found.generators * SHARDS_COPIES if found.shards > 1 else 0)) * pushed
     saving = _saving(found, wish, learners) if wish.mode == "full" else 0
     asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
     each = reward_models + LEARNER_PROCESS if reward_models else REWARD

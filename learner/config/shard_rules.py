@@ -25,14 +25,6 @@ SHARDS = (
         lambda c: c.cluster.gpus.generator > 0 and c.cluster.shards != max(1, c.cluster.gpus.generator),
     ),
     _spread(
-        "learner.mode=lora: whole weights go to a generator of one process only", "set that", "learner.mode",
-        lambda c: c.learner.mode == "full",
-    ),
-    _spread(
-        "learner.push=adapter: whole weights go to a generator of one process only", "set that", "learner.push",
-        lambda c: c.learner.mode == "lora" and c.learner.push == "merged",
-    ),
-    _spread(
         "model.base=none: each process would quantise its part by itself, and in other blocks than the learner",
         "set that", "model.base", lambda c: c.model.base == "nf4",
     ),

@@ -12,6 +12,7 @@ from rollout.safetensors_stream import unpack
 from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow, Resident
 from rollout.vllm.convert import lora_request
+from rollout.vllm.weight_shards import opened, shared_payload
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
@@ -63,7 +64,9 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
     return True
 
 
-def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: bytes | memoryview) -> None:
+def load_weights(
+    engine: Any, window: AdapterWindow, staged: Resident, payload: bytes | memoryview, shards: int
+) -> None:
     """Puts the staged weights (safetensors) in the place of those of the same names; the others stay.
 
     Requests that run go on under them as replace_adapter says. Cached keys and values are the old weights', and only
@@ -74,12 +77,21 @@ def load_weights(engine: Any, window: AdapterWindow, staged: Resident, payload: 
     """
     window.check(staged)
     try:
-        if staged.keys:  # not so of Weights.unchanged
-            # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0, one shard), so what is in memory is passed as it is.
+        if staged.keys and shards == 1:  # no keys: Weights.unchanged
+            # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so what is in memory is passed as it is.
             engine.collective_rpc(_replace, args=(payload, staged.keys))
+        elif staged.keys:
+            with shared_payload(payload) as path:
+                engine.collective_rpc(_replace_from, args=(path, staged.keys))
     except Exception as error:
         raise RuntimeError(f"weights v{staged.version} were loaded in part: {type(error).__name__}: {error}") from error
     window.replace(staged)
+
+
+def _replace_from(worker: Any, path: str, names: frozenset[str]) -> None:
+    """Runs in each of several workers, which loads its part."""
+    with opened(path) as payload:
+        _replace(worker, payload, names)
 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:

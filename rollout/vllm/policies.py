@@ -54,11 +54,6 @@ class Policies:
                 f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} "
                 f"takes {'whole weights' if payload is None else 'adapters'} only; start it for the other kind"
             )
-        if payload is not None and staged.keys and self._settings.shards > 1:
-            raise AdapterRefused(
-                f"policy v{staged.version}: an engine of {self._settings.shards} processes takes adapters only; start "
-                "it with shards=1 for whole weights"
-            )
         continues = self._settings.in_flight == "continue"
         if payload is None and not continues:
             return load_adapter(self._engine, self._window, staged)
@@ -67,7 +62,7 @@ class Policies:
         elif running and not continues:
             return False
         else:
-            load_weights(self._engine, self._window, staged, payload)
+            load_weights(self._engine, self._window, staged, payload, self._settings.shards)
         if continues:
             self._engine.set_weight_version(str(staged.version))  # labels every token from the next step on
         return True

@@ -2,21 +2,23 @@
 
 Only the engine's own thread calls held_by, between two steps. The functions under it run in vLLM's workers: one in this
 process, or one in a process of its own for each shard, which then all read at the same time. Read in vLLM 0.32
-(lora/layers, layers/utils.py). Whole weights are those of one device.
+(lora/layers, layers/utils.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.tensor_digests import columns_of, digests_of, read_of
+from rollout.tensor_digests import columns_read, digests_of
 from rollout.types import Held
 from rollout.vllm.adapter_cache import Resident
 from rollout.vllm.shards import agreed, whole_pair
+from rollout.vllm.weight_shards import Place, place_of
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -83,59 +85,67 @@ def _is_linear(layer: Any) -> bool:
 def _weights(worker: Any, newest: Resident) -> Held:
     model = worker.model_runner.get_model()
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {key: _find(model, modules, key) for key in newest.keys}
+    found = {key: _find(model, modules, key) for key in sorted(newest.keys)}  # one order in all workers
     tensors = digests_of(
-        item for key, place in found.items() if place for item in _values(model, key, *place, newest.version)
+        item for key, place in found.items() if place for item in _values(model, key, place, newest.version)
     )
-    return Held(tensors, tuple(sorted(key for key, place in found.items() if place is None)))
+    return Held(tensors, tuple(key for key, place in found.items() if place is None))
 
 
-def _find(model: Any, modules: dict[str, Any], key: str) -> tuple[Any, slice] | None:
-    """The module that holds a weight of the checkpoint, and which rows of its output; None if it is not known."""
+def _find(model: Any, modules: dict[str, Any], key: str) -> Place | None:
+    """Where a weight of the checkpoint is; None if it is not known."""
     renames = _renames(model)
     path, _, kind = (renames.apply_list([key])[0] if renames else key).rpartition(".")
     if kind not in ("weight", "bias"):
         return None
     if path in modules:
-        return modules[path], slice(0, getattr(modules[path], "org_vocab_size", None))
+        return place_of(modules[path], kind, None)
     parent, _, part = path.rpartition(".")
     for fused, parts in model.packed_modules_mapping.items():
         module = modules.get(f"{parent}.{fused}")
-        sizes = getattr(module, "output_sizes", ())
-        if part in parts and len(sizes) == len(parts):
-            first = sum(sizes[: parts.index(part)])
-            return module, slice(first, first + sizes[parts.index(part)])
+        if part in parts and len(getattr(module, "output_sizes", ())) == len(parts):
+            return place_of(module, kind, parts.index(part))
     return None
 
 
-def _values(model: Any, key: str, module: Any, rows: slice, version: int) -> Named:
+def _values(model: Any, key: str, place: Place, version: int) -> Named:
+    module, weight = place.module, place.module.weight
     if key.endswith(".bias"):
-        yield key, module.bias[rows].to(module.weight.dtype)  # some CPU kernels take it in float32
+        yield key, place.bias()
         return
-    if module.weight.numel() == 0:  # vLLM has nothing but the copy that it repacked for a CPU
-        yield key, _columns(module, module.input_size, rows, version)
+    if weight.numel() == 0:  # vLLM has nothing but the copy that it repacked for a CPU
+        yield key, place.columns(version, _width(module), partial(_product, module))
+        return
+    if weight.dim() != 2:
+        yield key, weight[place.here]
         return
     tied = bool(model.config.tie_word_embeddings) and key.endswith("embed_tokens.weight")
     head: Any = getattr(model, "lm_head", module if tied else None)  # some models have no head but the embedding
-    repacked = hasattr(head, "cpu_linear")  # and kept what it was made from
-    if repacked and module is head and not tied:
-        yield key, _columns(head, head.weight.shape[1], rows, version)
+    width, of_head = weight.shape[1], None
+    if hasattr(head, "cpu_linear") and (tied or module is head):  # it was repacked, and kept what it was made from
+        of_head = place.columns(version, width, partial(_product, head))
+    if of_head is not None and not tied:
+        yield key, of_head
         return
-    own = read_of(module.weight[rows], version, module.weight.dtype)
+    own = place.columns(version, width, partial(columns_read, weight))
     yield key, own
-    if repacked and tied:
-        of_head = _columns(head, head.weight.shape[1], rows, version)
-        if not torch.equal(own, of_head):
-            yield "lm_head.weight", of_head
+    if of_head is not None and not torch.equal(own, of_head):
+        yield "lm_head.weight", of_head
 
 
-def _columns(module: Any, width: int, rows: slice, version: int) -> Tensor:
-    """[rows, COLUMNS]. A product with unit vectors is exact: each sum has one term that is not zero."""
-    columns, weight = columns_of(version, width), module.weight
-    units = torch.zeros(len(columns), width, dtype=weight.dtype)
+def _product(module: Any, columns: Tensor) -> Tensor:
+    """[rows, C] of what a kernel holds. A product with unit vectors is exact: each sum has one term that is not
+    zero."""
+    weight = module.weight
+    units = torch.zeros(len(columns), weight.shape[1] if weight.numel() else _width(module), dtype=weight.dtype)
     units[torch.arange(len(columns)), columns] = 1
     product: Tensor = module.cpu_linear(units, weight, None)
-    return product.T[rows]
+    return product.T
+
+
+def _width(module: Any) -> int:
+    """Inputs of a linear layer, as many as this worker has of them."""
+    return int(getattr(module, "input_size_per_partition", module.input_size))
 
 
 def _renames(model: Any) -> Any:

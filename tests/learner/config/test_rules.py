@@ -73,8 +73,6 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([*SEVERAL, DIVIDED, FULL, ROUNDED], "memory.base: sharded needs learner.optimizer.kind=adamw or.*got.*rounded"),
     ([*SEVERAL, DIVIDED, "learner.push=merged"], "memory.base: sharded needs learner.push=adapter.*got learner.push"),
     ([SPREAD, GENERATOR_CARD], "cluster.tensor_parallel: must be the number.*got.*parallel=2, .*gpus.generator=1.0"),
-    ([SPREAD, FULL], "cluster.tensor_parallel: above 1 .* needs learner.mode=lora.*got.*=2, .*=0.0, learner.mode=full"),
-    (["cluster.gpus.generator=2", "learner.push=merged"], "cluster.tensor_parallel: above 1 .* needs learner.push"),
     ([SPREAD, "model.base=nf4"], "cluster.tensor_parallel: above 1 .* needs model.base=none: .*got.*model.base=nf4"),
     ([SPREAD, ONE_BASE], "cluster.tensor_parallel: above 1 .* needs memory.base=own.*got.*memory.base=shared"),
     (["learner.reduce=exact", FULL], "learner.reduce: exact needs learner.mode=lora.*got learner.mode=full"),

@@ -17,7 +17,8 @@ from rollout.engine import EngineDied
 from rollout.types import Held, Sampling
 from rollout.vllm.shards import agreed
 from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
-from tests.rollout.vllm.test_held import of_adapter
+from tests.rollout.vllm.test_held import of_adapter, of_weights
+from tests.rollout.vllm.test_weights import logprobs, weights_of
 
 SAME = Sampling(n=2, max_tokens=60, seed=7)
 LAYER = "model.layers.1.mlp.down_proj"  # split by its inputs: of an adapter A is split, and B whole in both
@@ -78,6 +79,43 @@ def test_two_processes_are_one_model_and_one_that_dies_ends_both(tmp_path: Path)
     finally:
         run(case.engine.close())
     assert shards() == []
+
+
+def forget_last_row(worker: Any, rank: int, path: str) -> None:
+    """Runs in vLLM's workers: one row of a layer's weight becomes zero in one of them, as its kernel has it."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    module = worker.model_runner.get_model().get_submodule(path)
+    if worker.rank == rank:
+        weight = module.cpu_linear(torch.eye(module.input_size), module.weight, None).T.contiguous()
+        weight[-1] = 0
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("family", "tied", "kv_heads", "last"),
+    [("Qwen2", True, 1, "v_proj"), ("Phi3", False, 2, "qkv_proj")],  # a value head in both; fused in the checkpoint
+)
+def test_whole_weights_reach_both_processes(tmp_path: Path, family: str, tied: bool, kv_heads: int, last: str) -> None:
+    models = [
+        make_tiny_model(tmp_path / str(seed), family=family, tied=tied, kv_heads=kv_heads, seed=seed) for seed in (0, 1)
+    ]
+    case, ids = EngineCase(models[0], shards=2, max_lora_rank=0), [*PROMPT, 3, 5, 7]
+    try:
+        for version, model in ((1, models[1]), (2, models[0])):
+            weights = weights_of(model, version)
+            assert run(case.engine.load_weights(weights)) == weights.digest
+            held = run(case.engine.held())
+            assert held == Held(of_weights(weights))
+            assert np.abs(run(case.engine.probe(ids)) - logprobs(model, ids)).max() < TOLERANCE
+        fused = "model.layers.1.self_attn.qkv_proj"
+        case.engine._thread._turns.engine.collective_rpc(forget_last_row, args=(1, fused))
+        found = run(case.engine.held()).tensors
+        assert {k for k, v in found.items() if held.tensors[k] != v} == {f"model.layers.1.self_attn.{last}.weight"}
+    finally:
+        run(case.engine.close())
 
 
 def test_what_shards_do_not_agree_on_is_nobodys_digest() -> None:

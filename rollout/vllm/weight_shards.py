@@ -1,0 +1,138 @@
+"""Whole weights of a model that is spread over several processes (rollout.vllm.shards): how they come to each, and
+which part of a weight each holds. Read in vLLM 0.32 (layers/linear.py, layers/vocab_parallel_embedding.py)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.tensor_digests import columns_of
+
+
+@contextmanager
+def shared_payload(payload: bytes | memoryview) -> Iterator[str]:
+    """A path at which the workers find the bytes: one copy in memory for all of them, which ends with the context, or
+    with this process. vLLM's own way to its workers would send each a pickled copy."""
+    descriptor = os.memfd_create("gleaner-weights")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(payload)
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[memoryview]:
+    """The bytes at that path, in one of the workers."""
+    with (
+        Path(path).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as payload,
+    ):
+        yield payload
+
+
+class Spread(NamedTuple):
+    """Where the rows and columns of a weight that this worker holds lie in the whole of it.
+
+    rows: [R] int64, of the whole, which has `height` rows and `width` columns. counts: [R] bool, false for a copy that
+    another worker stands for: vLLM repeats key and value heads where workers are more than these. column: the first
+    here.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    height: int
+    width: int
+    column: int = 0
+
+    def whole(self, values: Tensor, places: Tensor, count: int) -> Tensor:
+        """[height, count] of the whole weight, from what each worker has of it; where another has a copy of what this
+        one has, it is this one's. All workers have to call this, in the same order.
+
+        values: [R, C]. places: [C] int64, the column of the result that each is.
+        """
+        from vllm.distributed import get_tp_group
+
+        whole = values.new_zeros(self.height, count)
+        whole[self.rows[self.counts, None], places] = values[self.counts]
+        # Each byte comes from one worker and is zero in the others, so the sum is what that one has, bit for bit.
+        torch.distributed.all_reduce(whole.view(torch.uint8), group=get_tp_group().device_group)
+        whole[self.rows[:, None], places] = values
+        return whole
+
+
+class Place(NamedTuple):
+    """Where a weight of the checkpoint is in this worker: in the rows `here` of a module's weight, which may be fused
+    of several. spread: None if that is the whole of it."""
+
+    module: Any
+    here: slice
+    spread: Spread | None = None
+
+    def bias(self) -> Tensor:
+        """[out], of the whole layer."""
+        own: Tensor = self.module.bias[self.here].to(self.module.weight.dtype)  # some CPU kernels take it in float32
+        if self.spread is None:
+            return own
+        return self.spread.whole(own[:, None], torch.zeros(1, dtype=torch.int64), 1)[:, 0]
+
+    def columns(self, version: int, width: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """[out, COLUMNS] of the whole weight: those that columns_of names.
+
+        width: of the module's weight. read: some of its columns -> [all its rows, as many columns].
+        """
+        if self.spread is None:
+            return read(columns_of(version, width))[self.here]
+        chosen = columns_of(version, self.spread.width) - self.spread.column
+        found = (chosen >= 0) & (chosen < width)
+        return self.spread.whole(read(chosen[found])[self.here], found.nonzero()[:, 0], len(chosen))
+
+
+def place_of(module: Any, kind: str, part: int | None) -> Place | None:
+    """The place of a module's weight or bias (`kind`) as the checkpoint has it: part number `part` of those that are
+    fused in the module, or all of it. None if it is not known."""
+    sizes = getattr(module, "output_partition_sizes", ())
+    first = sum(sizes[:part]) if part else 0
+    here = slice(first, getattr(module, "org_vocab_size", None) if part is None else first + sizes[part])
+    if getattr(module, "tp_size", 1) == 1:
+        return Place(module, here)
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    kind_of_module = type(module)
+    if kind_of_module in (vocab_parallel_embedding.VocabParallelEmbedding, vocab_parallel_embedding.ParallelLMHead):
+        vocabulary = module.shard_indices
+        rows = torch.arange(vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index)
+        return Place(module, slice(0, len(rows)), _all(rows, module.org_vocab_size, module.embedding_dim))
+    if kind_of_module is linear.RowParallelLinear:
+        if kind == "bias":
+            return Place(module, here)
+        rows, column = torch.arange(module.output_size), module.tp_rank * module.input_size_per_partition
+        return Place(module, here, _all(rows, len(rows), module.input_size, column))
+    if kind_of_module in (linear.ColumnParallelLinear, linear.MergedColumnParallelLinear, linear.QKVParallelLinear):
+        return Place(module, here, _by_outputs(module, range(len(sizes)) if part is None else [part]))
+    return Place(module, here) if kind_of_module is linear.ReplicatedLinear else None
+
+
+def _all(rows: Tensor, height: int, width: int, column: int = 0) -> Spread:
+    return Spread(rows, torch.ones(len(rows), dtype=torch.bool), height, width, column)
+
+
+def _by_outputs(module: Any, parts: Iterable[int]) -> Spread:
+    """Of a layer whose outputs the workers divide, each of its parts by itself."""
+    rows, counts, height = [], [], 0
+    for part in parts:
+        size = module.output_partition_sizes[part]
+        copies = getattr(module, "num_kv_head_replicas", 1) if part > 0 else 1
+        rows.append(height + module.tp_rank // copies * size + torch.arange(size))
+        counts.append(torch.full((size,), module.tp_rank % copies == 0))
+        height += size * module.tp_size // copies
+    return Spread(torch.cat(rows), torch.cat(counts), height, module.input_size)
