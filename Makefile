@@ -49,9 +49,9 @@ setup:
 	$(INSTALL) -r $(LIST)
 	$(INSTALL) -e .
 	echo "setup: bytecode"
-	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every start of vLLM would compile it again.
+	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every process would compile what it imports.
 	# The exit status says only that some shipped templates are no Python, so it is not asked.
-	$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
+	$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib learner rollout rewards cluster || true
 	if [ -n "$(GPU)" ]; then echo "$(GPU)" > .venv/.gpu; fi
 	rm .venv/.unfinished
 	echo "$$wanted" > .venv/.stamp

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import all_reduce
 
 from rollout.tensor_digests import columns_of
 
@@ -65,7 +66,7 @@ class Spread(NamedTuple):
         whole = values.new_zeros(self.height, count)
         whole[self.rows[self.counts, None], places] = values[self.counts]
         # Each byte comes from one worker and is zero in the others, so the sum is what that one has, bit for bit.
-        torch.distributed.all_reduce(whole.view(torch.uint8), group=get_tp_group().device_group)
+        all_reduce(whole.view(torch.uint8), group=get_tp_group().device_group)
         whole[self.rows[:, None], places] = values
         return whole
 
@@ -109,30 +110,34 @@ def place_of(module: Any, kind: str, part: int | None) -> Place | None:
 
     kind_of_module = type(module)
     if kind_of_module in (vocab_parallel_embedding.VocabParallelEmbedding, vocab_parallel_embedding.ParallelLMHead):
-        vocabulary = module.shard_indices
-        rows = torch.arange(vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index)
-        return Place(module, slice(0, len(rows)), _all(rows, module.org_vocab_size, module.embedding_dim))
+        spread = _of_vocabulary(module)
+        return Place(module, slice(0, len(spread.rows)), spread)
     if kind_of_module is linear.RowParallelLinear:
-        if kind == "bias":
-            return Place(module, here)
-        rows, column = torch.arange(module.output_size), module.tp_rank * module.input_size_per_partition
-        return Place(module, here, _all(rows, len(rows), module.input_size, column))
+        return Place(module, here, _by_inputs(module) if kind == "weight" else None)
     if kind_of_module in (linear.ColumnParallelLinear, linear.MergedColumnParallelLinear, linear.QKVParallelLinear):
         return Place(module, here, _by_outputs(module, range(len(sizes)) if part is None else [part]))
     return Place(module, here) if kind_of_module is linear.ReplicatedLinear else None
 
 
-def _all(rows: Tensor, height: int, width: int, column: int = 0) -> Spread:
-    return Spread(rows, torch.ones(len(rows), dtype=torch.bool), height, width, column)
+def _of_vocabulary(embedding: Any) -> Spread:
+    vocabulary = embedding.shard_indices
+    rows = torch.arange(vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index)
+    return Spread(rows, torch.ones(len(rows), dtype=torch.bool), embedding.org_vocab_size, embedding.embedding_dim)
 
 
-def _by_outputs(module: Any, parts: Iterable[int]) -> Spread:
+def _by_inputs(divided: Any) -> Spread:
+    """Of a layer whose inputs the workers divide."""
+    rows, column = torch.arange(divided.output_size), divided.tp_rank * divided.input_size_per_partition
+    return Spread(rows, torch.ones(len(rows), dtype=torch.bool), len(rows), divided.input_size, column)
+
+
+def _by_outputs(divided: Any, parts: Iterable[int]) -> Spread:
     """Of a layer whose outputs the workers divide, each of its parts by itself."""
     rows, counts, height = [], [], 0
     for part in parts:
-        size = module.output_partition_sizes[part]
-        copies = getattr(module, "num_kv_head_replicas", 1) if part > 0 else 1
-        rows.append(height + module.tp_rank // copies * size + torch.arange(size))
-        counts.append(torch.full((size,), module.tp_rank % copies == 0))
-        height += size * module.tp_size // copies
-    return Spread(torch.cat(rows), torch.cat(counts), height, module.input_size)
+        size = divided.output_partition_sizes[part]
+        copies = getattr(divided, "num_kv_head_replicas", 1) if part > 0 else 1
+        rows.append(height + divided.tp_rank // copies * size + torch.arange(size))
+        counts.append(torch.full((size,), divided.tp_rank % copies == 0))
+        height += size * divided.tp_size // copies
+    return Spread(torch.cat(rows), torch.cat(counts), height, divided.input_size)

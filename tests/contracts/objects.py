@@ -50,6 +50,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "renames": ("vllm.model_executor.models.utils.WeightsMapper",),
         "module": ("vllm.model_executor.layers.linear.LinearBase",),
         "head": ("vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead",),
+        "embedding": ("vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding",),
+        "vocabulary": ("vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices",),
+        "divided": (
+            "vllm.model_executor.layers.linear.ColumnParallelLinear",
+            "vllm.model_executor.layers.linear.RowParallelLinear",
+        ),
         "entry": ("vllm.model_executor.models.registry._BaseRegisteredModel",),
         "ModelRegistry.models": PLAIN,
         **dict.fromkeys(

@@ -54,19 +54,11 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
 
 
 @pytest.mark.timeout(600)
-def test_a_base_in_shards_goes_on_from_its_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
-    """And a learner of one process, with a whole base, learns the same."""
+def test_a_learner_of_one_process_learns_the_same_as_ranks_that_divide_the_base(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
-    run = Run(tmp_path, model, steps=6, cluster={"learners": 2}, memory={"base": "sharded"})
-    process = run.start("data.eval.every=0", "checkpoint.every=2", "learner.restarts=1")
-    wait_until(lambda: len(run.metrics()) > 3, "four steps", 120, process)
-    (lost,) = rank(run, 1)
-    os.kill(lost, signal.SIGKILL)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    said = " ".join(output.split())
-    assert re.search(r"learner-1: process died .*; restart 1 of 1, with fresh processes, from step \d", said), output
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    run = Run(tmp_path, model, steps=3, cluster={"learners": 2}, memory={"base": "sharded"})
+    run.finish("data.eval.every=0")
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3]
     one_process_learns_the_same(run)
 
 

@@ -22,7 +22,7 @@ def test_a_killed_shard_is_a_lost_generator(tmp_path: Path) -> None:
     """Another generator takes its place; each policy, here the whole weights, is proven on both shards, before and
     after."""
     model = make_tiny_model(tmp_path / "tiny", family="Llama", kv_heads=2)
-    steps = 30  # so many that it is still going on when the kill comes, on a busy machine too
+    steps = 12  # so many that it is still going on when the kill comes, on a busy machine too
     run = Run(tmp_path, model, steps=steps, cluster={"tensor_parallel": 2})
     before = shared()
     with run.watched() as (_, addresses):
