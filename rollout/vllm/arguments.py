@@ -13,6 +13,7 @@ import torch
 from cluster.memory.generator import PREFILL_TOKENS
 from cluster.memory.kv_cache import BLOCK_CPU
 from rollout.engine import EngineSettings
+from rollout.vllm.cpu_norm import PRIORITY
 from rollout.vllm.shards import shard_arguments, workers_environment
 from rollout.vllm.startup import lora_arguments, shorten_start
 
@@ -76,6 +77,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         # The smallest that the CPU kernel takes; default 128. A group shares the whole blocks of its prompt, and each
         # completion computes the rest of it again: 16 tokens on average, not 64.
         "block_size": BLOCK_CPU,
+        "ir_op_priority": PRIORITY,
     }
 
 

@@ -52,9 +52,11 @@ class VllmEngine:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
             from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
+            from rollout.vllm.cpu_norm import install_cpu_norm
 
             install_fast_cpu_lora()
             serve_experts()
+            install_cpu_norm()
         self._settings = settings
         self._ids = itertools.count()
         self._read = read_continued if settings.in_flight == "continue" else read_completions

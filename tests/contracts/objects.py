@@ -68,6 +68,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "part": PLAIN,
         "self": PLAIN,
     },
+    "rollout/vllm/cpu_norm.py": dict.fromkeys(("norm", "norm_of_sum"), ("vllm.ir.op.IrOp",)),
     "rollout/vllm/shared_base.py": {
         "layer": ("vllm.model_executor.layers.linear.LinearBase",),
         "state": (_QUANT_STATE,),

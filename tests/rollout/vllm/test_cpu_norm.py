@@ -1,0 +1,37 @@
+"""RMSNorm by vLLM's kernel: the values of vLLM's operations of torch, and which inputs it leaves to those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.ir.ops import fused_add_rms_norm, rms_norm
+from vllm.platforms import current_platform
+
+from rollout.vllm.cpu_norm import PROVIDER, install_cpu_norm
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on cards vLLM takes its kernel by itself")
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (33, 96), (5, 3, 32)])
+def test_it_is_the_norm(shape: tuple[int, ...]) -> None:
+    install_cpu_norm()
+    install_cpu_norm()  # twice is once
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    normed, summed = rms_norm.impls, fused_add_rms_norm.impls
+    torch.testing.assert_close(normed[PROVIDER].impl_fn(x, weight, 1e-6), normed["native"].impl_fn(x, weight, 1e-6))
+    expected = summed["native"].impl_fn(x, residual, weight, 1e-6)
+    torch.testing.assert_close(summed[PROVIDER].impl_fn(x.clone(), residual.clone(), weight, 1e-6), expected)
+
+
+def test_what_the_kernel_would_read_or_round_otherwise_is_left_to_torch() -> None:
+    install_cpu_norm()
+    x, weight = torch.randn(4, 64), torch.randn(64)
+    fits, fits_sum = rms_norm.impls[PROVIDER].supports_args, fused_add_rms_norm.impls[PROVIDER].supports_args
+    assert fits(x, weight, 1e-6)
+    assert fits_sum(x, x, weight, 1e-6)
+    parts = torch.randn(4, 128)[:, :64]  # rows with something between them, as of queries split from keys
+    for other in ((parts, weight), (x.bfloat16(), weight.bfloat16()), (x, None), (x.bfloat16(), weight)):
+        assert not fits(*other, 1e-6)
+    assert not fits(x, weight, 1e-6, 32)
+    assert not fits_sum(x, parts, weight, 1e-6)
