@@ -40,7 +40,8 @@ def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
             if tensor.nbytes < _SMALL:
                 found[name] = digest_of_tensor(tensor)
                 continue
-            pending.append((name, pool.submit(digest_of_tensor, tensor)))
+            # Copied here: on a card another thread's stream would not wait for the kernel that makes the tensor.
+            pending.append((name, pool.submit(digest_of_tensor, tensor.detach().to("cpu"))))
             if len(pending) >= threads:
                 first, digest = pending.popleft()
                 found[first] = digest.result()

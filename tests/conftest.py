@@ -44,12 +44,12 @@ def own_products() -> Iterator[None]:
 
 
 class InTwo(LoadScopeScheduling):  # type: ignore[misc]
-    """Two processes (`-n 2 --dist loadscope`) that take about as long: in one the whole runs, which mostly wait for
-    processes to start; in the other the rest, with the recipes. Each keeps the order of one process, in which what a
-    test leaves behind is known to do no harm."""
+    """Two processes (`-n 2 --dist loadscope`) that take about as long: in one the whole runs and the ranks, which
+    mostly wait for processes to start; in the other the rest, with the recipes. Each keeps the order of one process, in
+    which what a test leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith("tests/flow/") else "the rest"
+        return "whole runs" if nodeid.startswith(("tests/flow/", "tests/learner/ranks/")) else "the rest"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:

@@ -54,7 +54,7 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     shards, processes = serving.shards, engine_processes(serving.shards)
     activations = tokens * b * ((3 if in_4_bits else 2) * shape.ffn // shards + 4 * shape.hidden)
     graphs = 12 * 10**6 * shape.layers + matrix
-    copies = GENERATOR_COPIES + (SHARDS_COPIES if shards > 1 else 0)
+    copies = GENERATOR_COPIES + (SHARDS_COPIES + shards - 1 if shards > 1 else 0)  # vLLM's in each further process
     extra = {"graphs": graphs} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards in one memory
     return {

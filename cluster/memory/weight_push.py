@@ -14,7 +14,8 @@ BLOCKS = (
 # bytes, and the object store's pages of this push and of the one before, which is still held. Generator (1.9): its view
 # of the store, and vLLM's copies of the layer that it is loading.
 LEARNER_COPIES, GENERATOR_COPIES = 3, 2
-SHARDS_COPIES = 1  # the memory in which the processes of one generator find it (rollout.vllm.weight_shards)
+# Where a generator has several processes: the memory in which they find it (rollout.vllm.weight_shards), an estimate.
+SHARDS_COPIES = 1
 
 
 def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b: int) -> int:

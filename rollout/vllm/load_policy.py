@@ -5,6 +5,7 @@ Only the engine's own thread calls these, between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rollout.engine import AdapterRefused
@@ -76,16 +77,20 @@ def load_weights(
     versions, hence is a RuntimeError that ends the engine.
     """
     window.check(staged)
+    if staged.keys and shards == 1:  # no keys: Weights.unchanged
+        # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so what is in memory is passed as it is.
+        _in_workers(engine, staged, _replace, payload)
+    elif staged.keys:
+        with shared_payload(payload) as path:
+            _in_workers(engine, staged, _replace_from, path)
+    window.replace(staged)
+
+
+def _in_workers(engine: Any, staged: Resident, load: Callable[..., None], source: bytes | memoryview | str) -> None:
     try:
-        if staged.keys and shards == 1:  # no keys: Weights.unchanged
-            # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so what is in memory is passed as it is.
-            engine.collective_rpc(_replace, args=(payload, staged.keys))
-        elif staged.keys:
-            with shared_payload(payload) as path:
-                engine.collective_rpc(_replace_from, args=(path, staged.keys))
+        engine.collective_rpc(load, args=(source, staged.keys))
     except Exception as error:
         raise RuntimeError(f"weights v{staged.version} were loaded in part: {type(error).__name__}: {error}") from error
-    window.replace(staged)
 
 
 def _replace_from(worker: Any, path: str, names: frozenset[str]) -> None:

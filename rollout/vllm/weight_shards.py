@@ -44,30 +44,26 @@ def opened(path: str) -> Iterator[memoryview]:
 class Spread(NamedTuple):
     """Where the rows and columns of a weight that this worker holds lie in the whole of it.
 
-    rows: [R] int64, of the whole, which has `height` rows and `width` columns. counts: [R] bool, false for a copy that
-    another worker stands for: vLLM repeats key and value heads where workers are more than these. column: the first
-    here.
+    rows: [R] int64, of the whole, which has `height` rows and `width` columns. column: the first here.
     """
 
     rows: Tensor
-    counts: Tensor
     height: int
     width: int
     column: int = 0
 
     def whole(self, values: Tensor, places: Tensor, count: int) -> Tensor:
-        """[height, count] of the whole weight, from what each worker has of it; where another has a copy of what this
-        one has, it is this one's. All workers have to call this, in the same order.
+        """[height, count] of the whole weight, in host memory, from what each worker has of it. All workers have to
+        call this, in the same order.
 
         values: [R, C]. places: [C] int64, the column of the result that each is.
         """
         from vllm.distributed import get_tp_group
 
-        whole = values.new_zeros(self.height, count)
-        whole[self.rows[self.counts, None], places] = values[self.counts]
+        whole = torch.zeros(self.height, count, dtype=values.dtype)
+        whole[self.rows[:, None], places] = values.cpu()
         # Each byte comes from one worker and is zero in the others, so the sum is what that one has, bit for bit.
-        all_reduce(whole.view(torch.uint8), group=get_tp_group().device_group)
-        whole[self.rows[:, None], places] = values
+        all_reduce(whole.view(torch.uint8), group=get_tp_group().cpu_group)
         return whole
 
 
@@ -95,7 +91,10 @@ class Place(NamedTuple):
             return read(columns_of(version, width))[self.here]
         chosen = columns_of(version, self.spread.width) - self.spread.column
         found = (chosen >= 0) & (chosen < width)
-        return self.spread.whole(read(chosen[found])[self.here], found.nonzero()[:, 0], len(chosen))
+        own = self.module.weight.new_empty(len(self.spread.rows), 0)  # none of them is here
+        if found.any():
+            own = read(chosen[found])[self.here]
+        return self.spread.whole(own, found.nonzero()[:, 0], len(chosen))
 
 
 def place_of(module: Any, kind: str, part: int | None) -> Place | None:
@@ -104,10 +103,13 @@ def place_of(module: Any, kind: str, part: int | None) -> Place | None:
     sizes = getattr(module, "output_partition_sizes", ())
     first = sum(sizes[:part]) if part else 0
     here = slice(first, getattr(module, "org_vocab_size", None) if part is None else first + sizes[part])
-    if getattr(module, "tp_size", 1) == 1:
-        return Place(module, here)
+    from vllm.distributed import get_tp_group
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
 
+    if get_tp_group().world_size == 1 or getattr(module, "tp_size", 0) == 1:
+        return Place(module, here)
+    if not hasattr(module, "tp_size"):  # a norm, the same in all workers; of heads that they divide it is a matrix
+        return Place(module, here) if module.weight.dim() == 1 else None
     kind_of_module = type(module)
     if kind_of_module in (vocab_parallel_embedding.VocabParallelEmbedding, vocab_parallel_embedding.ParallelLMHead):
         spread = _of_vocabulary(module)
@@ -122,22 +124,21 @@ def place_of(module: Any, kind: str, part: int | None) -> Place | None:
 def _of_vocabulary(embedding: Any) -> Spread:
     vocabulary = embedding.shard_indices
     rows = torch.arange(vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index)
-    return Spread(rows, torch.ones(len(rows), dtype=torch.bool), embedding.org_vocab_size, embedding.embedding_dim)
+    return Spread(rows, embedding.org_vocab_size, embedding.embedding_dim)
 
 
 def _by_inputs(divided: Any) -> Spread:
     """Of a layer whose inputs the workers divide."""
-    rows, column = torch.arange(divided.output_size), divided.tp_rank * divided.input_size_per_partition
-    return Spread(rows, torch.ones(len(rows), dtype=torch.bool), len(rows), divided.input_size, column)
+    column = divided.tp_rank * divided.input_size_per_partition
+    return Spread(torch.arange(divided.output_size), divided.output_size, divided.input_size, column)
 
 
 def _by_outputs(divided: Any, parts: Iterable[int]) -> Spread:
-    """Of a layer whose outputs the workers divide, each of its parts by itself."""
-    rows, counts, height = [], [], 0
+    """Of a layer whose outputs the workers divide, each of its parts by itself; of key and value heads each has its own
+    (rollout.architecture.check_shards)."""
+    rows, height = [], 0
     for part in parts:
         size = divided.output_partition_sizes[part]
-        copies = getattr(divided, "num_kv_head_replicas", 1) if part > 0 else 1
-        rows.append(height + divided.tp_rank // copies * size + torch.arange(size))
-        counts.append(torch.full((size,), divided.tp_rank % copies == 0))
-        height += size * divided.tp_size // copies
-    return Spread(torch.cat(rows), torch.cat(counts), height, divided.input_size)
+        rows.append(height + divided.tp_rank * size + torch.arange(size))
+        height += size * divided.tp_size
+    return Spread(torch.cat(rows), height, divided.input_size)

@@ -123,6 +123,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
 CALLED_WITH = {
     "rollout/vllm/arguments.py:engine_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_policy_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/arguments.py:_cpu_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/arguments.py:_cuda_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/shards.py:shard_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/startup.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
     "learner/model/packed_attention.py:_by_varlen": "torch.nn.attention.varlen.varlen_attn",
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",

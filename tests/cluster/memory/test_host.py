@@ -14,8 +14,10 @@ from cluster.memory.units import Parts
 LLAMA, N = SHAPES["Llama-3.2-1B"], 1_235_814_400
 
 
-def host(wish: Wish, *, rewards: int = 1, generators: int = 1, models: int = 0, environments: int = 0) -> Parts:
-    found, store = least(LLAMA, 80 * 2**30, Workload(generators=generators), wish), 2**28
+def host(
+    wish: Wish, *, rewards: int = 1, generators: int = 1, models: int = 0, environments: int = 0, shards: int = 1
+) -> Parts:
+    found, store = least(LLAMA, 80 * 2**30, Workload(generators=generators, shards=shards), wish), 2**28
     return host_bytes(
         found, wish, object_store=store, reward_processes=rewards, reward_models=models, environments=environments
     )
@@ -33,6 +35,8 @@ def test_by_hand() -> None:
     whole = replace(slices, mode="full", optimizer="paged_adamw_8bit")
     assert host(whole)["paged"] == 2 * N
     assert host(whole)["passing"] == 3 * 2 * N  # copies of a push
+    spread = host(replace(whole, layouts=("separate",)), generators=2, shards=2)
+    assert spread["passing"] == (3 + 2) * 2 * N  # and one for the processes of each generator
     many = host(slices, rewards=6, generators=2, environments=64)
     assert many["environments"] == 2 * (290 + 64 * 11) * 10**6
     assert plain["environments"] == 0

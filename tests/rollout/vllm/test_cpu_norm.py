@@ -34,4 +34,5 @@ def test_what_the_kernel_would_read_or_round_otherwise_is_left_to_torch() -> Non
     for other in ((parts, weight), (x.bfloat16(), weight.bfloat16()), (x, None), (x.bfloat16(), weight)):
         assert not fits(*other, 1e-6)
     assert not fits(x, weight, 1e-6, 32)
+    assert not fits(torch.randn(4, 40), torch.randn(40), 1e-6)  # two and a half vectors
     assert not fits_sum(x, parts, weight, 1e-6)

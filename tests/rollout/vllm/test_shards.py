@@ -96,7 +96,7 @@ def forget_last_row(worker: Any, rank: int, path: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("family", "tied", "kv_heads", "last"),
-    [("Qwen2", True, 1, "v_proj"), ("Phi3", False, 2, "qkv_proj")],  # a value head in both; fused in the checkpoint
+    [("Qwen2", True, 2, "v_proj"), ("Phi3", False, 2, "qkv_proj")],  # with biases; fused in the checkpoint
 )
 def test_whole_weights_reach_both_processes(tmp_path: Path, family: str, tied: bool, kv_heads: int, last: str) -> None:
     models = [
