@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import (
+    _abort_process_group,
     all_gather,
     all_reduce,
     broadcast,
@@ -33,6 +34,9 @@ from learner.trainer.peers import Peers
 T = TypeVar("T")
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+# What NCCL's errors end: the communicator, and not the process, from whose state a fresh rank goes on (torch's default
+# is 3, which ends both). ProcessGroupNCCL.hpp, ErrorHandlingMode.
+CLEAN_UP_ONLY = "2"
 MOST_SAID = 160  # characters of torch's own words
 NAME_BYTES, ADDRESS = 256, slice(20, 24)  # of the structure that it fills
 
@@ -60,6 +64,7 @@ class Group(Peers):
     def join(self, meeting: Meeting, address: str) -> None:
         """Waits for all ranks. address: of this node, on which gloo listens."""
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = CLEAN_UP_ONLY
         with _or_lost():
             store = self._store or TCPStore(
                 meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=meeting.start_s)
@@ -68,6 +73,12 @@ class Group(Peers):
                 "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
                 store=store, rank=self.rank, world_size=self.count, timeout=timedelta(seconds=meeting.step_s),
             )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Ends what waits on a card for a rank that is gone, so that the thread that waits for the card goes on: NCCL
+        between cards of one node does not notice. What was to be summed is worth nothing then. gloo ends by itself."""
+        if self._device.type == "cuda" and is_initialized():
+            _abort_process_group()
 
     def leave(self) -> None:
         """Lets go of a group of which another rank is gone; nothing happens without one."""

@@ -49,6 +49,7 @@ class RankTrainer(Trainer, RankService):
         return await self._thread.compute(lambda: self._numbered(groups, number))
 
     async def rejoin(self, meeting: Meeting, address: str, back: Return) -> None:
+        await asyncio.to_thread(self._group.abandon)  # not in the step's thread, which may wait for the lost one
         await self._thread.run(self._group.leave)
         await self._thread.run(lambda: self._group.join(meeting, address))
         await self._thread.run(lambda: self._go_back(back))

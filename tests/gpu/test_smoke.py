@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-ROWS = ("engine", "slices", "kernels", "shared", "sleep", "merged", "nf4", "continue", "fp8", "oom", "alternating")
+ROWS = ("engine", "slices", "kernels", "rewards", "shared", "sleep", "merged", "nf4", "continue", "fp8", "oom",
+        "alternating")  # fmt: skip
 
 
 @pytest.mark.gpu
