@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace, kind: Kind, device: str) -> Found:
     shape = system.TINY if options.tiny else SHAPES["Qwen2.5-0.5B"]
     lengths = (16, 24) if options.tiny else (128, 256)
     folder = str(system.model(options, shape).absolute())
-    batch = [group(i, lengths[0], [lengths[1] - 8 * (i % 4)] * PER_GROUP, 256) for i in range(GROUPS)]
+    batch = [group(i, lengths[0], [lengths[1] - 8 * (i % 4)] * PER_GROUP, shape.vocab) for i in range(GROUPS)]
     ranks = [Rank(kind, rank, folder, device) for rank in range(kind.ranks)]
     met = meeting(ranks)
     everyone(ranks, "join", [(met, HOST)] * kind.ranks)
@@ -160,6 +160,8 @@ def measure(options: argparse.Namespace, kind: Kind, device: str) -> Found:
         metrics = everyone(ranks, "numbered_step", [(batch, number)] * kind.ranks)
         found["losses"].append(metrics[0]["loss/total"])
         found["step_seconds"] = time.perf_counter() - started
+    if not any(found["losses"]):
+        raise RuntimeError("the loss is 0 in every step, so nothing was trained, and equal policies say nothing")
     for rank, one in enumerate(everyone(ranks, "told", [()] * kind.ranks)):
         found |= {f"{name}_{rank}": value for name, value in one.items()}
     for one in ranks:

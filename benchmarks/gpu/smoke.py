@@ -35,17 +35,15 @@ from rollout.vllm.environment import required_env
 
 MINUTES = 9.5
 MODULE = "benchmarks.gpu.smoke"
-REWARDS = ["cluster.gpus.generator=0.4", "cluster.rewards.processes=1", "cluster.rewards.gpus=0.1"]
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """What is most in doubt first. Four whole runs by learner.main; the others hold one role in their own process."""
+    """What is most in doubt first. Three whole runs by learner.main; the others hold one role in their own process."""
     engine, run = partial(_engine, options), partial(_run, options)
     return [
         Row("smoke-engine", partial(engine, smoke_engine.deliver, "", {})),
         Row("smoke-slices", partial(run, [*system.SLICES, "memory.device=24GiB"], "")),
         Row("smoke-kernels", partial(_kernels, options)),
-        Row("smoke-rewards", partial(run, [*system.SLICES, "memory.device=24GiB", *REWARDS], "card")),
         Row("smoke-shared", partial(run, [*system.SLICES, "memory.device=24GiB", "memory.base=shared"], "")),
         Row("smoke-sleep", partial(engine, smoke_engine.sleep_and_wake, "card", {})),
         Row("smoke-merged", partial(engine, smoke_engine.deliver, "", {"push": "merged", "max_lora_rank": 0})),

@@ -32,6 +32,9 @@ from rollout.weight_sync import Answer, Push, check_digest
 
 MIB = 2**20
 PROBE = 64  # tokens
+# Two answers of one engine to one probe may differ by so much: vLLM's LoRA kernels add in no fixed order. A lost
+# adapter changes them by 0.27 (moved_rms).
+SAME_NATS = 0.1
 LONG = 1000  # tokens of completions that go on while a policy arrives
 
 
@@ -196,7 +199,7 @@ async def sleep_and_wake(place: Place) -> Found:
     after = await engine.probe(ids)
     await engine.close()
     changed = float(np.abs(after - before.logprobs).max())
-    if changed > 1e-3 or awake - asleep < place.kv_bytes:
+    if changed > SAME_NATS or awake - asleep < place.kv_bytes:
         raise RuntimeError(f"sleep gave back {awake - asleep} bytes; the answer after wake differs by {changed} nats")
     return {
         "freed_bytes": awake - asleep,

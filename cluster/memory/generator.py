@@ -1,15 +1,21 @@
 """The memory model of a generator: what vLLM holds, in bytes, by part. Letters as in cluster.memory.
 
-The figures are those of vLLM's documentation and source, else estimates; each function says which.
+The figures are measured, or those of vLLM's documentation and source, else estimates; it is said which.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from cluster.memory.shape import LINEAR, Shape
-from cluster.memory.units import CONTEXT, DTYPE_BYTES, Parts, base_bytes
+from cluster.memory.units import DTYPE_BYTES, Parts, base_bytes
 from cluster.memory.weight_push import GENERATOR_COPIES, SHARDS_COPIES
 
+# On a card, each measured on an H200 with vLLM 0.32 as what nvidia-smi says of the process less what its tensors take
+# (benchmarks/results/gpu_h200.md): its CUDA context and kernels, 0.81 GB; its graphs, 17.3 and 17.8 MB a layer; what
+# its allocator keeps beyond the tensors of a step, 0.1 to 0.7 GB.
+ENGINE_CONTEXT = 800 * 10**6
+GRAPHS_OF_LAYER = 18 * 10**6
+KEPT = 700 * 10**6
 # On a CPU: the process before it has a model, measured as in cluster.memory.learner. What malloc keeps grows, ever more
 # slowly: with local_cpu.yaml 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
 ENGINE_PROCESS = 1050 * 10**6
@@ -40,9 +46,8 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
       (kv_cache_memory_bytes). lora_slots: b n for each adapter version (max_loras buffers of the highest rank).
     workspace: activations of one engine step of up to 4096 tokens, b (2 f + 4 h) each, of a shard f / shards; and 16 V
       per sequence for float32 logits and what sampling makes of them (estimate).
-    graphs: CUDA graphs, 12 MB a layer (estimate; vLLM's log says 0.2 to 1 GB), none on a CPU. push: on a CPU, weights
-      that arrive (cluster.memory.weight_push); on CUDA they do one layer at a time, while no step is run. context: one
-      process.
+    graphs: CUDA graphs, none on a CPU. push: on a CPU, weights that arrive (cluster.memory.weight_push); on CUDA they
+      do one layer at a time, while no step is run. fragmentation: of the allocator on a card. context: one process.
     nf4: bitsandbytes multiplies a matrix out for a product with many tokens (backends/cuda/ops.py: always beyond 1536,
       on some cards from 5 on), and vLLM's plugin copies that product to its place: workspace has the largest matrix in
       16 bits and f for each token on top, and graphs such a matrix of their own.
@@ -53,9 +58,9 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     matrix = in_4_bits * b * max(i * o for i, o in map(shape.linear, LINEAR))
     shards, processes = serving.shards, engine_processes(serving.shards)
     activations = tokens * b * ((3 if in_4_bits else 2) * shape.ffn // shards + 4 * shape.hidden)
-    graphs = 12 * 10**6 * shape.layers + matrix
+    graphs = GRAPHS_OF_LAYER * shape.layers + matrix
     copies = GENERATOR_COPIES + (SHARDS_COPIES + shards - 1 if shards > 1 else 0)  # vLLM's in each further process
-    extra = {"graphs": graphs} if serving.cuda else {"push": copies * serving.pushed}
+    extra = {"graphs": graphs, "fragmentation": KEPT} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards in one memory
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
@@ -63,7 +68,7 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
         "lora_slots": here * serving.adapters * b * shape.lora_params(serving.rank, serving.targets, shards),
         "workspace": here * (activations + matrix + 16 * serving.sequences * shape.vocab),
         **extra,
-        "context": CONTEXT if serving.cuda else processes * ENGINE_PROCESS,
+        "context": ENGINE_CONTEXT if serving.cuda else processes * ENGINE_PROCESS,
     }
 
 
@@ -73,6 +78,7 @@ def engine_processes(shards: int) -> int:
 
 
 def asleep(parts: Parts) -> Parts:
-    """The parts that stay on the card in vLLM's sleep level 1; weights and adapter slots go to host memory, and the KV
-    cache is dropped (vllm docs, features/sleep_mode)."""
+    """The parts that stay on the card in vLLM's sleep level 1; weights and adapter slots go to host memory, the KV
+    cache is dropped (vllm docs, features/sleep_mode), and the allocator gives back what it keeps. For a 0.5B on an H200
+    that is 1.65 GB, measured 1.53."""
     return {name: parts[name] for name in ("workspace", "graphs", "context")}

@@ -18,7 +18,7 @@ BANDS = (
     ("activations", "learner", ("checkpoints", "activations", "live", "update", "fragmentation"), "magenta"),
     ("generator: weights", "generator", ("weights",), "green"),
     ("KV cache", "generator", ("kv_cache",), "yellow"),
-    ("adapters, workspace, graphs", "generator", ("lora_slots", "workspace", "graphs"), "red"),
+    ("adapters, workspace, graphs", "generator", ("lora_slots", "workspace", "graphs", "fragmentation"), "red"),
     ("contexts", "both", ("context",), "grey"),
 )
 

@@ -1,7 +1,7 @@
 """A base on a card: torch's own handles of CUDA memory, which another process on the same card opens.
 
-Written by reading torch/multiprocessing/reductions.py (the same in torch 2.11 to 2.14), and run on no card yet. Memory
-that is mapped so is writable, and torch's allocator does not count it.
+Written by reading torch/multiprocessing/reductions.py (the same in torch 2.11 to 2.14); run on an H200 with torch 2.13.
+Memory that is mapped so is writable, and torch's allocator does not count it.
 """
 
 from __future__ import annotations

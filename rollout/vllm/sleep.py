@@ -1,6 +1,6 @@
 """vLLM's sleep level 1, for two roles that take turns on one card. Only the engine's own thread calls these.
 
-What is relied on (read in vLLM 0.32, cumem.py and gpu_worker.py; run on no card yet): weights and LoRA slots come from
+What is relied on (read in vLLM 0.32, cumem.py and gpu_worker.py; run on an H200): weights and LoRA slots come from
 one memory pool, which level 1 copies to pinned host memory and unmaps; the KV cache is unmapped and forgotten.
 wake_up() maps both at the same addresses and copies the first back, so CUDA graphs stay valid. The CUDA context stays.
 """

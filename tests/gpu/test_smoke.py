@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-ROWS = ("engine", "slices", "kernels", "rewards", "shared", "sleep", "merged", "nf4", "continue", "fp8", "oom",
-        "alternating")  # fmt: skip
+ROWS = ("engine", "slices", "kernels", "shared", "sleep", "merged", "nf4", "continue", "fp8", "oom", "alternating")
 
 
 @pytest.mark.gpu

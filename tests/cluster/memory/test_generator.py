@@ -10,7 +10,7 @@ from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES
 
 LLAMA = SHAPES["Llama-3.2-1B"]  # 16 layers, h 2048, f 8192, keys 512, V 128256
-CONTEXT = 500 * 10**6
+CONTEXT, ENGINE_CONTEXT = 500 * 10**6, 800 * 10**6  # of the learner, of vLLM
 
 
 def test_a_generator_by_hand() -> None:
@@ -21,8 +21,9 @@ def test_a_generator_by_hand() -> None:
         "lora_slots": 2 * 2 * 16 * 16 * (2 * 4096 + 2 * 2560 + 3 * 10240),
         # activations of 4096 tokens, and 16 bytes a logit of 128 sequences
         "workspace": 4096 * 2 * (2 * 8192 + 4 * 2048) + 16 * 128 * 128_256,
-        "graphs": 16 * 12 * 10**6,
-        "context": CONTEXT,
+        "graphs": 16 * 18 * 10**6,
+        "fragmentation": 700 * 10**6,
+        "context": ENGINE_CONTEXT,
     }
     assert generator_bytes(LLAMA, Serving(kv_bytes=10**9)) == parts
     # Half a byte and a float32 scale of 64 for each weight of the layers, two tables; the embedding in 16 bits.
@@ -40,8 +41,9 @@ def test_one_of_two_shards_by_hand() -> None:
         # q 2048 + 1024, k and v 2048 + 256, o 1024 + 2048, gate and up 2048 + 4096, down 4096 + 2048
         "lora_slots": 2 * 2 * 16 * 16 * (3072 + 2 * 2304 + 3072 + 3 * 6144),
         "workspace": 4096 * 2 * (8192 + 4 * 2048) + 16 * 128 * 128_256,
-        "graphs": 16 * 12 * 10**6,
-        "context": CONTEXT,
+        "graphs": 16 * 18 * 10**6,
+        "fragmentation": 700 * 10**6,
+        "context": ENGINE_CONTEXT,
     }
     on_cpu = generator_bytes(LLAMA, Serving(kv_bytes=10**9, shards=2, cuda=False, pushed=10))  # both in one memory
     assert on_cpu["push"] == (2 + 1 + 1) * 10  # of one process, what both read from, and of the other
@@ -57,5 +59,5 @@ def test_two_processes_on_one_card_pay_for_two_contexts() -> None:
     tensors = [
         sum(size for name, size in role.items() if name != "context") for role in (found.learner, found.generator)
     ]
-    assert found.device_peak == sum(tensors) + 2 * CONTEXT
+    assert found.device_peak == sum(tensors) + CONTEXT + ENGINE_CONTEXT
     assert learner_bytes(LLAMA, Learning(), Micro(2048, 1000, 2048))["context"] == CONTEXT
