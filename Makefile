@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
+.PHONY: setup demo demo-tools check test test-long test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
 .PHONY: test-nodes kernels mutants lock clean
 
 PYTHON ?= python3
@@ -68,10 +68,14 @@ check:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadscope
+	$(BIN)/pytest -n 2 --dist loadscope -m "not long"
 
 test: setup
 	@$(MAKE) --no-print-directory check
+
+# Whole runs of which `make test` has the parts (some minutes).
+test-long: setup
+	@$(BIN)/pytest -n 0 -p no:cacheprovider -m long tests/flow tests/learner tests/cluster
 
 # The report in Debian's Chromium (apt-get install chromium chromium-driver); says so where there is none.
 test-browser: setup

@@ -34,9 +34,6 @@ from learner.trainer.peers import Peers
 T = TypeVar("T")
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-# What NCCL's errors end: the communicator, and not the process, from whose state a fresh rank goes on (torch's default
-# is 3, which ends both). ProcessGroupNCCL.hpp, ErrorHandlingMode.
-CLEAN_UP_ONLY = "2"
 MOST_SAID = 160  # characters of torch's own words
 NAME_BYTES, ADDRESS = 256, slice(20, 24)  # of the structure that it fills
 
@@ -62,9 +59,14 @@ class Group(Peers):
         return port
 
     def join(self, meeting: Meeting, address: str) -> None:
-        """Waits for all ranks. address: of this node, on which gloo listens."""
+        """Waits for all ranks. address: of this node, on which gloo listens.
+
+        A sum by NCCL that fails or takes too long raises where it is waited for, as one by gloo does. By torch's
+        default it would end the process, from whose state a fresh rank could go on.
+        """
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = CLEAN_UP_ONLY
+        if not self.sharded:  # else no rank outlives another, and layers are gathered ahead of their use
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         with _or_lost():
             store = self._store or TCPStore(
                 meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=meeting.start_s)

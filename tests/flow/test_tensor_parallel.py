@@ -17,6 +17,7 @@ def shared() -> set[Path]:
     return {*Path("/dev/shm").glob("vllm*"), *Path("/dev/shm").glob("psm_*")}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_shard_is_a_lost_generator(tmp_path: Path) -> None:
     """Another generator takes its place; each policy, here the whole weights, is proven on both shards, before and

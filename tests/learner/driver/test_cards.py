@@ -61,9 +61,9 @@ def test_sequences_follow_the_step_and_the_room() -> None:
     model = SHAPES["Llama-3.1-8B"].to_config()
     many = config_of(model={"path": "Llama-3.1-8B"}, learner={"groups_per_step": 32})
     assert settle(many, model, 139 * GIB).sequences == 256  # 32 groups of 8
-    small = settle(many, SHAPES["Llama-3.2-1B"].to_config(), int(7.2 * GIB))
+    small = settle(many, SHAPES["Llama-3.2-1B"].to_config(), int(8.25 * GIB))
     assert small.plan is not None
-    assert (small.plan.sequences, small.sequences) == (33, 64)  # with the logits of 256 there is room for 18
+    assert (small.plan.sequences, small.sequences) == (33, 64)  # the logits of 256 would leave room for fewer
     env = {"use": "number_guessing", "timeout_s": 400}  # 2 * 64 at once, and with 33 those of 32 groups wait thrice
     assert settled(config_of(env=env), replace(small, sequences=64)).env.timeout_s == 400
     with pytest.raises(MemoryPlanError, match=r"env.timeout_s: .* the memory plan chose rollout.max_num_seqs=8"):
