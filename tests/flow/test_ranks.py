@@ -53,7 +53,6 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
     one_process_learns_the_same(run)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_learner_of_one_process_learns_the_same_as_ranks_that_divide_the_base(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
@@ -63,6 +62,7 @@ def test_a_learner_of_one_process_learns_the_same_as_ranks_that_divide_the_base(
     one_process_learns_the_same(run)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_whole_model_in_shards_outlives_a_rank_and_goes_on_in_one_process(tmp_path: Path) -> None:
     """Its newest checkpoint is written by two ranks, read by two fresh ones, then by a learner of one process."""

@@ -61,6 +61,7 @@ def test_killed_and_hung_reward_processes_cost_no_group_and_no_generator(tmp_pat
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_a_reward_function_there_must_not_do_ends_the_run_in_its_own_words(tmp_path: Path) -> None:
     rewards = [{"use": f"{tmp_path}/late.py:late", "on_error": "fail"}]

@@ -14,7 +14,7 @@ MODEL = ROOT / "examples" / "tiny-gsm8k"
 # What a model of 2 MB on two cores asks for, and data that is there; all else is the recipe's.
 SMALLER = (
     f"model.path={MODEL}", "data.path=examples/gsm8k/train-sample.jsonl", "data.args={}", "epochs=null", "steps=3",
-    "data.eval={every: 0}", "rollout.max_completion_length=96", "rollout.kv_cache=64MiB", "cluster.gpus.generator=0",
+    "data.eval={every: 0}", "rollout.max_completion_length=48", "rollout.kv_cache=64MiB", "cluster.gpus.generator=0",
     "cluster.gpus.learner=0",
 )  # fmt: skip
 REWARDS = ("xmlcount", "soft_format", "strict_format", "int", "correctness")

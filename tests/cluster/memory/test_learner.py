@@ -88,7 +88,7 @@ def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
         ("Llama-3.2-1B", "full", "bfloat16"),
         ("Qwen2.5-0.5B", "none", "bfloat16"),
         ("Qwen2.5-0.5B", "none", "float32"),
-        ("Qwen2.5-0.5B", 2, "float32"),
+        pytest.param("Qwen2.5-0.5B", 2, "float32", marks=pytest.mark.long),
     ],
 )
 def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

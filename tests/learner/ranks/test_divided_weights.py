@@ -119,7 +119,9 @@ async def test_a_failed_pass_leaves_no_trace(tmp_path: Path, ragged: list[pa.Tab
     assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 2e-6
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize(
+    ("tied", "dtype"), [(True, "float32"), pytest.param(False, "bfloat16", marks=pytest.mark.long)]
+)
 async def test_a_checkpoint_goes_on_with_any_number_of_ranks(
     tmp_path: Path, ragged: list[pa.Table], tied: bool, dtype: str
 ) -> None:

@@ -16,13 +16,19 @@ from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
 from learner.driver.memory_budget import settle
 from learner.tools.cli import main
+from learner.tools.plan import FIVE
 
 
-def test_all_models_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "names"), [([], list(FIVE)), pytest.param(["--all"], list(SHAPES), marks=pytest.mark.long)]
+)
+def test_models_in_one_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], names: list[str]
+) -> None:
     png = tmp_path / "plan.png"
-    assert main(["plan", "--gpu", "16GiB", "--all", "--png", str(png)]) == 0
+    assert main(["plan", "--gpu", "16GiB", *words, "--png", str(png)]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in SHAPES)
+    assert all(name in out for name in names)
     assert "Qwen2.5-14B needs" in out
     assert png.read_bytes().startswith(b"\x89PNG")
 
