@@ -1,5 +1,5 @@
-# make setup | demo | demo-tools | check | test | test-browser | test-trackers | test-lm-eval | test-nodes | docs
-# | test-docs | package | smoke | contracts | kernels | mutants | lock | clean.
+# make setup | demo | demo-tools | check | test | test-long | test-browser | test-trackers | test-lm-eval | test-nodes
+# | docs | test-docs | package | smoke | contracts | kernels | mutants | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
