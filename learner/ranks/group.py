@@ -47,6 +47,7 @@ class Group(Peers):
     def __init__(self, rank: int, count: int, device: str, *, sharded: bool = False) -> None:
         self.rank, self.count, self._device, self.sharded = rank, count, torch.device(device), sharded
         self._store: TCPStore | None = None
+        self._abandoned = False
 
     def open(self, host: str, start_s: float) -> int:
         """A store that listens on this address alone (torch's own choice is all of them); its port."""
@@ -62,12 +63,14 @@ class Group(Peers):
         """Waits for all ranks. address: of this node, on which gloo listens.
 
         A sum by NCCL that fails or takes too long raises where it is waited for, as one by gloo does. By torch's
-        default it would end the process, from whose state a fresh rank could go on.
+        default it would end the process, from whose state a fresh rank could go on. The first one is made here, since
+        it is then that the cards connect, which `abandon` cannot end.
         """
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
         if not self.sharded:  # else no rank outlives another, and layers are gathered ahead of their use
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        with _or_lost():
+        self._abandoned = False
+        with self._or_lost():
             store = self._store or TCPStore(
                 meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=meeting.start_s)
             )
@@ -75,11 +78,15 @@ class Group(Peers):
                 "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
                 store=store, rank=self.rank, world_size=self.count, timeout=timedelta(seconds=meeting.step_s),
             )  # fmt: skip
+            if self._device.type == "cuda":
+                _summed(torch.zeros(1, device=self._device))
 
     def abandon(self) -> None:
         """Ends what waits on a card for a rank that is gone, so that the thread that waits for the card goes on: NCCL
-        between cards of one node does not notice. What was to be summed is worth nothing then. gloo ends by itself."""
+        between cards of one node does not notice. What was to be exchanged is worth nothing, and whoever asked for it
+        hears that. gloo ends by itself."""
         if self._device.type == "cuda" and is_initialized():
+            self._abandoned = True
             _abort_process_group()
 
     def leave(self) -> None:
@@ -89,7 +96,7 @@ class Group(Peers):
 
     def broadcast(self, own: bytes, source: int) -> bytes:
         """What rank `source` gives."""
-        with _or_lost():
+        with self._or_lost():
             size = torch.tensor([len(own)])
             broadcast(size, source)
             sent = torch.frombuffer(bytearray(own), dtype=torch.uint8) if self.rank == source else None
@@ -98,13 +105,13 @@ class Group(Peers):
         return own if self.rank == source else buffer.numpy().tobytes()
 
     def sum(self, values: Tensor) -> None:
-        with _or_lost():
-            all_reduce(values)
+        with self._or_lost():
+            _summed(values)
 
     def gather(self, own: T) -> list[T]:
         sent = torch.frombuffer(bytearray(packed(own)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        with _or_lost():
+        with self._or_lost():
             all_gather(sizes, torch.tensor([len(sent)]))
             longest = int(max(sizes))
             room = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
@@ -112,6 +119,18 @@ class Group(Peers):
             filled[: len(sent)] = sent
             all_gather(room, filled)
         return [unpacked(one[: int(size)].numpy().tobytes()) for one, size in zip(room, sizes, strict=True)]
+
+    @contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        """What fails here fails for another rank's sake: this one is whole, and of no use without it."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # ValueError: what was abandoned is no group of torch's any more
+            if isinstance(error, RuntimeError) or self._abandoned:
+                raise peer_lost(error) from error
+            raise
+        if self._abandoned:
+            raise peer_lost(RuntimeError("what it was to give was abandoned"))
 
 
 def interface_of(address: str) -> str:
@@ -127,15 +146,12 @@ def interface_of(address: str) -> str:
     raise ValueError(f"cluster.address: Ray names this node {address}, and no network interface here has that address")
 
 
-@contextmanager
-def _or_lost() -> Iterator[None]:
-    """What fails here fails for another rank's sake: this one is whole, and of no use without it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise peer_lost(error) from error
+def _summed(values: Tensor) -> None:
+    work = all_reduce(values, async_op=True)  # else torch waits for NCCL in C++, and raises nothing
+    assert work is not None
+    work.wait()
 
 
-def peer_lost(error: RuntimeError) -> Unusable:
+def peer_lost(error: Exception) -> Unusable:
     """To be raised in the place of what torch said when another rank did not answer."""
     return Unusable(f"{PEER_LOST} ({str(error).splitlines()[0][:MOST_SAID]})")

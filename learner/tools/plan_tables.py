@@ -27,8 +27,8 @@ def show(needs: Mapping[str, Mapping[str, Plan]], chosen: Sequence[Plan | Misfit
             least, advice = gib(found.needs), "; or ".join(found.advice)
             console.print(f"{found.shape.name} needs {least} with the least of settings. Instead: {advice}")
     console.print(
-        "Tensors of the learner are those of the real step within 2 % (learner.tools.meta_run); the engine's workspace "
-        "and graphs, contexts and fragmentation are estimates.",
+        "Tensors of the learner are those of the real step within 2 % (learner.tools.meta_run); the engine's context, "
+        "graphs and fragmentation were measured on one card; its workspace and the learner's context are estimates.",
         style="dim",
     )
 
