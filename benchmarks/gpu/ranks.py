@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -62,6 +64,9 @@ KINDS = (
 )
 
 
+COMPARED = ("one", "two", "two-one-lost", "two-sharded")  # exact sums: whose policies must be equal
+
+
 class Rank:
     """A process with one rank's trainer, that answers one call after the other begins."""
 
@@ -88,7 +93,11 @@ class Rank:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join()
+        self.wait()
+
+    def wait(self) -> None:
+        """For its end."""
+        self._process.join(START_S)
 
 
 def rank_process(pipe: Connection, kind: Kind, rank: int, folder: str, device: str) -> None:
@@ -98,15 +107,18 @@ def rank_process(pipe: Connection, kind: Kind, rank: int, folder: str, device: s
 
 async def serve(pipe: Connection, kind: Kind, rank: int, folder: str, device: str) -> None:
     made = ShardedRank if kind.sharded else RankTrainer
+    group = Group(rank, kind.ranks, device, sharded=kind.sharded)
     trainer = made(
         ModelConfig(path=folder, dtype="bfloat16" if device == "cuda" else "float32"),
         LearnerConfig(mode=kind.mode, reduce=kind.reduce, learning_rate=1e-4, token_budget=4096),
-        device=device, group=Group(rank, kind.ranks, device, sharded=kind.sharded),
-        temperature=1.0, max_completion_length=512, total_steps=100, seed=0,
+        device=device, group=group, temperature=1.0, max_completion_length=512, total_steps=100, seed=0,
     )  # fmt: skip
     running = set()
     while True:
         name, args = await asyncio.to_thread(pipe.recv)
+        if name == "die_in_sum":
+            vars(group)["sum"] = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            continue
         task = asyncio.create_task(one_call(pipe, trainer, name, args))
         running.add(task)
         task.add_done_callback(running.discard)
@@ -152,29 +164,35 @@ def measure(options: argparse.Namespace, kind: Kind, device: str) -> Found:
     ranks = [Rank(kind, rank, folder, device) for rank in range(kind.ranks)]
     met = meeting(ranks)
     everyone(ranks, "join", [(met, HOST)] * kind.ranks)
-    found: Found = {"losses": [], "sums": kind.reduce}
+    found: Found = {"losses": [], "gradient_norms": [], "sums": kind.reduce}
     for number in range(1, STEPS + 1):
         started = time.perf_counter()
         if kind.lost and number == LOST_IN:
-            found |= lose_one(ranks, partial(Rank, kind, 1, folder, device), batch, number, found)
+            found |= lose_one(ranks, partial(Rank, kind, 1, folder, device), batch, number)
         metrics = everyone(ranks, "numbered_step", [(batch, number)] * kind.ranks)
         found["losses"].append(metrics[0]["loss/total"])
+        found["gradient_norms"].append(metrics[0]["loss/grad_norm"])
         found["step_seconds"] = time.perf_counter() - started
-    if not any(found["losses"]):
-        raise RuntimeError("the loss is 0 in every step, so nothing was trained, and equal policies say nothing")
+    if not all(math.isfinite(norm) and norm > 0 for norm in found["gradient_norms"]):
+        raise RuntimeError(
+            f"gradient norms {found['gradient_norms']}: nothing is trained, so equal policies say nothing"
+        )
     for rank, one in enumerate(everyone(ranks, "told", [()] * kind.ranks)):
         found |= {f"{name}_{rank}": value for name, value in one.items()}
     for one in ranks:
         one.kill()
+    digests = {found[name] for name in found if name.startswith("digest_")} - {""}  # of a whole model rank 0 has one
+    if len(digests) != 1:
+        raise RuntimeError(f"the ranks end with different policies: {digests}")
     return found
 
 
-def lose_one(ranks: list[Rank], fresh: Any, batch: list[Any], number: int, so_far: Found) -> Found:
-    """Rank 1 is killed while both are in the step; a fresh process gets rank 0's state. Its seconds."""
+def lose_one(ranks: list[Rank], fresh: Any, batch: list[Any], number: int) -> Found:
+    """Rank 1 ends where it would sum with rank 0, which waits; a fresh process gets rank 0's state. Its seconds."""
+    ranks[1].ask("die_in_sum")
     for rank in ranks:
         rank.ask("numbered_step", batch, number)
-    time.sleep(so_far["step_seconds"] / 2)
-    ranks[1].kill()
+    ranks[1].wait()
     killed = time.perf_counter()
     ranks[1] = fresh()
     met = meeting(ranks)  # answered once the fresh process listens, too: its start is most of the time
@@ -217,10 +235,14 @@ def main() -> int:
     passed = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer,
               "--models", options.models, *(["--tiny"] if options.tiny else [])]  # fmt: skip
     wanted = [row for row in rows if row.name.startswith(tuple(options.only))]
-    text = report(run_all(MODULE, wanted, options.folder, passed, options.minutes))
+    found = run_all(MODULE, wanted, options.folder, passed, options.minutes)
+    text = report(found)
     (options.folder / "ranks.md").write_text(text)
     print(text)
-    return 0
+    policies = {one["digest_0"] for name in COMPARED if (one := found.get(f"r-{name}", {})).get("status") == "ok"}
+    if len(policies) > 1:
+        print(f"{', '.join(COMPARED)}: the policies differ")
+    return 0 if len(policies) <= 1 and all(one["status"] == "ok" for one in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -72,7 +72,10 @@ def rows() -> list[Row]:
 def report() -> str:
     """Markdown."""
     usable = USABLE * card_size.parse(CARD).bytes
-    trained, rest = "trained: masters, gradients, moments", "generator: KV cache, adapters, workspace, graphs"
+    trained, rest = (
+        "trained: masters, gradients, moments",
+        "generator: KV cache, adapters, workspace, graphs, fragments",
+    )
     lines = [
         f"| GB | copies of the base | {trained} | a step | {rest} | contexts | **sum** | fits {usable / GB:.0f} |",
         "| --- " * 8 + "|",

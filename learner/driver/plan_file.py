@@ -14,6 +14,7 @@ from learner.driver.memory_budget import NO_LIMIT, Budgets
 log = logging.getLogger("learner")
 
 WARN_AT = 0.9  # of a generator's room
+NOT_COUNTED = ("context", "fragmentation")  # of a generator on a card: the peak that it tells is of its tensors
 METRICS = {"learner": "memory/learner_peak", "generator": "memory/generator_peak"}
 
 
@@ -26,6 +27,8 @@ class PlanFile:
         found = budgets.plan
         self._planned = {} if found is None else {"learner": found.learner, "generator": found.generator}
         self._room = 0 if found is None else found.generator_room
+        if found is not None and "fragmentation" in found.generator:  # on a card
+            self._room -= sum(found.generator[name] for name in NOT_COUNTED)
         self._limited = found is not None and found.device_bytes != NO_LIMIT
         self._settings: dict[str, Any] = {"note": budgets.note, "learner_cap_bytes": budgets.learner_bytes}
         if found is not None:
