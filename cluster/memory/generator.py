@@ -10,9 +10,9 @@ from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.units import DTYPE_BYTES, Parts, base_bytes
 from cluster.memory.weight_push import GENERATOR_COPIES, SHARDS_COPIES
 
-# On a card, measured on an H200 with vLLM 0.32, in bfloat16, as what nvidia-smi says of the process less what its tensors
-# take (benchmarks/results/gpu_h200.md): CUDA context and kernels, 0.81 GB (1B, 8B); graphs, 17.3 and 17.8 MB a layer;
-# what is left over, beyond the tensors of a step: 0.04 GB (0.5B), 0.55 (8B) and 0.69 (1B).
+# On a card, measured on an H200 with vLLM 0.32, in bfloat16, as what nvidia-smi says of the process less what its
+# tensors take (benchmarks/results/gpu_h200.md): CUDA context and kernels, 0.81 GB (1B, 8B); graphs, 17.3 and 17.8 MB a
+# layer; what is left over, beyond the tensors of a step: 0.04 GB (0.5B), 0.55 (8B) and 0.69 (1B).
 ENGINE_CONTEXT = 800 * 10**6
 GRAPHS_OF_LAYER = 18 * 10**6
 KEPT = 700 * 10**6
