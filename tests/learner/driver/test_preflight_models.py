@@ -105,6 +105,7 @@ def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
     return None
 
 
+@pytest.mark.long
 def test_weights_that_are_no_views_are_refused_without_reading_one(
     config: dict[str, Any], tmp_path: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
