@@ -21,15 +21,15 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from benchmarks.common import as_table
 from benchmarks.gpu import system
+from benchmarks.gpu.command_line import options_of, passed_on
 from benchmarks.gpu.model import group
-from benchmarks.gpu.rows import Found, Row, folder_for, run_all, run_here
+from benchmarks.gpu.rows import Found, Row, run_all, run_here
 from cluster.memory.shape import SHAPES
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig
@@ -216,24 +216,13 @@ def report(found: dict[str, Found]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.3M weights, to rehearse")
-    parser.add_argument("--minutes", type=float, default=20, help="no row is begun later, and none goes on")
-    parser.add_argument("--tokenizer", default=str(system.ROOT / "examples" / "tiny-gsm8k"), help="its folder")
-    parser.add_argument("--models", default="build/models", help="where the random model is made")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
-    parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.folder = (options.folder or folder_for(options.device, options.tiny)).absolute()
+    options = options_of(__doc__, 20)
     rows = [Row(f"r-{kind.name}", partial(measure, options, kind)) for kind in KINDS]
     if options.row:
         row = next(row for row in rows if row.name == options.row)
         run_here(row, options.device, options.folder / f"{row.name}.json")
         return 0
-    passed = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer,
-              "--models", options.models, *(["--tiny"] if options.tiny else [])]  # fmt: skip
+    passed = passed_on(options)
     wanted = [row for row in rows if row.name.startswith(tuple(options.only))]
     found = run_all(MODULE, wanted, options.folder, passed, options.minutes)
     text = report(found)

@@ -18,14 +18,14 @@ import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import as_table
 from benchmarks.gpu import smoke_engine, system
-from benchmarks.gpu.rows import Found, Missing, Row, folder_for, run_all, run_here
+from benchmarks.gpu.command_line import options_of, passed_on
+from benchmarks.gpu.rows import Found, Missing, Row, run_all, run_here
 from benchmarks.gpu.smoke_engine import Place
 from benchmarks.gpu.smoke_kernels import compare
 from cluster.memory.shape import SHAPES
@@ -102,27 +102,10 @@ def _check(needs: str, device: str) -> None:
         raise Missing("fp8 on a CPU needs AVX-512")
 
 
-def options_of(arguments: list[str]) -> argparse.Namespace:
-    """Of the command line; `folder` is settled."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.3M weights, to rehearse")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="no row is begun later, and none goes on")
-    parser.add_argument("--tokenizer", default=str(system.ROOT / "examples" / "tiny-gsm8k"), help="its folder")
-    parser.add_argument("--models", default="build/models", help="where the random model is made")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
-    parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.folder = (options.folder or folder_for(options.device, options.tiny)).absolute()
-    return options
-
-
 def run_rows(options: argparse.Namespace, wanted: list[Row]) -> dict[str, Found]:
     """Those that are there afterwards, by name."""
     os.environ.update(required_env(cuda=options.device == "cuda"))  # of the rows' processes, before they import torch
-    passed = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer,
-              "--models", options.models, *(["--tiny"] if options.tiny else [])]  # fmt: skip
+    passed = passed_on(options)
     return run_all(MODULE, wanted, options.folder, passed, options.minutes)
 
 
@@ -163,7 +146,7 @@ def _figure(key: str, value: Any) -> str:
 
 
 def main() -> int:
-    options = options_of(sys.argv[1:])
+    options = options_of(__doc__, MINUTES)
     planned = rows(options)
     if options.row:
         row = next(row for row in planned if row.name == options.row)

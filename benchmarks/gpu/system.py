@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import as_table
-from benchmarks.gpu.rows import Found, Row, folder_for, run_all, run_here
+from benchmarks.gpu.command_line import parsed, passed_on, settled
+from benchmarks.gpu.rows import Found, Row, run_all, run_here
 from cluster.memory.shape import SHAPES, Shape
 
 ROOT = Path(__file__).parents[2]
@@ -125,28 +126,17 @@ def report(found: dict[str, Found]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.3M weights, to rehearse")
-    parser.add_argument("--minutes", type=float, default=90, help="no row is begun later, and none goes on")
-    parser.add_argument("--tokenizer", default=str(ROOT / "examples" / "tiny-gsm8k"), help="folder of a tokenizer")
-    parser.add_argument("--models", default="build/models", help="where the random models are made")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
-    parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed(__doc__, 90)
     missing = [name for name in ("vllm", "ray") if find_spec(name) is None]
     if missing:
         print(f"missing: {', '.join(missing)}; install them, or run benchmarks.gpu.learner", file=sys.stderr)
         return 2
-    options.folder = (options.folder or folder_for(options.device, options.tiny)).absolute()
-    planned = rows(options)
+    planned = rows(settled(options))
     if options.row:
         row = next(row for row in planned if row.name == options.row)
         run_here(row, options.device, options.folder / f"{row.name}.json")
         return 0
-    passed = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer,
-              "--models", options.models, *(["--tiny"] if options.tiny else [])]  # fmt: skip
+    passed = passed_on(options)
     wanted = [row for row in planned if row.name.startswith(tuple(options.only))]
     found = run_all("benchmarks.gpu.system", wanted, options.folder, passed, options.minutes)
     text = report(found)

@@ -26,12 +26,13 @@ def options(request: pytest.FixtureRequest) -> argparse.Namespace:
     """Of the smoke run. Skips where there is no card, unless a rehearsal is asked for."""
     import torch  # here: slow to import
 
-    from benchmarks.gpu.smoke import options_of
+    from benchmarks.gpu import smoke
+    from benchmarks.gpu.command_line import options_of
 
     device = request.config.getoption("--device", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; the rehearsal: make smoke DEVICE=cpu")
-    return options_of(["--device", device, *(["--tiny"] if device == "cpu" else [])])
+    return options_of(smoke.__doc__, smoke.MINUTES, ["--device", device, *(["--tiny"] if device == "cpu" else [])])
 
 
 @pytest.fixture(scope="session")
