@@ -82,7 +82,7 @@ class FakeEngine:
         self._version = update.version
         if update.version != self._drop_adapter_at:
             self._policy = update.version
-        return digest_of(update.payload)
+        return update.digest
 
     async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         self._newest()

@@ -191,6 +191,7 @@ async def sleep_and_wake(place: Place) -> Found:
     ids, sent = await trained(place)
     engine = place.engine(sleeps=True)
     before = await Delivery(engine, ids, place.dtype).of(sent[1])
+    again = await engine.probe(ids)
     awake, started = place.used(), time.perf_counter()
     await engine.sleep()
     asleep, slept = place.used(), time.perf_counter()
@@ -198,7 +199,7 @@ async def sleep_and_wake(place: Place) -> Found:
     woken = time.perf_counter()
     after = await engine.probe(ids)
     await engine.close()
-    changed = float(np.abs(after - before.logprobs).max())
+    changed, without = (float(np.abs(one - before.logprobs).max()) for one in (after, again))
     if changed > SAME_NATS or awake - asleep < place.kv_bytes:
         raise RuntimeError(f"sleep gave back {awake - asleep} bytes; the answer after wake differs by {changed} nats")
     return {
@@ -207,6 +208,7 @@ async def sleep_and_wake(place: Place) -> Found:
         "sleep_s": slept - started,
         "wake_s": woken - slept,
         "changed_nats": changed,
+        "changed_without_sleep_nats": without,
     }
 
 

@@ -35,6 +35,7 @@ TINY = Shape("tiny", "llama", 128, 256, 2, 4, 4, 32, 1024, tied=True)
 SLICES = ["cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5", "memory.layout=slices"]
 TURNS = [*SLICES[:2], "memory.layout=alternating"]
 REWARD = f"{ROOT / 'benchmarks' / 'gpu' / 'even_tokens.py'}:even_share"
+PARTS_OF_PUSH = ("time/push_export", "time/push_load", "time/push_probe", "time/push_learner_probe")
 MEAN = ("time/step", "time/generate", "time/train", "time/push", "time/overlap", "rollout/tokens_per_s")
 
 
@@ -50,6 +51,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
         Row("d-1b-slices", partial(run, small, 30, [*SLICES, *whole])),
         Row("d-1b-alternating", partial(run, small, 20, [*TURNS, "memory.device=24GiB"])),
         Row("d-1b-async", partial(run, small, 12, [*SLICES, *whole, "max_staleness=1"])),
+        Row("d-1b-full", partial(run, small, 8, [*SLICES, *whole, "learner.mode=full"])),
         Row("d-1b-bare-vllm", partial(bare, options, small)),
         Row("e-8b-slices", partial(run, large, 10, [*SLICES, *whole])),
         Row("e-8b-nf4-24gib", partial(run, large, 10, [*SLICES, *capped])),
@@ -75,7 +77,7 @@ def system(options: argparse.Namespace, shape: Shape, steps: int, settings: list
     run = folder / options.row
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     later = [line for line in lines if line.get("step", 0) > 2 or (options.tiny and line.get("step", 0) > 0)]
-    means = {name: float(np.mean([line[name] for line in later])) for name in MEAN}
+    means = {name: float(np.mean([line[name] for line in later])) for name in (*MEAN, *PARTS_OF_PUSH)}
     plan: dict[str, Any] = json.loads((run / "plan.json").read_text())
     return {"shape": shape.name, "steps": len(later), "settings": settings, "plan": plan, **means}
 
