@@ -54,4 +54,5 @@ def _merge(layer: Any, place: Tensor) -> None:
     wide = place if there else torch.empty_like(weight, dtype=torch.float32)
     wide.copy_(weight).addmm_(b, a, alpha=layer.scaling[POLICY])
     if not there:
-        place.copy_(wide)
+        # Converted before it goes to another device, to which copy_ would take the bytes of float32.
+        place.copy_(wide if wide.device == place.device else wide.to(place.dtype))

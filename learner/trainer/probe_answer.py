@@ -59,6 +59,6 @@ def _whole(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
 
 def _merged(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
     for name, source in policy.merged().items():
-        place = torch.empty(source.shape, dtype=policy.dtype)
+        place = torch.empty(source.shape, dtype=policy.dtype, device=policy.head.device)
         source.write(place)
         yield name, read_of(place, version, policy.dtype)
