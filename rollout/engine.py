@@ -47,7 +47,7 @@ class EngineSettings:
     """What an engine needs to start; resolved, no "auto".
 
     Attributes:
-        model: path or hub name of the base model.
+        model: folder, hub name or name@revision of the base model.
         dtype: "float32", "bfloat16" or "float16", for weights and adapters.
         max_model_len: prompt and completion together, tokens.
         kv_cache_bytes: bytes of KV cache per device.

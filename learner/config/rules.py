@@ -17,6 +17,7 @@ from learner.config.rule import Rule
 from learner.config.settings import Settings
 from learner.config.shard_rules import SHARDS
 from rewards.config import adapters_of, functions_of
+from rollout.data.hub import is_hub_name, split
 
 
 def broken_rules(config: Settings) -> list[str]:
@@ -68,6 +69,16 @@ LENGTH = (
     ),
 )  # fmt: skip
 MODEL = (
+    Rule(
+        "model.revision:", "needs a hub name as model.path: a folder has no revisions",
+        "leave it out, or give a name like org/model", ("model.revision", "model.path"),
+        lambda c: c.model.revision is not None and not is_hub_name(c.model.path),
+    ),
+    Rule(
+        "model.path:", "must be a name without its revision", "set model.revision to what stands behind the @",
+        ("model.path",),
+        lambda c: split(c.model.path)[1] is not None,
+    ),
     Rule(
         "model.base: nf4", "needs a type of 16 bits: vLLM has no room for two 4-bit weights a byte in a float32 model",
         "set model.dtype=bfloat16, or base=none", ("model.dtype",),

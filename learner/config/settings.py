@@ -11,7 +11,14 @@ from cluster.trackers import known_tracker
 from learner.config.learner import LearnerConfig
 from rewards.config import RewardConfig
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
+from rollout.data.hub import joined
 from rollout.env.config import EnvConfig
+
+
+def _revision(value: str) -> str:
+    if not value.strip():
+        raise ValueError(f"must name a branch, tag or commit, or be left out for the newest (got {value!r})")
+    return value
 
 
 class ModelConfig(Frozen):
@@ -19,6 +26,10 @@ class ModelConfig(Frozen):
 
     path: str
     """Hub name or folder of the base model; docs/models.md lists the architectures."""
+    revision: Annotated[str, AfterValidator(_revision)] | None = None
+    """Branch, tag or commit of a hub model; null: the newest of its main branch. What it stands for as a run starts,
+    config, tokenizer and weights of that commit, is what every process reads, and `config.yaml` then names the commit.
+    Set it where a run is to be repeated, or goes over several nodes."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type that learner and generators compute in. float32 for exact comparisons, float16 for cards without
     bfloat16."""
@@ -32,6 +43,11 @@ class ModelConfig(Frozen):
     reference_dtype: Literal["auto", "int8"] = "auto"
     """With `learner.mode: full`: how the reference's second set of weights is held; `auto`: as `dtype`, `int8`: half
     the bytes."""
+
+    @property
+    def source(self) -> str:
+        """What names the base where it is read: path and revision in one (rollout.data.hub)."""
+        return joined(self.path, self.revision)
 
 
 class MemoryConfig(Frozen):

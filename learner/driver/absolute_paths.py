@@ -1,22 +1,28 @@
 """Paths of a configuration made absolute: the processes of the run have working directories of their own, and who reads
-the configuration in the run folder may stand elsewhere."""
+the configuration in the run folder may stand elsewhere. So is model.revision: what a branch or tag stands for may be
+another commit on another node, or by the time that a process is started again."""
 
 from pathlib import Path
 from typing import Any
 
-from learner.config import RunConfig
+from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of
 from rewards.pickled import SUFFIX
+from rollout.data.chat_error import ChatError
+from rollout.data.hub import commit_of
+from rollout.data.model_files import hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS
 
 
 def absolute(config: RunConfig) -> RunConfig:
     """The configuration with whole paths to the model, its adapters, the data, and the files of the user's functions,
-    where these exist here; what does not is left for the check of that setting to say."""
+    where these exist here, and with the commit that model.revision stands for; what does not exist is left for the
+    check of that setting to say."""
     model = config.model.model_copy(
         update={name: _whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+        | {"revision": _commit(config.model)}
     )
     held_out = config.data.eval.model_copy(update={"path": _whole(config.data.eval.path)})
     data = config.data.model_copy(update={"path": _whole(config.data.path), "eval": held_out})
@@ -29,6 +35,16 @@ def absolute(config: RunConfig) -> RunConfig:
     learner = config.learner.model_copy(update={"loss": loss, "value": value})
     env = config.env if config.env.use is None else config.env.model_copy(update=_environment(config.env))
     return config.model_copy(update={"model": model, "data": data, "rewards": rewards, "learner": learner, "env": env})
+
+
+def _commit(model: ModelConfig) -> str | None:
+    if model.revision is None:
+        return None
+    try:
+        file = hub_file(model.source, "config.json")
+    except ChatError:
+        file = None
+    return (commit_of(file.parent) if file is not None else None) or model.revision
 
 
 def _environment(env: EnvConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from learner.config import RunConfig
 from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
 from rewards.source import grader_version, source_of
-from rollout.data.hub import commit_of
+from rollout.data.hub import commit_of, split
 from rollout.env.loader import code_of
 
 FILE = "inputs.json"  # in a checkpoint
@@ -57,7 +57,7 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
     their size and 64 blocks of 1 MiB evenly spread, the first (a safetensors header) and the last included: a change
     that leaves all of those alone is not seen.
     """
-    base = content_of(config.model.path)
+    base = content_of(config.model.source)
     if config.learner.loss.beta > 0:
         kept = config.model.reference or config.model.adapter
         base |= {f"reference {name}": digest for name, digest in (content_of(kept) if kept else {}).items()}
@@ -170,5 +170,6 @@ def _revision(name: str) -> str:
     """The commit of a model of the hub, which stands for its content: the name of its folder in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name, "config.json")
+    model, revision = split(name)
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(config).parent.name if isinstance(config, str) else f"{name}, which is {NOT_CACHED}"

@@ -14,7 +14,7 @@ TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 def load_chat(config: RunConfig) -> Chat:
     """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
-    chat = Chat.load(config.model.path, config.data.chat_template_kwargs)
+    chat = Chat.load(config.model.source, config.data.chat_template_kwargs)
     chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
@@ -37,7 +37,7 @@ def _check_context(config: RunConfig, context: int | None) -> None:
 def check_weights(config: RunConfig, *, adapters: bool) -> None:
     """Whether the files of base and adapters are whole. A hub model is looked for in the cache alone."""
     found = Findings((WeightsError,))
-    found.of(model_weights, config.model.path)
+    found.of(model_weights, config.model.source)
     if adapters and config.learner.mode == "lora":
         for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
             if folder is not None:
@@ -48,7 +48,7 @@ def check_weights(config: RunConfig, *, adapters: bool) -> None:
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
     if config.model.reference is not None and config.learner.mode == "full":
-        check_reference(config.model.reference, config.model.path)
+        check_reference(config.model.reference, config.model.source)
     elif config.model.reference is not None:
         read_adapter(config.model.reference, "model.reference")
     if config.model.adapter is None:

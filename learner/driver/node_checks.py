@@ -92,7 +92,7 @@ async def rehearse_nodes(prepared: Prepared) -> list[str]:
 
 def needs(config: RunConfig) -> tuple[Needs, ...]:
     """Of a generator, of the learner, and of a process that does nothing but score."""
-    base = {"model.path": config.model.path}
+    base = {"model.path": config.model.source}
     functions = _files({f"rewards: {one.name}": one.use for one in functions_of(config.rewards)})
     environments = _files({f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)})
     judges = {f"rewards: {one.name}": model for one in functions_of(config.rewards) if (model := classifier_of(one))}

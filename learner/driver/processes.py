@@ -158,7 +158,7 @@ def worker_spec(
         rank=rank,
         run_id=config.run_dir.name,
         engine=EngineSettings(
-            model=config.model.path,
+            model=config.model.source,
             dtype=config.model.dtype,
             max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
             kv_cache_bytes=budgets.kv_cache // config.cluster.shards,

@@ -24,7 +24,7 @@ FREE = (
     "env.variables", "env.concurrency", "env.memory",
 )  # fmt: skip
 BY_CONTENT = (
-    "model.path", "model.adapter", "model.reference", "learner.value.start",
+    "model.path", "model.revision", "model.adapter", "model.reference", "learner.value.start",
     "data.path", "data.split", "data.args", "data.size",
 )  # fmt: skip
 # The saved weights and optimizer states are made for these.

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from learner.config.learner import LoraConfig
 from learner.model.weight_files import WEIGHTS_FILE, header
+from rollout.data.hub import split
 
 CONFIG_FILE = "adapter_config.json"
 PEFT_RANK = 8  # of a file that does not say it
@@ -33,6 +34,12 @@ FIXED = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": IN
 
 class AdapterError(ValueError):
     """An adapter that cannot be used; the message names the setting of its adapter_config.json."""
+
+
+def base_of(model: str) -> dict[str, str | None]:
+    """What PEFT reads of an adapter's base; `model`: ModelConfig.source."""
+    name, revision = split(model)
+    return {"base_model_name_or_path": name, "revision": revision}
 
 
 def served(folder: Path) -> Path:

@@ -29,7 +29,7 @@ def load_base(
 
     Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole.
     """
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
@@ -53,7 +53,7 @@ def load_base(
         # Quantised weight by weight as the files are read: the whole model is never there in full.
         options |= {"quantization_config": quantization, "device_map": {"": device}}
     lm: Any = AutoModelForCausalLM.from_pretrained(
-        model.path, config=config, dtype=dtype, trust_remote_code=False, **options
+        model.path, revision=model.revision, config=config, dtype=dtype, trust_remote_code=False, **options
     )
     return (lm if quantization is not None else lm.to(device)).requires_grad_(False)
 

@@ -20,7 +20,7 @@ def quiet() -> None:
 
 def has_4_bit_layers(model: ModelConfig) -> bool:
     """Made from the base, or in its files already. Raises ChatError where the model cannot be read."""
-    return model.base == "nf4" or "quantization_config" in read_json(model.path, "config.json")
+    return model.base == "nf4" or "quantization_config" in read_json(model.source, "config.json")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from learner.model.served_names import differ, served_config, served_weights
 from learner.model.weight_files import WEIGHTS_FILE
+from rollout.data.hub import split
 from rollout.safetensors_stream import Source, pack, write
 from rollout.types import Adapter, Weights
 
@@ -57,7 +58,8 @@ def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, pa
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / MODEL_FILE, sources, policy.dtype)
     policy.save_config(folder)
-    AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(folder)
+    name, revision = split(path)
+    AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False).save_pretrained(folder)
 
 
 def _save_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:

@@ -34,9 +34,9 @@ def wrong_with(config: RunConfig) -> list[str]:
         logits_of(lm.config.get_text_config())
     except Exception as error:  # transformers', of a config.json that does not hold together
         return [_sentence(error, "model.path: ")]
-    found = list(_weights(lm, model.path))
+    found = list(_weights(lm, model.source))
     if config.memory.base == "sharded":
-        found += _not_in_files(lm, model.path)
+        found += _not_in_files(lm, model.source)
     if config.learner.mode == "lora":
         try:
             with torch.device("meta"):

@@ -30,6 +30,7 @@ from learner.model import packing_check
 from learner.model.activation_checkpointing import Policy as Checkpointing
 from learner.model.activation_checkpointing import apply as apply_checkpointing
 from learner.model.activation_checkpointing import offloaded
+from learner.model.adapter_config import base_of
 from learner.model.base import head_of, load_base, to_eval
 from learner.model.fusion import fuse
 from learner.model.head import with_head
@@ -93,7 +94,7 @@ class Policy:
         self._roles: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         if lora is not None:
             adapters = self._peft.peft_config
-            self.peft_config = as_json(adapters[POLICY]) | {"base_model_name_or_path": model.path}
+            self.peft_config = as_json(adapters[POLICY]) | base_of(model.source)
             self._roles["reference"] = partial(acting_as, self._peft, REFERENCE if REFERENCE in adapters else None)
         self.scored = {role.name: ScoredAdapter(self._peft, role, seed) for role in roles}
         self._roles |= {name: partial(acting_as, self._peft, name) for name in self.scored}

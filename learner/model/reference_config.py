@@ -6,6 +6,7 @@ Only configurations are read, no weights.
 from pathlib import Path
 
 from learner.model.adapter_config import CONFIG_FILE
+from rollout.data.hub import split
 
 # Settings of a transformers config that do not change what the learner computes. Dropout and the ids of special tokens
 # do not either; they are recognised by their names below.
@@ -32,7 +33,8 @@ def check_reference(reference: str, path: str) -> None:
             f"model.reference: must be a model's folder or hub name, got {reference} ({str(error).splitlines()[0]}); "
             "give another, or null for what training starts from"
         ) from None
-    ours = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
+    model, revision = split(path)
+    ours = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).to_dict()
     for name in sorted((theirs.keys() | ours.keys()) - FREE):
         if theirs.get(name) != ours.get(name) and "drop" not in name and not name.endswith("_token_id"):
             raise ReferenceConfigError(

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, read_scored
+from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, base_of, read_scored
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
 from learner.model.scalar_head import ScalarHead
@@ -100,7 +100,7 @@ class ScoredAdapter:
         save_file(
             {name: weight.detach().to("cpu", torch.float32) for name, weight in named.items()}, folder / WEIGHTS_FILE
         )
-        (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config | {"base_model_name_or_path": path}, indent=2))
+        (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config | base_of(path), indent=2))
 
     def load(self, folder: Path) -> None:
         """What `save` wrote, of a role that is trained. Raises ValueError if it is another adapter's."""

@@ -50,7 +50,7 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, train
             config, dtype=dtype, trust_remote_code=False, **options
         )
     lm.tie_weights()
-    files = tensor_files(model.path)
+    files = tensor_files(model.source)
     _check_all_there(lm, files, model.path)
     mesh = init_device_mesh(device.type, (get_world_size(),))
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

@@ -27,7 +27,7 @@ def wrong_with(config: RunConfig) -> list[str]:
     from rollout.vllm.meta_load import views_of
 
     try:
-        stored = model_weights(config.model.path)
+        stored = model_weights(config.model.source)
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
     except (WeightsError, ValueError, OSError):  # said by learner.driver.model_checks and learner.model.model_trial
         return []
@@ -35,7 +35,7 @@ def wrong_with(config: RunConfig) -> list[str]:
         return []
     try:
         views, refused = views_of(
-            config.model.path, config.model.dtype, {name: own.shape for name, own in stored.items()}
+            config.model.source, config.model.dtype, {name: own.shape for name, own in stored.items()}
         )
     except Exception as error:  # whatever vLLM raises; that it could not be told is no reason to refuse
         tell(f"memory.base: shared was not tried before the start: {error!r}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers.utils.hub import cached_file
 
 from learner.model.weight_files import INDEX, SINGLE, WeightsError, header
+from rollout.data.hub import split
 
 
 def tensor_files(path: str) -> dict[str, Path]:
@@ -28,5 +29,6 @@ def tensor_files(path: str) -> dict[str, Path]:
 
 
 def _file(path: str, name: str) -> Path | None:
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    model, revision = split(path)
+    found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)

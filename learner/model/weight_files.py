@@ -14,6 +14,8 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from rollout.data.hub import split
+
 WEIGHTS_FILE = "adapter_model.safetensors"  # of a PEFT adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST_HEADER = 100 * 10**6  # bytes; the limit of the safetensors library
@@ -129,6 +131,7 @@ def _sharded(index: Path) -> dict[str, Stored]:
 
 def _cached(name: str, file: str) -> Any:
     try:
-        return try_to_load_from_cache(name, file)
+        model, revision = split(name)
+        return try_to_load_from_cache(model, file, revision=revision)
     except ValueError:  # no name that the hub could have: rollout.data.chat says so
         return None

@@ -20,6 +20,8 @@ from learner.tools.other_data import of_other_data
 from learner.tools.reported import reported
 from rollout.data import hub
 
+OWN_REVISION = "model.revision=null"  # that of a configuration says nothing of another model
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -93,7 +95,7 @@ def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
             )
         learned = learned_in(folder)
         if asked.model is None and learned == folder / MODEL:
-            changed.insert(0, f"model.path={learned}")
+            changed[:0] = [f"model.path={learned}", OWN_REVISION]
         elif asked.model is None and adapter is None:
             adapter = _adapter(learned, folder)
     if file is None:
@@ -127,6 +129,8 @@ def _overrides(asked: Asked) -> list[str]:
         "rollout.temperature": asked.temperature,
     }  # fmt: skip
     changed = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if asked.model is not None:
+        changed.append(OWN_REVISION)
     if asked.reward:
         changed.append(f"rewards={json.dumps([{'use': use} for use in asked.reward])}")
     if asked.data is not None:

@@ -109,7 +109,7 @@ def evaluate(
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)
     rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
     return Evaluated(
-        model=config.model.path, adapter=adapter, data=config.data.path, reward=name, problems=len(problems),
+        model=config.model.source, adapter=adapter, data=config.data.path, reward=name, problems=len(problems),
         samples=samples, temperature=config.rollout.temperature, metrics=metrics, unscored=unscored,
         failed=int(failed(whole(rows)).sum()), seconds=time.perf_counter() - begun, rows=rows,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
     found.of(check_accuracy, config)
     found.of(check_placement, _without_learner(config), None)
-    found.of(model_weights, config.model.path)
+    found.of(model_weights, config.model.source)
     chat = found.of(load_chat, config)
     problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
     if chat is not None and problems:

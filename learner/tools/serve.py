@@ -67,6 +67,8 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     if learned.name == MODEL:
         return ["--model", str(learned), "--served-model-name", name]
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
+    if (revision := config.model.revision) is not None:
+        arguments += ["--revision", revision, "--tokenizer-revision", revision]
     if config.model.base == "nf4":
         arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
     return [*arguments, "--lora-modules", f"{name}={served(learned)}"]

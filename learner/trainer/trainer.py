@@ -80,7 +80,7 @@ class Trainer(TrainerService):
         reward_adapters: Sequence[str] = (),
         peers: Peers | None = None,
     ) -> None:
-        self._path, self._merged = model.path, learner.push == "merged"
+        self._path, self._merged = model.source, learner.push == "merged"
         where = device_of(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
         mapped = None if base is None else MappedBase(base, where)

@@ -18,6 +18,8 @@ log = logging.getLogger("rollout")
 CONNECT_S = 4.0
 # Modules that read HF_HUB_OFFLINE as they are imported, which may have happened.
 READERS = ("huggingface_hub.constants", "datasets.config")
+PINNED = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)@(.+)")
+LONGEST = 200  # letters of a name that is looked for on the disk
 
 
 def settle(paths: Iterable[str | None]) -> None:
@@ -44,7 +46,21 @@ def unreachable() -> str | None:
 def is_hub_name(path: str) -> bool:
     """Whether a path of a model or of data names something on the hub."""
     plain = path.count("/") <= 1 and not path.startswith(("/", ".", "~", "rg:")) and not is_file_name(path)
-    return plain and len(path) < 200 and not Path(path).exists()
+    return plain and len(path) < LONGEST and not Path(path).exists()
+
+
+def joined(name: str, revision: str | None) -> str:
+    """`name@revision`: what a model with a revision is called in every process that reads it. Without one its name, or
+    its folder."""
+    return name if revision is None else f"{name}@{revision}"
+
+
+def split(model: str) -> tuple[str, str | None]:
+    """(name, revision) of what `joined` gave."""
+    found = PINNED.fullmatch(model)
+    if found is None or len(model) >= LONGEST or Path(model).exists():
+        return model, None
+    return found[1], found[2]
 
 
 def commit_of(folder: Path) -> str | None:

@@ -12,6 +12,7 @@ import torch
 
 from cluster.memory.generator import PREFILL_TOKENS
 from cluster.memory.kv_cache import BLOCK_CPU
+from rollout.data.hub import split
 from rollout.engine import EngineSettings
 from rollout.vllm.cpu_norm import PRIORITY
 from rollout.vllm.shards import shard_arguments, workers_environment
@@ -27,8 +28,11 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     """
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
+    model, revision = split(settings.model)
     arguments: dict[str, Any] = {
-        "model": settings.model,
+        "model": model,
+        "revision": revision,
+        "tokenizer_revision": revision,
         "trust_remote_code": False,
         "dtype": settings.dtype,
         "seed": settings.seed,
@@ -128,9 +132,10 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    model, revision = arguments["model"], arguments["revision"]
     if arguments.get("enable_lora"):
-        arguments = arguments | lora_arguments(arguments["model"], arguments["lora_target_modules"])
-    shorten_start(arguments["model"])
+        arguments = arguments | lora_arguments(model, arguments["lora_target_modules"], revision)
+    shorten_start(model, revision)
     with workers_environment(arguments.get("tensor_parallel_size", 1)):
         engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, and with them their loaders
         with _recorded(arguments.get("load_format", "auto")) if shares_base else nullcontext():

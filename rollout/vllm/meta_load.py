@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.data.hub import split
 from rollout.shared_base.manifest import View
 from rollout.vllm.startup import know_model
 from rollout.vllm.view_recorder import ViewRecorder
@@ -30,9 +31,12 @@ def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tu
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    know_model(path)
+    name, revision = split(path)
+    know_model(name, revision)
     kind: Any = dtype  # vLLM lists the names that it takes
-    args = EngineArgs(model=path, dtype=kind, trust_remote_code=False, enforce_eager=True, skip_tokenizer_init=True)
+    args = EngineArgs(
+        model=name, revision=revision, dtype=kind, trust_remote_code=False, enforce_eager=True, skip_tokenizer_init=True
+    )
     config = args.create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")

@@ -12,13 +12,15 @@ import sys
 from typing import Any
 
 from rollout.data.chat import Chat
+from rollout.data.hub import joined
 from rollout.env.tools.tool_parser import ToolParserError, choose
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
     """One sentence, or none. `config`: of the run; only model, chat template and env.tool_parser are read."""
+    model = joined(config["model"]["path"], config["model"]["revision"])
     try:
-        choose(Chat.load(config["model"]["path"], config["data"]["chat_template_kwargs"]), config["env"]["tool_parser"])
+        choose(Chat.load(model, config["data"]["chat_template_kwargs"]), config["env"]["tool_parser"])
     except ToolParserError as error:
         return [str(error)]
     return []

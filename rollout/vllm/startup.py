@@ -15,12 +15,12 @@ def import_cpu_engine() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
-def shorten_start(model: str) -> None:
+def shorten_start(model: str, revision: str | None) -> None:
     """To be called before the engine of `model` (folder or hub name) is built in this process."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        know_model(model)
+        know_model(model, revision)
     # Building an engine collects garbage five times, and each time looks at a million objects of imported modules.
     gc.freeze()
 
@@ -42,7 +42,7 @@ def _nothing(generation: int = 2) -> int:
     return 0
 
 
-def know_model(model: str) -> None:
+def know_model(model: str, revision: str | None = None) -> None:
     """Inspects the class of the model in this process.
 
     vLLM starts a process for that, once per architecture and user, which imports all of vLLM again (8 CPU-seconds),
@@ -51,12 +51,12 @@ def know_model(model: str) -> None:
     from vllm import ModelRegistry
     from vllm.transformers_utils.config import get_config
 
-    for name in get_config(model, trust_remote_code=False).architectures or ():
+    for name in get_config(model, trust_remote_code=False, revision=revision).architectures or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def lora_arguments(model: str, targets: Sequence[str]) -> dict[str, Any]:
+def lora_arguments(model: str, targets: Sequence[str], revision: str | None = None) -> dict[str, Any]:
     """Keywords of vllm.EngineArgs for the adapters of a model: which layers get LoRA kernels. Without them vLLM would
     put these around the output embedding too, and run them in every step.
 
@@ -69,7 +69,7 @@ def lora_arguments(model: str, targets: Sequence[str]) -> dict[str, Any]:
     from vllm.model_executor.models.interfaces import supports_lora
     from vllm.transformers_utils.config import get_config
 
-    config = get_config(model, trust_remote_code=False)
+    config = get_config(model, trust_remote_code=False, revision=revision)
     for name in config.architectures or ():
         entry = ModelRegistry.models.get(name)
         if entry is not None and not supports_lora(entry.load_model_cls()):

@@ -22,14 +22,14 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         from vllm.transformers_utils.config import get_config
     except ImportError as error:
         return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner[gpu]'"]
-    path, learner = config["model"]["path"], config["learner"]
+    path, revision, learner = config["model"]["path"], config["model"]["revision"], config["learner"]
     if config["model"]["base"] == "nf4":
         try:
             check_bitsandbytes()
         except ValueError as error:
             return [str(error)]
     try:
-        names = list(get_config(path, trust_remote_code=False).architectures or ())
+        names = list(get_config(path, trust_remote_code=False, revision=revision).architectures or ())
     except Exception as error:  # transformers', of a config.json that does not hold together
         return [f"model.path: vLLM cannot read the config.json of {path}: {' '.join(str(error).split())[:300]}"]
     known = [name for name in names if name in ModelRegistry.models]

@@ -67,10 +67,11 @@ def _about(source: Source, proof: Proof | None) -> str:
 
 def _use(exported: Exported) -> str:
     source = exported.source
-    name, base = exported.repo or "path/to/this/folder", named(source.config.model.path)
+    name, model = exported.repo or "path/to/this/folder", source.config.model
     if exported.proof is None:
+        base = named(model.path) + (f" --revision {model.revision}" if model.revision is not None else "")
         rank = source.config.learner.lora.rank
-        quantised = " --quantization bitsandbytes --load-format bitsandbytes" * (source.config.model.base == "nf4")
+        quantised = " --quantization bitsandbytes --load-format bitsandbytes" * (model.base == "nf4")
         python = (
             f'from peft import AutoPeftModelForCausalLM\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")'
         )
@@ -140,10 +141,11 @@ def _verified(source: Source, proof: Proof | None) -> str:
 
 def _training(source: Source) -> str:
     config, learner, run = source.config, source.config.learner, _run(source)
-    lora, loss, data = learner.lora, learner.loss, config.data
+    lora, loss, data, revision = learner.lora, learner.loss, config.data, config.model.revision
     targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
     facts = {
         "base": f"{named(config.model.path)}, {config.model.dtype}" + ", nf4" * (config.model.base == "nf4"),
+        **({"commit of the base": revision} if revision is not None else {}),
         "trained": "all weights" if source.whole_model else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {targets}",
         "algorithm": f"{learner.algorithm}, loss {loss.kind}, ratio {_short(loss.ratio)}, KL {loss.beta:g}",
         "steps": f"{source.step}, each of {learner.groups_per_step} groups of {config.rollout.num_generations}",

@@ -8,7 +8,7 @@ from huggingface_hub.errors import HFValidationError
 
 from learner.tools.export.scores import Scores
 from learner.tools.export.source import Source
-from rollout.data.hub import is_hub_name
+from rollout.data.hub import is_hub_name, split
 
 TASK, KIND = "text-generation", "accuracy"
 GENERATED = "rg:"  # data that is made on the spot
@@ -24,7 +24,7 @@ def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
         base_model=base if is_hub_name(base) else None,
         datasets=[data] if is_hub_name(data) else None,
         library_name="peft" if adapter_only else "transformers",
-        license=license_of(base),
+        license=license_of(config.model.source),
         pipeline_tag=TASK,
         tags=tags,
         model_name=source.name if results else None,
@@ -40,8 +40,9 @@ def named(path: str) -> str:
 
 def license_of(base: str) -> str | None:
     """What the base's own card says, where that is here."""
+    (name, revision), own = split(base), Path(base) / "README.md"
     try:
-        file: Any = Path(base) / "README.md" if Path(base).is_dir() else try_to_load_from_cache(base, "README.md")
+        file: Any = own if own.parent.is_dir() else try_to_load_from_cache(name, own.name, revision=revision)
         return ModelCard.load(file).data.license if isinstance(file, str | Path) and Path(file).is_file() else None
     except (HFValidationError, OSError, ValueError):  # no card that can be read
         return None

@@ -139,7 +139,7 @@ def _check_new(out: Path) -> None:
 
 def _check_base(source: Source) -> None:
     """Whether the base is there, is the one that was trained on, and takes an adapter."""
-    path = source.config.model.path
+    path = source.config.model.source
     if source.whole_model:
         return
     if read_json(path, "config.json").get("quantization_config"):

@@ -37,7 +37,7 @@ def check_converter(command: Sequence[str], source: Source) -> None:
     told = _called([*command, "--print-supported-models"], LOOK_S)
     if told.returncode:
         raise ExportError(f"--gguf: {command[-1]} does not start: {_last_line(told)}; install what it asks for")
-    known, path = (told.stdout + told.stderr).split(), source.config.model.path
+    known, path = (told.stdout + told.stderr).split(), source.config.model.source
     for name in read_json(path, "config.json").get("architectures") or ():
         if name not in known:
             raise ExportError(

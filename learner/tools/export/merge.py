@@ -76,7 +76,7 @@ def _learned(source: Source, device: torch.device) -> Any:
     model = source.config.model
     if source.whole_model:
         return load_base(ModelConfig(path=str(source.learned), dtype=model.dtype), device, lora=False)
-    base = load_base(ModelConfig(path=model.path, dtype=model.dtype, base=model.base), device, lora=True)
+    base = load_base(model, device, lora=True)
     return base if model.base == "none" else base.dequantize()
 
 
@@ -95,7 +95,7 @@ def _round(lm: Any, kept: dict[str, torch.dtype], trained: torch.dtype, wanted: 
 
 
 def _save(lm: Any, source: Source, out: Path) -> None:
-    path = str(source.learned) if source.whole_model else source.config.model.path
+    path = str(source.learned) if source.whole_model else source.config.model.source
     lm.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         lm.save_pretrained(out, max_shard_size=SHARD)

@@ -31,7 +31,7 @@ def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
     if dtype is None:
         stored = adapter_weights(str(source.learned), "RUN").values()
         return Needed(2 * sum(one.nbytes for one in stored) + OTHERS, 0, 0)  # twice: vLLM may want other names
-    found = model_weights(str(source.learned) if source.whole_model else source.config.model.path) or {}
+    found = model_weights(str(source.learned) if source.whole_model else source.config.model.source) or {}
     weights = sum(math.prod(one.shape) for one in found.values())
     each = DTYPE_BYTES[dtype] + (GGUF_BYTES[outtype] if outtype else 0)
     return Needed(int(weights * each) + OTHERS, 4 * weights + PROCESS, weights)

@@ -84,7 +84,7 @@ def _with_base(config: RunConfig, model: str) -> RunConfig:
     if config.learner.mode == "full":
         raise ExportError("--model: is the base of an adapter, and this run trained all weights; leave it out")
     path = str(Path(model).absolute()) if Path(model).is_dir() else model
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "revision": None})})
 
 
 def _checkpoint(root: Path, step: int | None) -> Path:
@@ -110,7 +110,7 @@ def _checkpoint(root: Path, step: int | None) -> Path:
 def check_base(source: Source) -> bool:
     """Whether it is known that the base is the one that the adapter was trained on: a hub's revision says nothing of a
     folder. Raises ExportError if it is another."""
-    path, recorded = source.config.model.path, source.inputs.base
+    path, recorded = source.config.model.source, source.inputs.base
     now = content_of(path)
     own = {name: digest for name, digest in recorded.items() if not name.startswith(("reference ", "value "))}
     if {REVISION} in (now.keys(), own.keys()) and not now.keys() & own.keys():

@@ -12,6 +12,7 @@ from learner.tools.report.run_folder import Run, read_run
 from learner.tools.report.sample import sampled
 from learner.tools.report.summary import summary
 from learner.tools.report.words import Words
+from rollout.data.hub import joined
 
 
 def blocks_of(folder: Path, against: Path | None, limit: int) -> tuple[str, dict[str, Block]]:
@@ -44,7 +45,7 @@ def title_of(runs: Sequence[Run]) -> str:
 def model_of(run: Run) -> str | None:
     """Where the run's tokenizer is."""
     model = run.config.get("model")
-    return str(model["path"]) if isinstance(model, dict) and model.get("path") else None
+    return joined(str(model["path"]), model.get("revision")) if isinstance(model, dict) and model.get("path") else None
 
 
 def advantage_of(run: Run) -> str | None:

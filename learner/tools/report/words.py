@@ -8,6 +8,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from learner.tools.report.token_bytes import bytes_of
+from rollout.data.hub import split
 
 FILE = "tokenizer.json"
 
@@ -56,7 +57,8 @@ def _file_of(model: str) -> Path | None:
     if file.is_file():
         return file
     try:
-        cached = try_to_load_from_cache(model, FILE)
+        name, revision = split(model)
+        cached = try_to_load_from_cache(name, FILE, revision=revision)
     except HFValidationError:  # a path that is not here
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -170,8 +170,15 @@ def test_a_run_is_scored_as_it_was_learned_or_with_another_model(
     (tmp_path / "adapter" / "adapter_config.json").touch()
     evaluate(run=tmp_path)
     evaluate("its/base", run=tmp_path)
-    assert [one["adapter"] for one in given] == [str(tmp_path / "adapter"), None]
-    assert [one["config"]["model"]["path"] for one in given] == ["some/model", "its/base"]
+    tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree | {"model": {"path": "some/model", "revision": "v1"}}))
+    evaluate(tmp_path, run=tmp_path)
+    own: dict[str, Any] = {"model.revision": "v2"}
+    evaluate("its/base", run=tmp_path, **own)
+    assert [one["adapter"] for one in given] == [str(tmp_path / "adapter"), None, None, None]
+    models = [one["config"]["model"] for one in given]
+    assert [model["path"] for model in models] == ["some/model", "its/base", str(tmp_path), "its/base"]
+    assert [model.get("revision") for model in models[2:]] == [None, "v2"]
 
 
 def test_lines_of_metrics_come_once(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["rollout.in_flight=continue"], "rollout.in_flight: continue needs.*got max_staleness=0"),
     (["model.base=nf4", "model.dtype=float32"], "model.base: nf4 needs a type of 16 bits.*got model.dtype=float32"),
     (["learner.push=merged", "model.base=nf4"], "learner.push: merged needs.*got model.base=nf4"),
+    (["model.revision=v1", "model.path=/m"], "model.revision: needs a hub name .*got model.revision=v1, model.path=/m"),
+    (["model.path=org/m@v1"], "model.path: must be a name without its revision.*got model.path=org/m@v1"),
     (["model.reference=x"], "model.reference: without learner.loss.beta"),
     (["model.reference_dtype=int8", FULL], "model.reference_dtype: int8.*got learner.mode=full, learner.loss.beta=0"),
     (["model.reference_dtype=int8", "learner.loss.beta=0.1"], "model.reference_dtype: int8.*learner.mode=lora"),

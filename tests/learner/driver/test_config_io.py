@@ -88,6 +88,10 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
         ("model.path.deep=1", "model.path.deep: model.path is a str, it has no keys"),
         ("rollout={workers: 1, workers: 2}", "rollout: workers: given twice in one block (line 1)"),
         ("name=../elsewhere", r"name: String should match pattern"),
+        (
+            "model.revision=''",
+            "model.revision: must name a branch, tag or commit, or be left out for the newest (got '')",
+        ),
         ("rollout.kv_cache=12 parsecs", "rollout.kv_cache: not a size: '12 parsecs'; write for example 256MiB"),
         ("learner.lora.rank=17", "learner.lora.rank: Input should be 8, 16, 32, 64, 128 or 256 (got 17)"),
         ("learner.learning_rate=.nan", "learner.learning_rate: Input should be a finite number (got nan)"),

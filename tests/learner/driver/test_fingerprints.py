@@ -10,6 +10,7 @@ from learner.config import RunConfig
 from learner.driver import fingerprints
 from learner.driver.fingerprints import Fingerprints, differing, fingerprints_of
 from rewards.source import source_of
+from tests import hub_cache
 
 
 def made(base: Path, *uses: str, rows: Any = ({"a": 1},), **changed: Any) -> Fingerprints:
@@ -94,17 +95,14 @@ def test_what_a_value_starts_from_counts_by_its_files(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_hub_counts_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    there = str(tmp_path / "models--a--b" / "snapshots" / commit / "config.json")
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: {"a/b": there}.get(name))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text("{}")
+    hub_cache.use(tmp_path, monkeypatch)
+    commit = hub_cache.write(tmp_path, "a/b", {"main": copy})["main"]
+    folder = tmp_path / "models--a--b" / "snapshots" / commit
     by_name = made(Path("a/b")).base
     assert by_name == {"revision": commit}
-    folder, copy = tmp_path / "models--a--b" / "snapshots" / commit, tmp_path / "copy"
-    for place in (folder, copy):
-        place.mkdir(parents=True)
-        (place / "config.json").write_text("{}")
     by_folder, by_copy = made(folder).base, made(copy).base
     assert by_folder == {**by_name, **by_copy}
     assert differing(by_folder, by_name) == differing(by_name, by_folder) == []  # goes on, whatever the hub has by then

@@ -41,6 +41,11 @@ def fake_hub() -> Iterator[FakeHub]:
 class _Handler(BaseHTTPRequestHandler):
     server: FakeHub
 
+    def do_HEAD(self) -> None:  # of a file, asked for at a revision that there is not
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RevisionNotFound")
+        self.end_headers()
+
     def do_GET(self) -> None:
         self._answer({"name": "owner", "type": "user"}, self.server.status)
 

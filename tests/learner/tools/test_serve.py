@@ -41,6 +41,11 @@ def test_what_the_server_is_told(tmp_path: Path) -> None:
     assert " --host ::1 --port 8123 --model hub/name --enable-lora --max-lora-rank 32 --lora-modules " in command
     assert f" mine={run}/adapter --dtype bfloat16 " in command
     assert command.endswith(" --max-model-len 64")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["model"]["revision"] = "v1"
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    command = " ".join(server_command(run, "::1", 8123, []))
+    assert " --revision v1 --tokenizer-revision v1 --lora-modules " in command
     (run / "adapter" / "vllm").mkdir()
     (run / "adapter" / "vllm" / "adapter_config.json").touch()
     assert f" mine={run}/adapter/vllm " in " ".join(server_command(run, "::1", 8123, []))

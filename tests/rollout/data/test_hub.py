@@ -57,3 +57,12 @@ def test_where_nothing_is_to_be_tried(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("https_proxy", "http://proxy:8080")
     hub.settle(["org/model"])
     assert not offline()
+
+
+def test_name_and_revision_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, revision in (("org/model", "main"), ("model", "refs/pr/1"), ("org/my-model.v2", "a@b"), ("org/m", None)):
+        assert hub.split(hub.joined(name, revision)) == (name, revision)
+    monkeypatch.chdir(tmp_path)
+    Path("here@v1").mkdir()
+    for folder in ("here@v1", "/models@home/m", "./a@b", "~/a@b", "x@" + "y" * 5000):
+        assert hub.split(folder) == (folder, None)

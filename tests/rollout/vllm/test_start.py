@@ -36,5 +36,5 @@ def test_a_model_that_its_registry_has_is_not_refused_before_the_start(tmp_path:
     pytest.importorskip("vllm")
     from rollout.vllm.trial import wrong_with
 
-    model = {"path": str(make_tiny_model(tmp_path)), "base": "none"}
+    model = {"path": str(make_tiny_model(tmp_path)), "revision": None, "base": "none"}
     assert wrong_with({"model": model, "learner": {"mode": "lora", "push": "adapter"}}) == []

@@ -1,0 +1,186 @@
+"""model.revision: every reader of the base gets the commit that was asked for, from a cache that holds two."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from learner.config import RunConfig
+from learner.driver.absolute_paths import absolute
+from learner.driver.config_io import load
+from learner.driver.fingerprints import FILE, Fingerprints, fingerprints_of
+from learner.driver.node_checks import needs
+from learner.driver.node_facts import Wanted, look
+from learner.driver.preflight import prepare
+from learner.driver.processes import worker_spec
+from learner.driver.resume import ResumeError, check_same_run
+from learner.main import main
+from learner.model.base import load_base
+from learner.model.bitsandbytes_import import has_4_bit_layers
+from learner.model.tensor_files import tensor_files
+from learner.model.weight_files import model_weights
+from learner.tools.eval_command import Asked, _meant
+from learner.tools.export.tokenizer_files import write_tokenizer
+from learner.tools.report.words import Words
+from rollout.data.chat import Chat
+from rollout.data.chat_error import ChatError
+from rollout.data.model_files import read_json
+from rollout.vllm.arguments import engine_arguments
+from tests import hub_cache
+from tests.hub_cache import NAME, SEEDS
+from tests.learner.checkpoints import commit
+from tests.learner.tools.fake_hub import fake_hub
+
+REWARD = "def ok(prompts, completions, **columns):\n    return [0.5] * len(completions)\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, str]]:
+    """Cache, folder of each branch, commits."""
+    folder = tmp_path_factory.mktemp("revision")
+    return folder / "cache", folder, hub_cache.two_commits(folder / "cache", folder)
+
+
+@pytest.fixture
+def commits(made: tuple[Path, Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    hub_cache.use(made[0], monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path("my_rewards.py").write_text(REWARD)
+    Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}"}) + "\n" for i in range(30)))
+    return made[2]
+
+
+def configure(revision: str | None, **changes: Any) -> RunConfig:
+    tree = {
+        "model": {"path": NAME, "revision": revision, "dtype": "float32"},
+        "data": {"path": "data.jsonl"},
+        "rewards": [{"use": "my_rewards.py:ok"}],
+        "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(tree | changes))
+    return load("config.yaml", [])
+
+
+@pytest.mark.parametrize("branch", SEEDS)
+def test_every_reader_gets_the_commit_that_a_branch_stands_for(
+    branch: str, commits: dict[str, str], made: tuple[Path, Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, own, context = made[1] / branch, commits[branch], 256 * SEEDS[branch]
+    prepared = prepare(configure(branch))
+    config = prepared.config
+    assert (config.model.path, config.model.revision) == (NAME, own)
+    assert prepared.fingerprints.base == {"revision": own}
+
+    settings = worker_spec(config, 0, prepared.budgets).engine
+    arguments = engine_arguments(settings, cuda=False)
+    assert [arguments[name] for name in ("model", "revision", "tokenizer_revision")] == [NAME, own, own]
+    for source in (settings.model, configure(branch).model.source):
+        assert Chat.load(source).context == context
+        assert Chat.load(source).tokenizer.chat_template.startswith("{# old #}") == (branch == "old")
+
+    weights = load_file(folder / "model.safetensors")
+    for model in (config.model, *([configure(None).model] if branch == "main" else [])):
+        read = load_base(model, torch.device("cpu"), lora=True).state_dict()
+        assert all(torch.equal(read[name], weight) for name, weight in weights.items())
+    found = tensor_files(config.model.source)
+    assert {file.parent.name for file in found.values()} == {own}
+    assert found.keys() == (model_weights(config.model.source) or {}).keys() == weights.keys()
+    assert not has_4_bit_layers(config.model)
+    write_tokenizer(config.model.source, tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
+    assert Words(config.model.source).known
+
+
+def test_nodes_look_for_the_commit_of_the_driver(commits: dict[str, str]) -> None:
+    config = absolute(configure("old"))
+    models = needs(config)[0].models
+    facts = look(Wanted(models, {}, Path("lock")))
+    assert facts.contents == {"model.path": {"revision": commits["old"]}}
+    (elsewhere,) = models.values()
+    gone = elsewhere.replace(commits["old"], "7" * 40)  # a commit that this cache has not, beside those of others
+    (content,) = look(Wanted({"model.path": gone}, {}, Path("lock"))).contents.values()
+    assert content == {"revision": f"{gone}, which is not in the cache"}
+
+
+def test_a_run_goes_on_with_another_name_of_the_same_commit(commits: dict[str, str]) -> None:
+    def inputs(revision: str | None) -> tuple[RunConfig, Fingerprints]:
+        config = absolute(configure(revision))
+        return config, fingerprints_of(config, [])
+
+    config, found = inputs("main")
+    commit(config.run_dir / "checkpoints", 3, {"config.json": config.model_dump_json(), FILE: found.to_json()})
+    folder = config.run_dir / "checkpoints" / "step-000003"
+    for same in (None, "main", commits["main"]):
+        assert check_same_run(*inputs(same), folder) == []
+    with pytest.raises(ResumeError, match=r"was made with another content of base \(revision\)"):
+        check_same_run(*inputs("old"), folder)
+
+
+def test_another_model_has_no_revision_of_the_one_that_it_replaces(commits: dict[str, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    configure("old", model={"path": NAME, "revision": "old"})
+    Path("config.yaml").rename(run / "config.yaml")
+    words = {field.name: None for field in fields(Asked)} | {"run_folder": run, "model": str(tmp_path)}
+    config, _ = _meant(Asked(**words))  # type: ignore[arg-type]
+    assert (config.model.path, config.model.revision) == (str(tmp_path), None)
+    (run / "model").mkdir()
+    (run / "model" / "config.json").touch()
+    config, _ = _meant(Asked(**words | {"model": None}))  # type: ignore[arg-type]
+    assert (config.model.path, config.model.revision) == (str(run / "model"), None)
+
+
+MISSING = {  # whether the hub can be asked, and what is said
+    "a revision that the cache has not": (
+        False,
+        (
+            "must be one of org/tiny that is in the cache, since the hub cannot be reached, got gone; download it "
+            "first (hf download org/tiny --revision gone), or give one that is there"
+        ),
+    ),
+    "a revision that the hub has not": (
+        True,
+        (
+            "must be a branch, tag or commit of the hub's org/tiny, which has no gone; choose one on the model's page "
+            "(Files and versions), or leave it out for the newest"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_not_there_is_one_line(case: str, commits: dict[str, str]) -> None:
+    online, sentence = MISSING[case]
+    configure("gone")
+    with fake_hub() as hub:
+        settings = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"} if online else {}
+        told = subprocess.run(
+            [sys.executable, "-m", "learner.main", "--config", "config.yaml"],
+            capture_output=True, text=True, env={**os.environ, **settings}, timeout=120,
+        )  # fmt: skip
+    assert (told.returncode, told.stderr) == (2, f"error: model.revision: {sentence}\n")
+
+
+def test_without_the_hub_a_file_that_a_cached_commit_lacks_is_none_of_the_model(commits: dict[str, str]) -> None:
+    assert read_json(f"{NAME}@old", "preprocessor_config.json") == read_json(NAME, "preprocessor_config.json") == {}
+    with pytest.raises(ChatError, match="^model.path: org/other is neither a folder here nor a hub model in the cache"):
+        read_json("org/other", "preprocessor_config.json")
+
+
+def test_a_dry_run_tries_the_commit_as_learner_and_generator_would(
+    commits: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("old", rollout={"max_prompt_length": 200, "max_completion_length": 100})
+    assert main(["--config", "config.yaml", "--dry-run"]) == 2
+    assert "must be at most the model's context of 256 tokens, got 300" in capsys.readouterr().err
+    configure("old")
+    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+    assert f"\n  revision: {commits['old']}\n" in capsys.readouterr().out
