@@ -139,7 +139,8 @@ def lacks(facts: NodeFacts, own: NodeFacts, need: Needs) -> Iterator[str]:
         if contents[1] and not contents[0]:
             yield f"{setting}: {path} is not there; put it on every node, or on a disk that all nodes share"
         elif file := _first_difference(*contents):
-            yield f"{setting}: {path} is not what the driver has ({file} differs); {_again(path, file, contents[1])}"
+            mend = _again(setting, path, file, contents[1])
+            yield f"{setting}: {path} is not what the driver has ({file} differs); {mend}"
     if need.kind == "learner" and facts.lock != own.lock:
         yield "output_dir: it does not see the driver's run folder; give a folder on a disk that both share"
 
@@ -173,10 +174,12 @@ def _first_difference(there: Mapping[str, str], here: Mapping[str, str]) -> str 
     return next((name for name in sorted({*there, *here}) if there.get(name) != here.get(name)), None)
 
 
-def _again(path: str, file: str, own: Mapping[str, str]) -> str:
+def _again(setting: str, path: str, file: str, own: Mapping[str, str]) -> str:
     """The next step; `own` is what the driver has."""
     if file != REVISION or Path(path).is_dir():
         return "copy it again"
+    if setting == "model.path":
+        return f"set model.revision={own[file]}"
     return f"on every node run: hf download {path} --revision {own[file]}, and give the folder that it names"
 
 

@@ -64,8 +64,13 @@ def test_a_hub_model_of_another_commit_is_refused_and_one_that_is_not_cached_is_
 
     hub, missing = Needs("learner", {"model.path": "a/b"}, {}), "a/b, which is not in the cache"
     assert list(lacks(cached("c1"), cached("c2"), hub)) == [
+        "model.path: a/b is not what the driver has (revision differs); set model.revision=c2"
+    ]
+    judge = Needs("reward model", {"rewards: judge": "a/b"}, {})
+    there, here = (replace(OWN, contents={"rewards: judge": {"revision": one}}) for one in ("c1", "c2"))
+    assert list(lacks(there, here, judge)) == [
         (
-            "model.path: a/b is not what the driver has (revision differs); on every node run: "
+            "rewards: judge: a/b is not what the driver has (revision differs); on every node run: "
             "hf download a/b --revision c2, and give the folder that it names"
         )
     ]
