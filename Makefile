@@ -23,8 +23,9 @@ TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 VLLM := vllm==0.32.0
 UV := uv==0.13.8
-# A quarter of what is installed: the tests of others, and model families that are seldom here.
-SELDOM_IMPORTED := /tests?/|transformers/models/(?!auto|bert|gemma|gpt2|llama|mistral|phi|qwen)
+# A third of what is installed: the tests of others, model families that are seldom here, and parts that nothing here imports.
+SELDOM_IMPORTED := /tests?/|transformers/models/(?!auto|bert|gemma|gpt2|llama|mistral|phi|qwen)|/(anthropic|beartype|debugpy)/|$\
+    /(numba|sentry_sdk)/|/ray/(data|llm|rllib|serve|train|tune)/|/openai/resources/|/vllm/models/|/sympy/physics/
 GPU_TARGET := --python-version 3.12 --python-platform x86_64-manylinux_2_31
 
 # The stamp holds the digest of what the set-up was made from; equal digest: nothing to do, no network.
@@ -79,7 +80,7 @@ check:
 test: setup
 	@$(MAKE) --no-print-directory check
 
-# Whole runs of which `make test` has the parts (some minutes).
+# Whole runs of which `make test` has the parts (a quarter of an hour).
 test-long: setup
 	@$(BIN)/pytest -n 0 -p no:cacheprovider -m long
 

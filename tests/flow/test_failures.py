@@ -23,6 +23,7 @@ def learners(run: Run) -> set[int]:
     return {pid for pid, command in run.processes().items() if "ray::learner" in command}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, model: Path) -> None:
     """The third learner ends a run of as many steps, each of which stands there once."""

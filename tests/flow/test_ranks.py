@@ -23,6 +23,7 @@ def rank(run: Run, number: int) -> list[int]:
     return [pid for pid, command in run.processes().items() if f"ray::learner-{number}" in command]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_path: Path) -> None:
     """No step is lost; taken again by a learner of one process, every step has the same digest."""
@@ -53,6 +54,7 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
     one_process_learns_the_same(run)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_learner_of_one_process_learns_the_same_as_ranks_that_divide_the_base(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)

@@ -30,6 +30,7 @@ def servers(run: Run) -> dict[str, int]:
     return {named[1]: pid for named, pid in found if named is not None}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_and_hung_reward_processes_cost_no_group_and_no_generator(tmp_path: Path) -> None:
     """Two generators share two of them; groups under way in one that is lost are scored by the fresh one."""

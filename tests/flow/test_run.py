@@ -106,8 +106,9 @@ ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator
 CONTINUED = ("learner.push=merged", "rollout.in_flight=continue", "trackers=[prometheus]")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("overrides", [ON_ONE_BASE, pytest.param(CONTINUED, marks=pytest.mark.long)])
+@pytest.mark.parametrize("overrides", [ON_ONE_BASE, CONTINUED])
 def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overrides: tuple[str, ...]) -> None:
     run = Run(tmp_path, model, steps=100_000, max_staleness=1)
     process = run.start(*overrides)
