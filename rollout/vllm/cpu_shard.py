@@ -6,15 +6,12 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
-from rollout.vllm.cpu_norm import install_cpu_norm
+from rollout.vllm.cpu_process import prepare_cpu_process
 
 
 class CpuShard(CPUWorker):
-    """As vLLM's, with the LoRA, the experts and the norm of rollout.vllm.cpu_lora and cpu_norm."""
+    """As vLLM's, with what rollout.vllm.cpu_process changes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        install_fast_cpu_lora()
-        serve_experts()
-        install_cpu_norm()
+        prepare_cpu_process()
         super().__init__(*args, **kwargs)

@@ -51,12 +51,9 @@ class VllmEngine:
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
-            from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
-            from rollout.vllm.cpu_norm import install_cpu_norm
+            from rollout.vllm.cpu_process import prepare_cpu_process
 
-            install_fast_cpu_lora()
-            serve_experts()
-            install_cpu_norm()
+            prepare_cpu_process()
         self._settings = settings
         self._ids = itertools.count()
         self._read = read_continued if settings.in_flight == "continue" else read_completions

@@ -1,0 +1,13 @@
+"""What is changed of vLLM's CPU build in each process that computes with it: the engine's, and one of each shard."""
+
+from __future__ import annotations
+
+from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
+from rollout.vllm.cpu_norm import install_cpu_norm
+
+
+def prepare_cpu_process() -> None:
+    """To be called before the model is made. A second call changes nothing."""
+    install_fast_cpu_lora()
+    serve_experts()
+    install_cpu_norm()
