@@ -13,7 +13,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-deps --no-compile --no-build-isolation
 # Unpacks on all cores: 30 s where pip takes 100.
-UV_INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation --index-strategy unsafe-best-match
+UV_INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation --index-strategy unsafe-best-match --system-certs
 # GPU=1: the CUDA builds of requirements/gpu.txt. The environment remembers it, so that it is said once, to `make setup`.
 GPU ?= $(shell cat .venv/.gpu 2>/dev/null)
 LIST := requirements/$(if $(GPU),gpu,cpu).txt
@@ -23,7 +23,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 VLLM := vllm==0.32.0
 UV := uv==0.13.8
-# A third of what is installed: the tests of others, model families that are seldom here, and parts that nothing here imports.
+# A third of what is installed: the tests of others, model families that are seldom here, and what little or nothing here imports.
 SELDOM_IMPORTED := /tests?/|transformers/models/(?!auto|bert|gemma|gpt2|llama|mistral|phi|qwen)|/(anthropic|beartype|debugpy)/|$\
     /(numba|sentry_sdk)/|/ray/(data|llm|rllib|serve|train|tune)/|/openai/resources/|/vllm/models/|/sympy/physics/
 GPU_TARGET := --python-version 3.12 --python-platform x86_64-manylinux_2_31
@@ -45,7 +45,8 @@ setup:
 	mkdir -p .venv && touch .venv/.unfinished && rm -f .venv/.stamp
 	echo "setup: virtual environment in .venv (one to three minutes)"
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv  # over one of another Python it would leave a mixture
-	$(INSTALL) $(call PINNED,pip) $(call PINNED,setuptools) "$(UV)"
+	$(INSTALL) $(call PINNED,pip) $(call PINNED,setuptools)
+	$(INSTALL) "$(UV)" || echo "setup: no $(UV), so pip unpacks, on one core (a minute longer)"
 	if [ -z "$(GPU)" ]; then
 	    echo "setup: $(TORCH)"
 	    $(INSTALL) "$(TORCH)" 2>/dev/null || $(INSTALL) --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"

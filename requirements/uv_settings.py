@@ -10,10 +10,12 @@ NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
-    "no-index": "UV_NO_INDEX",
+    "no-index": "UV_OFFLINE",
     "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "trusted-host": "UV_INSECURE_HOST",
 }
-LINE = re.compile(rf"^[^=]*\.({'|'.join(NAMES)})='(.*)'$", re.MULTILINE)
+LINE = re.compile(rf"^(?:global|install|:env:)\.({'|'.join(NAMES)})='(.*)'$", re.MULTILINE)
 
 
 def settings(lines: str) -> dict[str, str]:

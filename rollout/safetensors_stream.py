@@ -21,7 +21,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Source(NamedTuple):
-    """A tensor that is written into one of its shape, on the CPU, when its turn comes."""
+    """A tensor that is written into one of its shape when its turn comes."""
 
     shape: Sequence[int]
     write: Callable[[Tensor], object]

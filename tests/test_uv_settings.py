@@ -12,7 +12,8 @@ SCRIPT = Path(__file__).parents[1] / "requirements" / "uv_settings.py"
 
 def test_it_is_told_where_pip_looks(tmp_path: Path) -> None:
     file = tmp_path / "pip.conf"
-    file.write_text("[global]\nindex-url = https://a/simple\nextra-index-url = https://b\n  https://c\ntimeout = 9\n")
+    several = "extra-index-url = https://b\n  https://c\ntimeout = 9\n"
+    file.write_text(f"[global]\nindex-url = https://a/simple\n{several}[wheel]\nindex-url = https://d\n")
     others = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     told = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True,

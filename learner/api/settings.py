@@ -39,8 +39,9 @@ def tree_of(
         if "data.path" in _by_key(datasets) and isinstance(tree.get("data"), dict):
             for name in OF_ITS_PATH:  # of the file's own data
                 tree["data"].pop(name, None)
-        if model is not None and isinstance(tree.get("model"), dict):
-            tree["model"].pop("revision", None)  # of the file's own model
+        own = tree.get("model")
+        if model is not None and isinstance(own, dict) and own.get("path") != model:
+            own.pop("revision", None)  # which says nothing of another model
         for key in sorted(settings, key=lambda one: one.count(".")):
             known = key.partition(".")[0] in RunConfig.model_fields
             config_io.assign(tree, key, plain(settings[key], key, inputs.function if known else _unread))

@@ -75,7 +75,8 @@ MODEL = (
         lambda c: c.model.revision is not None and not is_hub_name(c.model.path),
     ),
     Rule(
-        "model.path:", "must be a name without its revision", "set model.revision to what stands behind the @",
+        "model.path:", "must be a name without its revision",
+        "set model.revision to what stands behind the @, or check the path of the folder",
         ("model.path",),
         lambda c: split(c.model.path)[1] is not None,
     ),

@@ -18,7 +18,7 @@ from rollout.env.config import EnvConfig
 def _revision(value: str) -> str:
     if not value.strip():
         raise ValueError(f"must name a branch, tag or commit, or be left out for the newest (got {value!r})")
-    return value
+    return value.strip()
 
 
 class ModelConfig(Frozen):

@@ -1,6 +1,6 @@
 """Paths of a configuration made absolute: the processes of the run have working directories of their own, and who reads
-the configuration in the run folder may stand elsewhere. So is model.revision: what a branch or tag stands for may be
-another commit on another node, or by the time that a process is started again."""
+the configuration in the run folder may stand elsewhere. And model.revision becomes a commit: what a branch or tag
+stands for may be another one on another node, or by the time that a process is started again."""
 
 from pathlib import Path
 from typing import Any

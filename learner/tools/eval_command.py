@@ -13,6 +13,7 @@ from cluster.files import writing
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.publishing import ADAPTER, learned_in
+from learner.driver.yaml_tree import read_yaml
 from learner.model.adapter_config import MODEL
 from learner.tools.eval_progress import EvalProgress
 from learner.tools.evaluation import Evaluated, evaluate
@@ -20,7 +21,7 @@ from learner.tools.other_data import of_other_data
 from learner.tools.reported import reported
 from rollout.data import hub
 
-OWN_REVISION = "model.revision=null"  # that of a configuration says nothing of another model
+NO_REVISION = "model.revision=null"  # that of a configuration says nothing of another model
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,20 @@ def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
             )
         learned = learned_in(folder)
         if asked.model is None and learned == folder / MODEL:
-            changed[:0] = [f"model.path={learned}", OWN_REVISION]
+            changed[:0] = [f"model.path={learned}", NO_REVISION]
         elif asked.model is None and adapter is None:
             adapter = _adapter(learned, folder)
     if file is None:
         _check_named(asked)
+    elif asked.model is not None and not _names(file, asked.model):
+        changed[:0] = [NO_REVISION]
     return config_io.load(file, changed), adapter
+
+
+def _names(file: str | Path, model: str) -> bool:
+    """Whether that is the model of a configuration."""
+    own = read_yaml(Path(file)).get("model")
+    return isinstance(own, dict) and own.get("path") == model
 
 
 def _check_named(asked: Asked) -> None:
@@ -129,8 +138,6 @@ def _overrides(asked: Asked) -> list[str]:
         "rollout.temperature": asked.temperature,
     }  # fmt: skip
     changed = [f"{key}={value}" for key, value in given.items() if value is not None]
-    if asked.model is not None:
-        changed.append(OWN_REVISION)
     if asked.reward:
         changed.append(f"rewards={json.dumps([{'use': use} for use in asked.reward])}")
     if asked.data is not None:

@@ -58,7 +58,7 @@ def joined(name: str, revision: str | None) -> str:
 def split(model: str) -> tuple[str, str | None]:
     """(name, revision) of what `joined` gave."""
     found = PINNED.fullmatch(model)
-    if found is None or len(model) >= LONGEST or Path(model).exists():
+    if found is None or (len(model) < LONGEST and Path(model).exists()):
         return model, None
     return found[1], found[2]
 

@@ -95,8 +95,7 @@ def _in_workers(engine: Any, staged: Resident, load: Callable[..., None], source
 
 def _replace_from(worker: Any, path: str, names: frozenset[str]) -> None:
     """Runs in each of several workers, which loads its part."""
-    with opened(path) as payload:
-        _replace(worker, payload, names)
+    _replace(worker, opened(path), names)
 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:

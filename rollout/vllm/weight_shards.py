@@ -30,15 +30,10 @@ def shared_payload(payload: bytes | memoryview) -> Iterator[str]:
         os.close(descriptor)
 
 
-@contextmanager
-def opened(path: str) -> Iterator[memoryview]:
-    """The bytes at that path, in one of the workers."""
-    with (
-        Path(path).open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as payload,
-    ):
-        yield payload
+def opened(path: str) -> memoryview:
+    """The bytes at that path, in one of the workers. They are there for as long as anything refers to them."""
+    with Path(path).open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class Spread(NamedTuple):

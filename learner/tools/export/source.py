@@ -84,7 +84,8 @@ def _with_base(config: RunConfig, model: str) -> RunConfig:
     if config.learner.mode == "full":
         raise ExportError("--model: is the base of an adapter, and this run trained all weights; leave it out")
     path = str(Path(model).absolute()) if Path(model).is_dir() else model
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "revision": None})})
+    revision = config.model.revision if path == config.model.path else None
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "revision": revision})})
 
 
 def _checkpoint(root: Path, step: int | None) -> Path:

@@ -111,7 +111,8 @@ def _meant(asked: Asked) -> Meant:
         return Meant(None, data, functions_of([asked.reward]), [])
     others = of_other_data() if asked.data is not None else []
     config = load(asked.config, [*others, *(f"{key}={value}" for key, value in changed.items())])
-    whole = absolute(config)
+    # Without its revision, for which the hub would be asked: no model is read here.
+    whole = absolute(config.model_copy(update={"model": config.model.model_copy(update={"revision": None})}))
     rewards = functions_of(whole.rewards)
     if asked.reward is not None:
         of_run = zip(functions_of(config.rewards), rewards, strict=True)

@@ -175,10 +175,11 @@ def test_a_run_is_scored_as_it_was_learned_or_with_another_model(
     evaluate(tmp_path, run=tmp_path)
     own: dict[str, Any] = {"model.revision": "v2"}
     evaluate("its/base", run=tmp_path, **own)
-    assert [one["adapter"] for one in given] == [str(tmp_path / "adapter"), None, None, None]
+    evaluate("some/model", run=tmp_path)
+    assert [one["adapter"] for one in given] == [str(tmp_path / "adapter"), None, None, None, None]
     models = [one["config"]["model"] for one in given]
-    assert [model["path"] for model in models] == ["some/model", "its/base", str(tmp_path), "its/base"]
-    assert [model.get("revision") for model in models[2:]] == [None, "v2"]
+    assert [model["path"] for model in models] == ["some/model", "its/base", str(tmp_path), "its/base", "some/model"]
+    assert [model.get("revision") for model in models[2:]] == [None, "v2", "v1"]
 
 
 def test_lines_of_metrics_come_once(tmp_path: Path) -> None:

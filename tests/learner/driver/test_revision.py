@@ -132,6 +132,8 @@ def test_another_model_has_no_revision_of_the_one_that_it_replaces(commits: dict
     words = {field.name: None for field in fields(Asked)} | {"run_folder": run, "model": str(tmp_path)}
     config, _ = _meant(Asked(**words))  # type: ignore[arg-type]
     assert (config.model.path, config.model.revision) == (str(tmp_path), None)
+    config, _ = _meant(Asked(**words | {"model": NAME}))  # type: ignore[arg-type]
+    assert config.model.revision == "old", "the same model keeps it"
     (run / "model").mkdir()
     (run / "model" / "config.json").touch()
     config, _ = _meant(Asked(**words | {"model": None}))  # type: ignore[arg-type]
