@@ -2,8 +2,8 @@
 files.
 
 safetensors' own save and load hold everything two or three times over. Whole weights are gigabytes, so here each tensor
-is written where it will lie among the bytes, and a reader finds it there. Format: 8 bytes of length,
-little endian; a JSON object of that length, name -> dtype, shape and place in what follows; the tensors, without gaps.
+is written where it will lie among the bytes, and a reader finds it there. Format: 8 bytes of length, little endian; a
+JSON object of that length, name -> dtype, shape and place in what follows; the tensors, without gaps.
 """
 
 import json
