@@ -23,6 +23,7 @@ from cluster.ray_reservation import Node, Reservation
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
 
+CALLS = 2**16  # of a process at once; behind Ray's own limit, 1000, its pulse would wait for groups to end
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
 
 # Tables travel as pickle sends them (rollout.schema), which Ray else overrides with a slower way of its own: column by
@@ -95,6 +96,7 @@ class Session:
             # Else Remote.revive starts another, and its caller counts; and what may have run is not run again unseen.
             "max_restarts": -1 if stateless else 0,
             "max_task_retries": -1 if stateless else 0,  # until the deadline of the call
+            "max_concurrency": CALLS,
             "enable_task_events": False,  # Ray keeps one of each call for ever: 40 kB a step
             "scheduling_strategy": self._reservation().strategy(role),
             "runtime_env": self._runtime_env(role, env),

@@ -45,11 +45,26 @@ class Metrics:
         bad = [number for number, found in enumerate(steps, 1) if found is None]
         if bad:
             log.warning("%s: dropped %d lines that are none of a step (first: line %d)", self._path, len(bad), bad[0])
-        kept = [line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step and step]
+        self._rewrite(
+            [line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step and step]
+        )
+
+    def _rewrite(self, lines: Sequence[str]) -> None:
         partial = self._path.with_suffix(".partial")
         with writing(partial):
-            partial.write_text("".join(line + "\n" for line in kept))
+            partial.write_text("".join(line + "\n" for line in lines))
         os.replace(partial, self._path)
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes more of the newest step, into its line, and to the trackers. Raises as `log`."""
+        lines = self._path.read_text().splitlines()
+        if not lines or _step_of(lines[-1]) != step:
+            self.log(step, values)
+            return
+        self._file.close()
+        self._rewrite([*lines[:-1], json.dumps(json.loads(lines[-1]) | _finite_or_null(values))])
+        self._file = self._path.open("a", buffering=1)
+        self._tell(step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one step; what is not finite is written as null, since JSON has no NaN.
@@ -57,11 +72,13 @@ class Metrics:
         Raises OSError, with the path in it, if the line cannot be written, or if the run folder was deleted or replaced
         since the run began: its record would be lost without a word.
         """
-        clean = {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
         with writing(self._path):
-            self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **clean}) + "\n")
+            self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **_finite_or_null(values)}) + "\n")
         self.check_folder(step)
-        finite = {key: value for key, value in clean.items() if value is not None}
+        self._tell(step, values)
+
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {key: value for key, value in _finite_or_null(values).items() if value is not None}
         for tracker in self._trackers:
             tracker.log(step, finite)
 
@@ -87,6 +104,10 @@ class Metrics:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+def _finite_or_null(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
 
 
 def _step_of(line: str) -> int | None:

@@ -12,6 +12,8 @@ from rewards.described import LONGEST, described
 
 Status = Literal["ok", "nan", "timeout", "error"]
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
+# One loop for all calls of a process: a client or a semaphore of a module works in the loop that first used it alone.
+_RUNNER = asyncio.Runner()
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bo
     try:
         returned = reward(**_arguments(reward, group, args, built_in=built_in))
         if isinstance(returned, Awaitable):
-            returned = asyncio.run(_wait(returned))
+            returned = _RUNNER.run(_wait(returned))
         return _read(returned, size)
     except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
         # A sentence of our own is complete as it is.

@@ -20,6 +20,7 @@ import cloudpickle
 from rewards.captured import captured
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+LARGE = 2**20  # bytes of which the text would be several times as long
 CODE = (
     "co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code", "co_consts",
     "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable",
@@ -46,6 +47,8 @@ class _Digest:
         self._within: list[int] = []
 
     def of(self, value: Any) -> bytes:
+        if isinstance(value, bytes) and len(value) > LARGE:
+            return _hash("bytes", hashlib.sha256(value).hexdigest())
         if type(value) in PLAIN:
             return _hash(type(value).__name__, repr(value))
         if id(value) in self._within:  # a function that calls itself, a list that holds itself

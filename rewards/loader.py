@@ -5,6 +5,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -29,6 +30,7 @@ BUILT_INS = {
     "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
+_KEPT: dict[str, set[str]] = {}  # folders that were put on the path -> the modules in them
 EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 
 
@@ -111,7 +113,17 @@ def _import_file(path: Path) -> ModuleType:
         raise RewardLoadError(f"{path} does not import: {described(error)}") from error
     finally:
         _forget_siblings(before, path.parent)
+    _keep_on_path(path.parent)
     return module
+
+
+def _keep_on_path(folder: Path) -> None:
+    """Behind all others, for what functions of its files import when they are called. Not if a folder that is there
+    already has a module of the same name, which they would get instead."""
+    names = {found.name for found in pkgutil.iter_modules([str(folder)])}
+    if str(folder) not in sys.path and not any(names & others for others in _KEPT.values()):
+        sys.path.append(str(folder))
+        _KEPT[str(folder)] = names
 
 
 def _forget_siblings(before: set[str], folder: Path) -> None:

@@ -38,7 +38,8 @@ def pack(function: Any) -> Packed:
     own = getattr(function, "__name__", None) or type(function).__name__
     name = re.sub(r"\W+", "_", own, flags=re.ASCII).strip("_") or "function"
     try:
-        content, made = _dumps(function), digest(function)
+        content = _dumps(function)
+        made = digest(function) if len(content) <= LARGEST else ""
     except Exception as error:
         raise RewardLoadError(f"{own} cannot be sent to another process{_blame(function, error)}") from error
     if len(content) > LARGEST:

@@ -1,7 +1,9 @@
 """What several reward functions need to read of a completion or of a gold answer."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 
@@ -33,8 +35,10 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def gold_text(gold: object) -> str:
-    """The gold answer as text; of GSM8K's worked solutions what follows the last `####`."""
-    return str(gold).rsplit("####", 1)[-1].strip()
+    """The gold answer as text; of GSM8K's worked solutions what follows the last `####`. Of a number all its digits:
+    0.00005, not 5e-05."""
+    text = format(Decimal(repr(float(gold))), "f") if isinstance(gold, float) and math.isfinite(gold) else str(gold)
+    return text.rsplit("####", 1)[-1].strip()
 
 
 def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:

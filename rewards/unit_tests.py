@@ -9,7 +9,8 @@ from typing import Any
 from rewards.code_process import Limits, run
 from rewards.text import column_of, text_of
 
-_FENCED = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCED = re.compile(r"^```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)  # language, content
+_PYTHON = ("py", "python", "python3")
 # What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
 # tests; `exit()` in it, or output of its own, leaves the last line unsaid, and built-ins that it replaces are its own.
 _PROGRAM = """\
@@ -41,7 +42,8 @@ async def unit_tests(
 ) -> list[float]:
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
 
-    The code is the last block fenced by three backquotes, or the whole text if there is none. Code that raises, is late
+    The code is the last block that three backquotes fence as python; if there is none the last fenced without a
+    language, else the whole text. Code that raises, is late
     or takes too much memory passes no test. The code could cheat a test that runs beside it (by an object that
     equals everything, say): these are limits on mistakes, no defence against a policy that looks for such ways.
 
@@ -81,8 +83,10 @@ async def _passed(code: str, setup: str, tests: Sequence[str], limits: Limits) -
 
 
 def _code(text: str) -> str:
-    blocks = _FENCED.findall(text)
-    return str(blocks[-1]) if blocks else text
+    blocks = [(language.lower(), code) for language, code in _FENCED.findall(text)]
+    named = [code for language, code in blocks if language in _PYTHON]
+    unnamed = [code for language, code in blocks if not language]
+    return str([text, *unnamed, *named][-1])
 
 
 def _tests(value: Any) -> list[str]:

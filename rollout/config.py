@@ -77,6 +77,8 @@ class EvalConfig(Frozen):
 
 # Settings of `data` that say how its path is read: of another path they say nothing.
 OF_ITS_PATH = ("split", "args")
+# Settings of `data.eval` that say which problems are held out.
+OF_HELD_OUT = ("path", "split")
 
 
 class DataConfig(Frozen):

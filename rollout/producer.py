@@ -157,8 +157,12 @@ class Producer:
         """Groups of several problems, as of SupervisedWorker.rollouts; None and `lost` as of `request`."""
         return await self.worker.attempt(partial(self._rollouts, problems, samplings, attempt, rounds), lost)
 
+    @property
+    def away(self) -> bool:
+        """As SupervisedWorker.away, as the next."""
+        return self.worker.away
+
     async def present(self) -> None:
-        """Waits until its process is not being replaced."""
         await self.worker.present()
 
     async def sleep(self) -> None:

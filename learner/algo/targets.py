@@ -32,7 +32,10 @@ class Targets:
 
     advantages: npt.NDArray[np.float64]  # [M] 0 without a reward
     coefficients: npt.NDArray[np.float64]  # [R] weight of each of its sampled tokens in the loss of its update
-    trained: npt.NDArray[np.bool_]  # [R] false without a reward, if it is masked, or if its gradient is exactly 0
+    trained: npt.NDArray[
+        np.bool_
+    ]  # [R] false without a reward, if it is masked, or if its gradient is exactly 0, which
+    # no loss of a user's own is taken to have
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
 
 
@@ -69,6 +72,6 @@ def targets_of(
     trained = learnable(rows, loss)
     if advantages is None:
         of_completions = rows.of_rows(np.concatenate(ADVANTAGES[loss.advantage](rows.rewards)))
-        trained &= (of_completions != 0) | (loss.beta > 0)
+        trained &= (of_completions != 0) | (loss.beta > 0) | loss.own
         advantages = np.repeat(of_completions, rows.lengths)
     return Targets(advantages, rows.of_rows(coefficients), trained, rows.of_rows(update))

@@ -7,13 +7,17 @@ from typing import Any
 
 from learner.api.errors import InputError
 
+BOOLEANS = ("bool", "bool_")  # how numpy calls its own, from 2 on and before
+
 Other = Callable[[Any, str], Any]  # (what no file holds, where it stands) -> what stands for it, or an exception
 
 
 def plain(value: Any, where: str, other: Other) -> Any:
     """The value with numbers of numpy as Python's, paths as text, tuples as lists; `other` is asked about the rest."""
-    if value is None or isinstance(value, bool):
+    if value is None:
         return value
+    if is_bool(value):
+        return bool(value)
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Integral):
@@ -29,3 +33,8 @@ def plain(value: Any, where: str, other: Other) -> Any:
     if isinstance(value, list | tuple):
         return [plain(part, f"{where}.{index}", other) for index, part in enumerate(value)]
     return other(value, where)
+
+
+def is_bool(value: Any) -> bool:
+    """Also for numpy's, which is no bool, nor the same as True or False."""
+    return isinstance(value, bool) or type(value).__name__ in BOOLEANS

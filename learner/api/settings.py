@@ -1,7 +1,7 @@
 """The arguments of a call -> the tree of a configuration, and its check: unknown keys, wrong values, rules."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from learner.api.plain import plain
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.yaml_tree import ConfigError, check_plain, read_yaml
-from rollout.config import OF_ITS_PATH
+from rollout.config import OF_HELD_OUT, OF_ITS_PATH
 
 
 def tree_of(
@@ -36,9 +36,7 @@ def tree_of(
     """
     try:
         tree = {} if config is None else read_yaml(Path(config))
-        if "data.path" in _by_key(datasets) and isinstance(tree.get("data"), dict):
-            for name in OF_ITS_PATH:  # of the file's own data
-                tree["data"].pop(name, None)
+        _forget_own_data(tree, _by_key(datasets))
         own = tree.get("model")
         if model is not None and isinstance(own, dict) and own.get("path") != model:
             own.pop("revision", None)  # which says nothing of another model
@@ -72,6 +70,20 @@ def checked(tree: Mapping[str, Any]) -> RunConfig:
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     config_io.assign(tree, key, value)
+
+
+def _forget_own_data(tree: Mapping[str, Any], given: Collection[str]) -> None:
+    """Takes from a file's tree what it says of the problems in whose place others are given: how to read them, and its
+    held-out ones, which are of another source than these."""
+    data = tree.get("data")
+    if not given or not isinstance(data, dict):
+        return
+    if "data.path" in given:
+        for name in OF_ITS_PATH:
+            data.pop(name, None)
+    if isinstance(data.get("eval"), dict):
+        for name in OF_HELD_OUT:
+            data["eval"].pop(name, None)
 
 
 def _by_key(datasets: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -11,6 +11,7 @@ import yaml
 from learner.api.errors import InputError, TrainError
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import Metrics, MetricsLines, rows_of
+from learner.api.plain import is_bool
 from learner.api.process import RunProcess
 from learner.api.result import TrainResult, result_of
 from learner.driver import called_from
@@ -136,7 +137,8 @@ class _Steps:
         if self._on_step is None or self.error is not None:
             return
         try:
-            stop = self._on_step(line) is False
+            answer = self._on_step(line)
+            stop = is_bool(answer) and not answer
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit() in it is its author's wish to leave, too

@@ -59,6 +59,10 @@ class HeldOut:
         self._producers, self._problems, self._config, self._timeline = producers, problems, config, timeline
         self.evaluations: list[Evaluation] = []
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the policy of this step has been, in this run or before the checkpoint that it goes on from."""
+        return any(evaluation.step == step for evaluation in self.evaluations)
+
     async def score(self, step: int) -> dict[str, float]:
         """The metrics of the policy that the generators have; none where nothing is held out or evaluated."""
         if not self._problems or self._config.data.eval.every == 0:

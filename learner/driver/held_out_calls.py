@@ -28,8 +28,12 @@ class Asks(Protocol):
         """The groups of the problems, in their order; None if the process was lost meanwhile (`lost` is called then; it
         is alive again when this returns)."""
 
+    @property
+    def away(self) -> bool:
+        """Whether its process is being replaced."""
+
     async def present(self) -> None:
-        """Waits until its process is not being replaced."""
+        """Waits until it is not away."""
 
 
 class Calls(NamedTuple):
@@ -80,6 +84,9 @@ async def generate(
         while True:
             await one.present()
             start = await waiting.get()
+            if one.away:  # lost while this lane waited: the call is another generator's
+                waiting.put_nowait(start)
+                continue
             mine = problems[start : start + calls.size]
             samplings = [sampling(start + i) for i in range(len(mine))]
             groups = await one.requests(mine, samplings, attempt, calls.rounds, partial(waiting.put_nowait, start))

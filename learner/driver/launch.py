@@ -27,9 +27,9 @@ from learner.driver.step_metrics import Sinks
 from learner.driver.wiring import Inputs, wire
 from rewards.service import RewardService
 from rollout.service import RolloutService
-from rollout.side_by_side import alongside
 
 CLOSE_S = 20.0
+METRICS = "metrics.jsonl"
 
 
 async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
@@ -51,6 +51,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(
                 f"all {prepared.total_steps} steps are done already: raise steps or epochs, or give another name="
+                f"{_unscored(prepared)}"
             )
             return 0
         for note in (prepared.budgets.note, *prepared.notes):
@@ -95,8 +96,8 @@ async def _attempt(
             _obey_signals(stop, progress.note)
             patience = Patience.of(prepared.config.cluster.deadlines)
             try:
-                async with alongside(kept_answering(one, patience) for one in processes.rewards):
-                    await loop.run(prepared.resume_from, ray_processes.watch())
+                kept = [kept_answering(one, patience) for one in processes.rewards]
+                await loop.run(prepared.resume_from, ray_processes.watch(), *kept)
             finally:
                 phases.split(sinks.timeline, "other")
         return loop
@@ -148,6 +149,15 @@ def _publish(prepared: Prepared, progress: Progress) -> None:
     repaired = publish(prepared.resume_from, prepared.config.run_dir, whole_model=whole)
     if repaired is not None:
         progress.note(f"{repaired} was not that of {prepared.resume_from.name}: it is now")
+
+
+def _unscored(prepared: Prepared) -> str:
+    """What is to be said of a finished run whose last evaluation failed."""
+    config, file = prepared.config, prepared.config.run_dir / METRICS
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    if not prepared.heldout or config.data.eval.every == 0 or not lines or '"eval/' in lines[-1]:
+        return ""
+    return f"; the last evaluation failed, make it up by: gleaner eval --run {config.run_dir}"
 
 
 def _where_it_goes_on(config: RunConfig) -> str:

@@ -95,8 +95,8 @@ class Loop:
         delivery = tasks.create_task(self.sync.deliver(await self.updates.first_policy(tasks), release=0))
         await delivery
         self.metrics.start()
-        if self.step == 0 and (before := await self._evaluate()):
-            self.metrics.write(0, before)
+        if self.schedule.evaluates(self.step) and not self.held_out.evaluated(self.step):
+            self.metrics.write_late(self.step, await self._evaluate())
         while not self.schedule.done(self.step) and not self.stop.is_set():
             batch = await self._unless_stopped(self.batches.take(self.step))
             if batch is None:

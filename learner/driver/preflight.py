@@ -73,7 +73,12 @@ def place_output(config: RunConfig) -> RunConfig:
     try:
         if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
             config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
-        there = next(path for path in [config.run_dir, *config.run_dir.parents] if path.exists())
+        folders = [config.run_dir, *config.run_dir.parents]
+        there = next(path for path in folders if path.exists() or path.is_symlink())
+        if not there.exists():
+            raise PreflightError(
+                f"output_dir: {there} is a link to {there.readlink()}, which is not there; mount it, or give another"
+            )
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
         raise PreflightError(f"output_dir: {config.output_dir} is no folder ({error}); give another") from error

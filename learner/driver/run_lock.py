@@ -47,6 +47,11 @@ def held(folder: Path) -> Iterator[None]:
         _remove_empty(made)
 
 
+def _dangles(path: Path) -> bool:
+    """Whether it is a link to what is not there, so that no folder can be made of it."""
+    return path.is_symlink() and not path.exists()
+
+
 def _take(path: Path) -> int:
     """A descriptor of the folder's lock file, locked."""
     while True:
@@ -56,7 +61,7 @@ def _take(path: Path) -> int:
         except FileNotFoundError:  # a run that ended without leaving anything has just removed its folder
             continue
         except FileExistsError:  # it has removed it while we made it; or there is a file of that name
-            if path.parent.exists() and not path.parent.is_dir():
+            if (path.parent.exists() and not path.parent.is_dir()) or any(map(_dangles, path.parents)):
                 raise
             continue
         try:

@@ -107,18 +107,23 @@ class StepMetrics:
         """A line for the user."""
         self._sinks.progress.note(text)
 
+    def write_late(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation before the first step of this process: of step 0, or one that failed and ended the run."""
+        if metrics:
+            self._sinks.metrics.amend(step, metrics)
+            self._sinks.progress.step(step, metrics)
+
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One step, to every sink; step 0 is the evaluation before training."""
-        if step > 0:
-            self.idle.add(metrics)
-            buffer = self._pipes.buffer
-            metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
-            metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
-            metrics["buffer/groups"] = float(len(buffer))
-            metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
-            metrics["rollout/begun_anew"] = float(self._pipes.losses.total())
-            if self._sinks.plan is not None:
-                self._sinks.plan.measure(metrics)
+        """One step, to every sink."""
+        self.idle.add(metrics)
+        buffer = self._pipes.buffer
+        metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
+        metrics["buffer/dropped_stale"] = float(buffer.dropped_stale)
+        metrics["buffer/groups"] = float(len(buffer))
+        metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
+        metrics["rollout/begun_anew"] = float(self._pipes.losses.total())
+        if self._sinks.plan is not None:
+            self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)
         self._sinks.progress.step(step, metrics)
         if (silent := self.signal.add(metrics)) is not None:

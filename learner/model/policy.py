@@ -191,4 +191,5 @@ class Policy:
     def save_config(self, folder: Path) -> None:
         """Writes the base model's config.json and generation_config.json."""
         self._lm.config.save_pretrained(folder)
-        self._lm.generation_config.save_pretrained(folder)
+        # Not save_pretrained: transformers refuses to save some that it loads, such as a temperature without sampling.
+        (folder / "generation_config.json").write_text(self._lm.generation_config.to_json_string())

@@ -49,7 +49,8 @@ class Ranks:
             answer = await self._pulse(deadline_s)
         else:
             with self._known_beside():
-                answer = await self._again(lambda: self._asked(one, deadline_s, *args, **kwargs))
+                longest_s = max(deadline_s, self._regroup.hung_s)
+                answer = await self._again(lambda: self._asked(one, longest_s, *args, **kwargs))
         return answer
 
     async def _pulse(self, deadline_s: float) -> Any:

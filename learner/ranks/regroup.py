@@ -54,6 +54,11 @@ class Regroup:
         """Between two looks for ranks that hang."""
         return self._deadlines.heartbeat / 8
 
+    @property
+    def hung_s(self) -> float:
+        """Within which a rank that hangs is killed."""
+        return self._deadlines.heartbeat
+
     async def kill_hung(self) -> None:
         """One look; whoever waits for the answer of a rank that is killed hears of its end."""
         await asyncio.gather(*map(self._kill_if_hung, self._ranks))

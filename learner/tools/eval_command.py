@@ -80,13 +80,20 @@ def show(result: Evaluated) -> None:
     if result.unscored:
         console.print(f"{result.unscored} problems have a completion without a score and count nowhere")
     if result.failed:
-        console.print(f"a reward function failed on {result.failed} completions, which count as 0")
+        console.print(
+            f"a reward function failed on {result.failed} completions; where it is the score, they count as 0"
+        )
 
 
 def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
     """The configuration, and the adapter on its model. Raises ConfigError."""
     if asked.run_folder is not None and asked.config is not None:
         raise config_io.ConfigError("--run: does not go with --config, which it has in its folder; give one of them")
+    if asked.split is not None and asked.data is None:
+        raise config_io.ConfigError(
+            "--split: is of --data; name the source with --data as well, or for other held-out problems of a "
+            f"configuration give data.eval.split={asked.split}"
+        )
     folder, file, changed, adapter = asked.run_folder, asked.config, _overrides(asked), asked.adapter
     if folder is not None:
         file = str(folder / "config.yaml")

@@ -57,8 +57,12 @@ class EvaluatedWorker:
         """As Producer.requests."""
         return await self._worker.attempt(partial(self._worker.rollouts, problems, samplings, attempt, rounds), lost)
 
+    @property
+    def away(self) -> bool:
+        """As SupervisedWorker.away, as the next."""
+        return self._worker.away
+
     async def present(self) -> None:
-        """As SupervisedWorker.present."""
         await self._worker.present()
 
     async def _deliver(self) -> None:

@@ -63,7 +63,8 @@ def summary(greedy: Sequence[float], sampled: Sequence[Sampled], threshold: floa
     if sampled:
         n = len(sampled[0].scores)
         values[f"mean@{n}"] = [float(np.mean(one.scores)) for one in sampled]
-        correct = [sum(score >= threshold for score in one.scores) for one in sampled]
+        least = np.float32(threshold)  # as scores are kept: 0.9 would be more than a score of 0.9
+        correct = [int((np.asarray(one.scores, np.float32) >= least).sum()) for one in sampled]
         for k in powers_to(n):
             values[f"pass@{k}"] = [pass_at_k(n, c, k) for c in correct]
         values[f"majority@{n}"] = [majority(one) for one in sampled]

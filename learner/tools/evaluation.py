@@ -1,6 +1,7 @@
 """gleaner eval: a model or an adapter on data, by the generators and reward functions of a run."""
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import Asked, groups, policy_of
 from learner.tools.eval_scores import Estimate, Sampled, summary
 from rewards.config import functions_of
+from rewards.text import text_of
 from rollout.data.problems import Renderer, load, load_whole
 from rollout.producer import group_seed
 from rollout.schema import Problem, failed, whole
@@ -42,8 +44,8 @@ class Evaluated:
         problems: that were asked. samples: completions of each, beside the greedy one.
         metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with a bootstrap interval of
             95 %.
-        unscored: problems without a score, which count nowhere. failed: completions that a reward function failed on,
-            which count as 0.
+        unscored: problems without a score, which count nowhere. failed: completions that a reward function failed on;
+            where it is the one that counts, they count as 0.
         seconds: start and end of the processes included.
         rows: every completion, in rollout.schema; attempt 0 is greedy, 1 sampled.
     """
@@ -181,10 +183,16 @@ def metrics_of(
     values = [[[_number(score) for score in several[i]] for i in kept] for several in scored]
     sampled = []
     if len(tables) > 1:
-        texts = [whole(tables[1][i]).column("completion").to_pylist() for i in kept]
+        texts = [said_in(whole(tables[1][i])) for i in kept]
         sampled = [Sampled([*map(answer_of, said)], own) for said, own in zip(texts, values[1], strict=True)]
     metrics = summary([own[0] for own in values[0]], sampled, threshold, seed) if kept else {}
     return metrics, len(scored[0]) - len(kept)
+
+
+def said_in(rows: pa.Table) -> list[str]:
+    """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered."""
+    texts, played = (rows.column(name).to_pylist() for name in ("completion", "messages"))
+    return [text if turns is None else text_of(json.loads(turns)) for text, turns in zip(texts, played, strict=True)]
 
 
 def _number(score: float | None) -> float:

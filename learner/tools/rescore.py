@@ -82,7 +82,10 @@ def argument(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise RescoreError(f"--arg: must be written KEY=VALUE, got {text!r}")
-    return key, parse_value(value)
+    try:
+        return key, parse_value(value)
+    except ConfigError as error:
+        raise RescoreError(f"--arg: {error}") from None
 
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:

@@ -11,7 +11,10 @@ from typing import NoReturn
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.publishing import ADAPTER, learned_in
-from learner.model.adapter_config import MODEL, served
+from learner.model.adapter_config import CONFIG_FILE, MODEL, served
+from rollout.architecture import has_experts
+from rollout.data.chat_error import ChatError
+from rollout.data.model_files import CONFIG, read_json
 
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # where the user's environment does not say
 CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
@@ -66,12 +69,31 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     name = learned.parent.name
     if learned.name == MODEL:
         return ["--model", str(learned), "--served-model-name", name]
+    if _on_cpu() and _with_experts(config.model.source):
+        raise config_io.ConfigError(
+            f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
+            f"(gleaner export {learned.parent} OUT), and serve OUT"
+        )
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if (revision := config.model.revision) is not None:
         arguments += ["--revision", revision, "--tokenizer-revision", revision]
+    arguments += ["--lora-target-modules", *_targets(served(learned))]  # else experts and head get LoRA layers, too
     if config.model.base == "nf4":
         arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
     return [*arguments, "--lora-modules", f"{name}={served(learned)}"]
+
+
+def _targets(adapter: Path) -> list[str]:
+    """The last part of the names of the layers that it changes."""
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    return sorted({name.rpartition(".")[2] for name in config["target_modules"]})
+
+
+def _with_experts(model: str) -> bool:
+    try:
+        return has_experts(read_json(model, CONFIG))
+    except ChatError:  # the model is not there: vLLM says so
+        return False
 
 
 def _on_cpu() -> bool:

@@ -36,6 +36,7 @@ class Chat:
     ) -> None:
         _check_tokens(tokenizer, stop_ids, vocabulary)
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
+        self._vocabulary = vocabulary
         try:
             check_kwargs(tokenizer, self._template_kwargs)
         except TemplateKwargsError as error:
@@ -88,7 +89,7 @@ class Chat:
             )
         if not self.has_template:
             text = self._plain(messages)
-            return text, tuple(self.tokenizer.encode(text))
+            return text, self._known(self.tokenizer.encode(text))
         prompt = tuple(dict(message) for message in messages)
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
@@ -107,7 +108,7 @@ class Chat:
                 f"data: the model's chat template must accept the roles {roles}, and says: {said}; where it knows no "
                 "system role, set data.system: null and put the instruction into data.prompt"
             ) from error
-        return prompt, tuple(ids)
+        return prompt, self._known(ids)
 
     def observe(
         self, messages: Messages, closed_by: int | None, tools: Sequence[Mapping[str, Any]] = ()
@@ -127,7 +128,7 @@ class Chat:
                 "model.path: a conversation of several turns needs a chat template, and this tokenizer has none; use "
                 "an instruct model"
             )
-        return self.observations.ids(messages, closed_by, tools)
+        return self._known(self.observations.ids(messages, closed_by, tools))
 
     def try_template(self, seconds: float, roles: Sequence[str]) -> None:
         """Renders a short conversation of these roles in a process that can be killed. Raises ChatError if the template
@@ -157,6 +158,12 @@ class Chat:
         text = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return str(text)
 
+    def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids. Raises ChatError for one that the model does not have."""
+        if (highest := max(ids, default=0)) >= self._vocabulary:
+            raise ChatError(_beyond(self.tokenizer, highest, self._vocabulary, "a prompt"))
+        return tuple(ids)
+
     def _plain(self, messages: Messages) -> str:
         roles = [message["role"] for message in messages]
         if roles not in (["user"], ["system", "user"]):
@@ -168,18 +175,24 @@ class Chat:
 
 
 def _check_tokens(tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:
-    highest = max(tokenizer.get_vocab().values())
+    # A special token beyond them, as Gemma 3's for images, does no harm until a prompt holds it.
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    highest = max(set(tokenizer.get_vocab().values()) - special, default=0)
     if highest >= vocabulary:
-        raise ChatError(
-            f"model.path: every token id must lie below the model's vocab_size {vocabulary}, and the tokenizer has "
-            f"id {highest} ({tokenizer.convert_ids_to_tokens(highest)!r}); give the tokenizer that the model was "
-            "trained with, or resize the model's embeddings"
-        )
+        raise ChatError(_beyond(tokenizer, highest, vocabulary, "the tokenizer"))
     if not stop_ids:
         raise ChatError(
             "model.path: generation must be able to end, and neither the tokenizer nor generation_config.json "
             "names an end token; set eos_token in the tokenizer"
         )
+
+
+def _beyond(tokenizer: Any, token: int, vocabulary: int, what: str) -> str:
+    return (
+        f"model.path: every token id must lie below the model's vocab_size {vocabulary}, and {what} has "
+        f"id {token} ({tokenizer.convert_ids_to_tokens(token)!r}); give the tokenizer that the model was "
+        "trained with, or resize the model's embeddings"
+    )
 
 
 def _check_whole(path: str, numbers: Mapping[str, Sequence[Any]]) -> None:

@@ -6,6 +6,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +92,7 @@ def read_file(file: Path, split: str | None, args: Mapping[str, Any], size: int 
         return rows[start:stop][:size]
     import datasets
 
-    found = datasets.load_dataset(kind, data_files=str(file), split=split, **args)
+    found = datasets.load_dataset(kind, data_files=escape(str(file)), split=split, **args)
     return [dict(row) for row in (found if size is None else found.select(range(min(size, len(found)))))]
 
 

@@ -138,3 +138,16 @@ def test_the_trace_of_a_killed_run_is_a_chrome_trace(tmp_path: Path, monkeypatch
         pass
     again.close()
     assert [event["args"].get("step") for event in trace(tmp_path) if event["ph"] == "X"] == [3, 4, 5]
+
+
+def test_more_of_the_newest_step_goes_into_its_line(tmp_path: Path) -> None:
+    record(tmp_path, 0, range(3))
+    metrics = Metrics(tmp_path, [], 2)
+    metrics.amend(2, {"eval/accuracy": 0.5, "eval/odd": float("nan")})
+    metrics.log(3, {})
+    metrics.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert {key: value for key, value in lines[2].items() if key != "at"} == {
+        "step": 2, "reward/mean": 1.0, "eval/accuracy": 0.5, "eval/odd": None,
+    }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rewards import pickled
+from rewards import function_digest, pickled
 from rewards.base import RewardLoadError
 from rewards.call import Group, score
 from rewards.function_digest import digest
@@ -148,7 +148,9 @@ def test_what_cannot_be_sent_is_named(unpicklable: dict[str, Any], code: str, se
 
 
 def test_what_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its digest is made, which takes several times its size."""
     monkeypatch.setattr(pickled, "LARGEST", 2**20)
+    monkeypatch.setattr(function_digest, "digest", lambda function: pytest.fail("it was made"))
     names = cell("small, table = 'x', 'x' * 2**21\ndef f(completions): return small + table")
     with pytest.raises(RewardLoadError, match="f must be at most 1 MiB .*, of them 2 MiB its variable table;"):
         pickled.pack(names["f"])

@@ -118,6 +118,7 @@ def test_number_reads_tag_gold_and_conversation() -> None:
     assert number(texts, answer=[gold] * 4) == [1.0, 1.0, 1.0, 0.0]
     assert number([said("<a>0.30</a>")], column="gold", tag="a", gold=[0.3]) == [1.0]
     assert number(["9007199254740993"], answer=["9007199254740992"]) == [0.0]  # equal as floats
+    assert number(["0.00005", "10000000000000000"], answer=[5e-05, 1e16]) == [1.0, 1.0]
 
 
 def test_number_refuses_bad_gold_and_a_missing_column() -> None:
@@ -135,6 +136,7 @@ def test_math_compares_by_meaning() -> None:
         ("<answer>0.5</answer>", r"\frac{1}{2}", 1.0),
         (r"Hence $\boxed{x^2+2x+1}$", "$(x+1)^2$", 1.0),
         ("<answer>3</answer>", "#### 4", 0.0),
+        ("<answer>0.00005</answer>", 5e-05, 1.0),  # a column of numbers, which Python writes with e
         ("<answer></answer>", "4", 0.0),
         ("I do not know", "4", 0.0),
     ]

@@ -1,5 +1,6 @@
 """One call: which arguments a reward function gets, and what its return value means."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -86,6 +87,21 @@ def test_async_functions_are_awaited() -> None:
         return [0.25] * len(completions)
 
     assert call(slow).values == [0.25, 0.25]
+
+
+def test_what_a_module_holds_for_its_async_functions_serves_every_call() -> None:
+    """A lock or an HTTP client belongs to the event loop that first waited for it."""
+    places = asyncio.Semaphore(1)
+
+    async def limited(completions: Sequence[str]) -> list[float]:
+        async def one(text: str) -> float:
+            async with places:
+                await asyncio.sleep(0)
+                return float(len(text))
+
+        return await asyncio.gather(*map(one, completions))
+
+    assert [call(limited).status for _ in range(3)] == ["ok"] * 3
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rewards import loader
 from rewards.base import RewardLoadError
 from rewards.loader import BUILT_INS, load
 
@@ -21,14 +22,20 @@ def test_module_and_relative_file_load(tmp_path: Path, monkeypatch: pytest.Monke
     assert load("rewards.regex:regex") is load("regex")
 
 
-def test_each_file_gets_its_own_helpers(tmp_path: Path) -> None:
+def test_each_file_gets_its_own_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(loader, "_KEPT", {})
+    late = "\ndef late(completions):\n    from my_helper import VALUE\n    return [VALUE]"
     for name, value in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_helper.py").write_text(f"VALUE = {value}")
-        (tmp_path / name / "rewards.py").write_text("from my_helper import VALUE\ndef f(completions): return [VALUE]")
+        (tmp_path / name / "rewards.py").write_text(
+            f"from my_helper import VALUE\ndef f(completions): return [VALUE]{late}"
+        )
     path = list(sys.path)
     assert [load(f"{tmp_path / name}/rewards.py:f")(completions=[""]) for name in "ab"] == [[1], [2]]
-    assert sys.path == path
+    assert load(f"{tmp_path}/a/rewards.py:late")(completions=[""]) == [1]  # imported when it is called
+    assert sys.path == [*path, str(tmp_path / "a")]  # where b's would have got a's helper
 
 
 @pytest.mark.parametrize(

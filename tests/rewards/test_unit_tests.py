@@ -14,6 +14,9 @@ TESTS = ["assert sq(2) == 4", "assert sq(3) == 9"]
 RIGHT = "def sq(x):\n    return x * x"
 CASES = {
     "fenced": (f"Text ```sq``` first.\n```python\nno code\n```\n```py\n{RIGHT}\n```\nand after", 1.0),
+    "fenced, behind another language": (f"```bash\npip install x\n```\nThen:\n```python3\n{RIGHT}\n```", 1.0),
+    "fenced, with what it prints": (f"```python\n{RIGHT}\n```\nIt prints:\n```\n4\n```", 1.0),
+    "fenced without a language": (f"Hence\n```\n{RIGHT}\n```", 1.0),
     "plain": (RIGHT, 1.0),
     "prints": (f"print('x' * 100_000)\n{RIGHT}\nprint('y' * 100_000)", 1.0),
     "half": ("def sq(x):\n    return 4", 0.5),
@@ -36,7 +39,7 @@ def test_all_tests_or_a_share_of_them() -> None:
     limits = {"seconds": 3, "memory": 0.25}
     found = asyncio.run(function(completions=texts, share=True, **limits, **columns))
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, shares, strict=True))
-    assert asyncio.run(function(completions=texts[:4], **columns)) == [1.0, 1.0, 1.0, 0.0]
+    assert asyncio.run(function(completions=texts[3:7], **columns)) == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_the_columns_of_humaneval_and_of_setup_code() -> None:

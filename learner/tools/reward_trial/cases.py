@@ -64,7 +64,7 @@ def read_completions(file: Path) -> list[list[str]]:
     """Of each row its completions: a line is a text, a list of texts, or an object with `completion`, in JSON. Raises
     TrialError."""
     try:
-        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise TrialError(f"--completions: {file} cannot be read ({error}); give a file of JSON lines") from None
     if not lines:

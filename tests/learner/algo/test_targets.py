@@ -80,3 +80,9 @@ def test_of_no_group_there_is_nothing_of_the_right_types() -> None:
     found, some = found_in(LossConfig(), []), found_in(LossConfig())
     for name in ("advantages", "coefficients", "trained", "update"):
         assert (getattr(found, name).shape, getattr(found, name).dtype) == ((0,), getattr(some, name).dtype)
+
+
+def test_a_loss_of_ones_own_sees_every_token() -> None:
+    """Unlike ours, it may have a term that does not depend on the advantage, which is 0 of the second completion."""
+    own = LossConfig(advantage="none", ratio="examples/my_loss.py:topr")
+    assert found_in(own).trained.tolist() == [True] * 5

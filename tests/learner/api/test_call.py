@@ -65,6 +65,16 @@ def test_how_a_files_own_data_is_read_says_nothing_of_other_data(tmp_path: Path)
     assert written(tmp_path / "own", config=tmp_path / "base.yaml", dataset=None)["data"]["args"] == {"max_animals": 3}
 
 
+@pytest.mark.parametrize("given", [{}, {"eval_dataset": ROWS[:1]}, {"dataset": None, "eval_dataset": ROWS[:1]}])
+def test_a_files_held_out_problems_are_not_those_of_other_data(tmp_path: Path, given: dict[str, Any]) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "data: {path: org/d, args: {name: main}, eval: {path: org/e, split: test, size: 9}}"
+    )
+    found = written(tmp_path / "inputs", config=tmp_path / "base.yaml", **given)["data"]["eval"]
+    assert found.keys() == ({"size", "path"} if given else {"size"})
+    assert "org" not in str(found)
+
+
 @pytest.mark.parametrize("made", [list, datasets.Dataset.from_list])
 def test_rows_are_read_as_they_were_given(tmp_path: Path, made: Any) -> None:
     for number in range(2):  # the same call: the same files

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from learner import InputError, RunFailed, TrainResult, train
@@ -22,12 +23,15 @@ def run(folder: Path, **settings: Any) -> TrainResult:
     return train("some/model", ["number"], [{"question": "1?"}], **given)
 
 
-def test_false_asks_for_a_stop_and_every_step_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+def test_false_asks_for_a_stop_and_every_step_is_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
     seen: list[Any] = []
 
-    def on_step(metrics: dict[str, Any]) -> bool:
+    def on_step(metrics: dict[str, Any]) -> Any:
         seen.append(metrics["step"])
-        return len(seen) < 3
+        return kind(len(seen) < 3)
 
     result = run(tmp_path, on_step=on_step)
     assert seen == [row["step"] for row in result.metrics] == list(range(1, len(seen) + 1))

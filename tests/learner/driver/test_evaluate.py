@@ -28,6 +28,8 @@ class Generator:
         assert [sampling.temperature for sampling in samplings] == [0] * len(problems)
         return pa.concat_tables(map(self.group, problems))
 
+    away = False
+
     async def present(self) -> None:
         """It always is."""
 

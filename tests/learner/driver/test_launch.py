@@ -131,6 +131,44 @@ async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypat
         await launch._attempt(*arguments)
 
 
+async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which saves its last step first: reward processes that are given up, and Ray's end."""
+    given: list[str] = []
+
+    async def beside(work: Any) -> Any:
+        return await work
+
+    async def processes(*_: Any) -> Any:
+        return SimpleNamespace(generators=[], learner=None, rewards=["rewards-0", "rewards-1"])
+
+    async def run(resume_from: Any, *work: Any) -> None:
+        given.extend([await one for one in work])
+
+    async def watch() -> str:
+        return "Ray"
+
+    async def kept(process: str, patience: Any) -> str:
+        return process
+
+    async def close(processes: Any) -> None:
+        """There are none."""
+
+    nothing = SimpleNamespace(close=lambda: None)
+    sinks = SimpleNamespace(timeline=nothing, metrics=nothing)
+    prepared = SimpleNamespace(config=config_of("m"), resume_from=None)
+    monkeypatch.setattr(launch, "start_processes", processes)
+    monkeypatch.setattr(launch, "_close", close)
+    monkeypatch.setattr(launch, "kept_answering", kept)
+    monkeypatch.setattr(launch, "_sinks", lambda *_: sinks)
+    monkeypatch.setattr(launch, "_inputs", lambda *_: None)
+    monkeypatch.setattr(launch, "wire", lambda *_: (SimpleNamespace(run=run, checkpoints=None), None))
+    phases = SimpleNamespace(until_now=lambda *_: None, split=lambda *_: None)
+    session = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside, watch=watch))
+    arguments: Any = (SimpleNamespace(prepared=prepared), session, SimpleNamespace(note=print), phases, asyncio.Event())
+    await launch._attempt(*arguments)
+    assert given == ["Ray", "rewards-0", "rewards-1"]
+
+
 async def test_the_learner_scores_at_the_samplers_temperature_and_divides_by_the_longest_completion(
     tiny_path: str, adapter_path: str, groups: list[pa.Table]
 ) -> None:

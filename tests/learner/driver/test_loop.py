@@ -184,6 +184,67 @@ async def test_a_generator_that_is_lost_asleep_takes_the_card_again_when_the_lea
     assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
 
 
+async def test_a_generator_that_is_heard_to_end_asleep_is_started_when_the_learner_has_left_the_card(
+    tmp_path: Path,
+) -> None:
+    ends, revived = asyncio.Event(), list[bool]()
+
+    class Watched(Local[Worker]):
+        async def until_ended(self, silence_s: float) -> None:
+            await (ends if self.name == "generator-0" else asyncio.Event()).wait()
+            ends.clear()
+            raise ActorDied(self.name)
+
+        async def revive(self, deadline_s: float) -> None:
+            revived.append(learning)
+            await super().revive(deadline_s)
+
+    workers = [Watched(f"generator-{rank}", Worker, [1e-4, None]) for rank in range(2)]
+    loop = build(tmp_path, configure(), 5, workers=workers, alternating=True)
+    trainer, learning = loop.trainer._object, False  # type: ignore[attr-defined]
+    step = trainer.step
+
+    async def while_one_ends(groups: list[pa.Table]) -> dict[str, float]:
+        nonlocal learning
+        learning = True
+        if not revived:
+            ends.set()
+        await asyncio.sleep(0.05)
+        metrics: dict[str, float] = await step(groups)
+        learning = False
+        return metrics
+
+    trainer.step = while_one_ends
+    for worker in workers:
+        await worker.call(RolloutService.sleep, 1)
+    await finish(loop)
+    assert revived == [False]
+    assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
+
+
+async def test_an_evaluation_that_ended_a_run_is_made_up_when_it_goes_on(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 6)
+    score = loop.loop.held_out.score
+
+    async def fails(step: int) -> dict[str, float]:
+        if step == 2:
+            raise RuntimeError("in the evaluation")
+        return await score(step)
+
+    loop.loop.held_out.score = fails  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup):
+        await finish(loop)
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / "step-000002"
+    resumed = build(tmp_path, configure(), 6, resume_step=2)
+    await finish(resumed, newest)
+    assert [evaluation.step for evaluation in resumed.evaluations] == [0, 2, 4, 6]
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(7))
+    assert [line["step"] for line in written if "eval/accuracy" in line] == [0, 2, 4, 6]
+    assert written[2]["loss/total"] == 2.0
+
+
 async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:
     loop = build(tmp_path, configure(guard={"steps": 2}), 100, mismatch_k3=0.02)
     with pytest.raises(BaseExceptionGroup) as caught:

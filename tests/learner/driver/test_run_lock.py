@@ -91,3 +91,9 @@ def test_lock_and_folder_come_and_go_under_many_hands_and_never_two_are_inside(t
     command = [sys.executable, "-c", RACE, str(tmp_path / "runs" / "one"), str(tmp_path / "inside")]
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [racer.communicate(timeout=60)[0] for racer in racers] == ["whole\n"] * 3
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "not-mounted")
+    with pytest.raises(FileExistsError, match="runs"), run_lock.held(tmp_path / "runs" / "one"):
+        pytest.fail("there is no such folder")

@@ -13,6 +13,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from examples.random_families import make_family
+from learner.config import ModelConfig
 from learner.model.export import export, update_of
 from learner.model.lora_targets import lora_targets
 from learner.model.policy import Policy
@@ -56,6 +57,18 @@ def test_fused_layers_are_exported_for_peft_and_where_it_differs_for_vllm(
         wanted, found = policy._peft(input_ids=IDS).logits, loaded(input_ids=IDS).logits
     assert float((wanted - found).abs().max()) < 1e-5
     assert (tmp_path / "adapter" / "vllm").exists() == second
+
+
+def test_a_whole_model_is_exported_with_settings_that_transformers_does_not_save(tmp_path: Path) -> None:
+    """Of which it has some in published models: a temperature, and nothing of sampling."""
+    base = make_family(tmp_path / "model", "gemma2")
+    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "eos_token_id": [1, 2]}))
+    model = ModelConfig(path=str(base), dtype="float32")
+    whole = Policy(model, None, checkpointing="none", seed=0, device=torch.device("cpu"))
+    export(whole, tmp_path / "out", str(base))
+    kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (kept["temperature"], kept["eos_token_id"]) == (0.9, [1, 2])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_the_parts_of_a_fused_layer_change_its_rows_as_the_whole_does(tmp_path: Path) -> None:

@@ -185,6 +185,19 @@ async def test_a_rank_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptur
     assert "learner-1: a fresh process gets the state of learner-0; the step is taken again" in caplog.text
 
 
+async def test_a_rank_that_hangs_between_two_steps_is_killed_before_the_call_is_given_up() -> None:
+    """The deadline of a push is shorter than the heartbeat by which a rank is known to hang."""
+
+    class Silent(Stuck):
+        async def outgoing(self) -> Any:
+            return await (super().outgoing() if self.meets else self.hang())
+
+    meets: list[Any] = []
+    learner = several([Silent, FakeRank], meets, [])
+    assert (await learner.call(TrainerService.outgoing, 0.01))[1].policy_id.version == 2
+    assert sorted(meets) == [(0, Return(1, True, None)), (1, Return(1, False, None))]
+
+
 MISSED = ActorDied("learner-0: another rank is gone", reason=f"{PEER_LOST} (closed)")
 
 

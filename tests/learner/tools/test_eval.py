@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from learner.tools.cli import main
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import EvaluatedWorker
 from learner.tools.eval_scores import Sampled, interval, majority, pass_at_k, powers_to, summary
-from learner.tools.evaluation import _without_learner, metrics_of
+from learner.tools.evaluation import _without_learner, metrics_of, said_in
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
 from rollout.fake_worker import FakeWorker
@@ -67,6 +68,11 @@ def test_all_metrics_of_two_problems() -> None:
     assert [powers_to(n) for n in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
 
 
+def test_a_score_of_the_threshold_is_enough_as_rollouts_keep_it() -> None:
+    kept = make_group(0, rewards=[0.9, 0.7]).column("reward").to_pylist()
+    assert summary([], [Sampled(["a", "b"], kept)], 0.9, seed=0)["pass@1"].value == 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -97,6 +103,12 @@ def test_what_has_no_score_counts_nowhere_and_what_failed_is_wrong() -> None:
     assert {name: one.value for name, one in found.items()} == {
         "greedy": 0.5, "mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0, "majority@2": 0.5,
     }  # fmt: skip
+
+
+def test_an_answer_is_the_policys_own_and_not_the_environments() -> None:
+    turns = [{"role": "tool", "content": "42"}, {"role": "assistant", "content": "It is 7."}]
+    rows = make_group(0, completion=["42 It is 7. 42", "5"], messages=[json.dumps(turns), None])
+    assert [answer_of(text) for text in said_in(rows)] == ["7", "5"]
 
 
 class LostOnce(FakeWorker):
@@ -133,6 +145,7 @@ async def test_a_lost_generator_comes_back_with_the_policy_and_no_group_is_missi
     [
         (["--run", "nowhere"], "--run: must be a run folder such as runs/demo-seed0, got nowhere; check the path"),
         (["--run", "here", "--config", "x"], "--run: does not go with --config"),
+        (["--run", "here", "--split", "test"], "--split: is of --data; name the source with --data"),
         (["--model", "{model}", "--data", "rg:chain_sum"], "--reward: required where no configuration names it"),
         (["--model", "{model}", "--data", "rg:chain_sum", "--limit", "2", "--reward", "format", "--adapter", "{model}"],
          "--adapter: must be a folder with an adapter_config.json"),

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
 from learner.driver import mismatch_files
 from learner.tools.cli import main
@@ -234,6 +235,15 @@ def other_base(run: Path) -> None:
 def nothing(run: Path) -> None: ...
 
 
+def whole_in_shards(run: Path) -> None:
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    del tree["learner"]["lora"]
+    tree["learner"]["mode"] = "full"
+    tree["memory"] |= {"base": "sharded"}
+    tree["cluster"] |= {"learners": 2}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+
+
 def refused_configuration(run: Path) -> None:
     (run / "config.yaml").write_text("no_such_key: 1\n" + (run / "config.yaml").read_text())
 
@@ -250,6 +260,7 @@ def refused_configuration(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "rollouts"), [], "RUN: .* has no step with both its rollouts and its line"),
         (lambda run: (run / "config.yaml").unlink(), [], "RUN: .* has no config.yaml"),
         (refused_configuration, [], r"RUN: .* another version of gleaner, .*no_such_key: unknown key"),
+        (whole_in_shards, [], "memory.base: a replay has the whole model in one process"),
         (other_base, [], "model.path: must have the content that the run was made with, and config.json differs"),
         (shutil.rmtree, [], "run: must be a run folder"),
         (nothing, ["rollout.temperature=0.5"], "rollout.temperature: must be as in the run, whose completions"),
@@ -261,7 +272,7 @@ def refused_configuration(run: Path) -> None:
     ],
     ids=[
         "a step that is not there", "no such checkpoint", "unknown schema", "a group is missing", "a broken logprob",
-        "a gap", "no rollouts", "no configuration", "another version", "another base", "no folder",
+        "a gap", "no rollouts", "no configuration", "another version", "a model in shards", "another base", "no folder",
         "generation", "another batch", "another shape", "unknown key", "no such reward", "a folder in use",
     ],
 )  # fmt: skip

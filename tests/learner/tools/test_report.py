@@ -199,6 +199,15 @@ def test_a_page_with_a_limit_keeps_steps_that_lie_evenly(run: Path) -> None:
     assert [(name, len(groups)) for name, groups in found.items() if name.startswith("step-")] == [("step-1", 4)]
 
 
+def test_advantages_are_those_of_the_groups_that_were_trained_on(tmp_path: Path) -> None:
+    """The others, which dynamic sampling replaced, stand behind them in the step's file."""
+    groups = [make_group(0, rewards=[0.0, 4.0]), make_group(1, rewards=[2.0, 2.0])]
+    used = read_step(ledger.write(tmp_path, 1, groups), advantage="batch", trained=1, tokens=False)
+    trained, replaced = (group["completions"] for group in unpacked(used.block))
+    assert [one["advantage"] for one in trained] == pytest.approx([-0.707, 0.707], abs=1e-3)  # 2 / sqrt(8)
+    assert not any("advantage" in one for one in replaced)
+
+
 def test_steps_are_taken_from_coarse_to_fine() -> None:
     assert list(spread(5)) == [0, 4, 2, 1, 3]
     for count in range(40):

@@ -11,6 +11,7 @@ import yaml
 
 from learner.tools import evaluation
 from learner.tools.cli import main
+from learner.tools.reward_trial.cases import read_completions
 from rollout.fake_groups import make_group
 from tests.documented.blocks import ROOT
 
@@ -70,6 +71,11 @@ def test_a_run_to_come(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(alone["functions"]) == ["exact"]
 
 
+def test_a_line_ends_where_json_lines_say_so(tmp_path: Path) -> None:
+    (tmp_path / "said.jsonl").write_text('"a\u2028b\x85c"\r\n\n["d"]\n', encoding="utf-8")
+    assert read_completions(tmp_path / "said.jsonl") == [["a\u2028b\x85c"], ["d"]]
+
+
 def test_one_function_on_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewards", "try", "number", "--data", "train.jsonl", "--reference", "{answer} or 1"]) == 0
     told = capsys.readouterr().out
@@ -124,6 +130,7 @@ def test_what_the_model_says_is_tried_too(
         ("number --data gone.jsonl", "data.path: file must exist, got gone.jsonl; did you mean train.jsonl"),
         ("nubmer --data train.jsonl", "'nubmer' is no built-in reward; did you mean 'number'"),
         ("number --data train.jsonl --arg x", "--arg: must be written KEY=VALUE, got 'x'"),
+        ("number --data train.jsonl --arg seed=99999999999999999999", "--arg: a whole number must lie within 64 bits"),
     ],
 )
 def test_what_is_wrong_is_said(here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str) -> None:

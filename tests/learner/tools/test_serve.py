@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ import openai
 import pytest
 import yaml
 
+from examples.random_families import make_family
 from learner.driver.config_io import ConfigError
 from learner.tools.serve import server_command
 
@@ -27,6 +29,18 @@ def run_folder(folder: Path, model: str, **learner: object) -> Path:
     return folder
 
 
+def write_adapter(folder: Path, targets: list[str]) -> None:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"target_modules": targets}))
+
+
+def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
+    write_adapter(run / "adapter", ["q_proj"])
+    with pytest.raises(ConfigError, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., and serve OUT"):
+        server_command(run, "127.0.0.1", 1, [])
+
+
 def test_what_the_server_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
         server_command(tmp_path / "nothing", "127.0.0.1", 1, [])
@@ -36,19 +50,20 @@ def test_what_the_server_is_told(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", "hub/name", lora={"rank": 32})
     with pytest.raises(ConfigError, match="mine has neither adapter/ nor model/ before its first checkpoint"):
         server_command(run, "127.0.0.1", 1, [])
-    (run / "adapter").mkdir()
+    write_adapter(run / "adapter", ["model.layers.0.self_attn.q_proj", "o_proj", "q_proj"])
     command = " ".join(server_command(run, "::1", 8123, ["--max-model-len", "64"]))
-    assert " --host ::1 --port 8123 --model hub/name --enable-lora --max-lora-rank 32 --lora-modules " in command
-    assert f" mine={run}/adapter --dtype bfloat16 " in command
+    assert " --host ::1 --port 8123 --model hub/name --enable-lora --max-lora-rank 32 --lora-target-modules " in command
+    assert f" --lora-target-modules o_proj q_proj --lora-modules mine={run}/adapter --dtype bfloat16 " in command
     assert command.endswith(" --max-model-len 64")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["model"]["revision"] = "v1"
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     command = " ".join(server_command(run, "::1", 8123, []))
-    assert " --revision v1 --tokenizer-revision v1 --lora-modules " in command
-    (run / "adapter" / "vllm").mkdir()
-    (run / "adapter" / "vllm" / "adapter_config.json").touch()
-    assert f" mine={run}/adapter/vllm " in " ".join(server_command(run, "::1", 8123, []))
+    assert " --revision v1 --tokenizer-revision v1 --lora-target-modules " in command
+    write_adapter(run / "adapter" / "vllm", ["gate_proj"])
+    assert f" --lora-target-modules gate_proj --lora-modules mine={run}/adapter/vllm " in " ".join(
+        server_command(run, "::1", 8123, [])
+    )
     whole = run_folder(tmp_path / "whole", "hub/name", mode="full")
     (whole / "model").mkdir()
     command = " ".join(server_command(whole, "127.0.0.1", 8123, []))

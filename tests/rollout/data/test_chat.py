@@ -75,11 +75,22 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, {"vocab_size": 256})
-    with pytest.raises(ChatError, match=r"vocab_size 256, and the tokenizer has id 259 \('<\|pad\|>'\)"):
+    save_model(tmp_path, {"vocab_size": 250})
+    with pytest.raises(ChatError, match=r"vocab_size 250, and the tokenizer has id 255"):
         Chat.load(str(tmp_path))
     save_model(tmp_path, {"text_config": {"vocab_size": VOCAB_SIZE}})  # where models with several parts have it
     assert Chat.load(str(tmp_path)).has_template
+
+
+def test_a_special_token_beyond_the_model_is_refused_where_a_prompt_holds_it() -> None:
+    """Gemma 3's tokenizer has one for images, of which its text models know nothing."""
+    for tokenizer in (make_tokenizer(), without_template()):
+        tokenizer.add_tokens(["<image>"], special_tokens=True)
+        beyond = tokenizer.convert_tokens_to_ids("<image>")
+        chat = Chat(tokenizer, EOS_IDS, beyond)
+        assert max(chat.render(CONVERSATION)[1]) < beyond
+        with pytest.raises(ChatError, match=rf"vocab_size {beyond}, and a prompt has id {beyond} \('<image>'\)"):
+            chat.render([{"role": "user", "content": "an <image>"}])
 
 
 def test_a_model_without_an_end_token_is_refused() -> None:

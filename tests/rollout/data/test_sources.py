@@ -43,6 +43,7 @@ FILES = {
     "a.jsonl.gz": gzip.compress(LINES),
     "a.jsonl.bz2": bz2.compress(LINES),
     "a.csv.gz": gzip.compress(as_csv()),
+    "[a] *.csv": as_csv(),
 }
 
 
