@@ -43,13 +43,13 @@ def own_products() -> Iterator[None]:
         sys.modules["torch"].backends.mkldnn.matmul.fp32_precision = "none"
 
 
-WHOLE_RUNS = ("tests/flow/", "tests/recipes/", "tests/learner/ranks/")
+WHOLE_RUNS = ("tests/flow/", "tests/recipes/", "tests/learner/ranks/", "tests/documented/")
 
 
 class InTwo(LoadScopeScheduling):  # type: ignore[misc]
-    """Two processes (`-n 2 --dist loadscope`) that take about as long: in one the whole runs, recipes and ranks, which
-    mostly wait for processes to start; in the other the rest. Each keeps the order of one process, in which what a test
-    leaves behind is known to do no harm."""
+    """Two processes (`-n 2 --dist loadscope`) that take about as long: in one the whole runs, recipes, ranks and
+    documented commands, which mostly wait for processes to start; in the other the rest. Each keeps the order of one
+    process, in which what a test leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "whole runs" if nodeid.startswith(WHOLE_RUNS) else "the rest"

@@ -222,5 +222,4 @@ Gemma-2-2B    gemma2      2304  9216 26  8  4 256 256000 tied   30
 Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30
 Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -
 Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -
-Gemma-3-4B    gemma3_text 2560 10240 34  8  4 256 262208 tied   -
 """)

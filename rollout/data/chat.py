@@ -88,7 +88,7 @@ class Chat:
                 "model.path: tools need a chat template, and this tokenizer has none; use an instruct model"
             )
         if not self.has_template:
-            text = self._plain(messages)
+            text = _plain(messages)
             return text, self._known(self.tokenizer.encode(text))
         prompt = tuple(dict(message) for message in messages)
         try:
@@ -164,14 +164,15 @@ class Chat:
             raise ChatError(_beyond(self.tokenizer, highest, self._vocabulary, "a prompt"))
         return tuple(ids)
 
-    def _plain(self, messages: Messages) -> str:
-        roles = [message["role"] for message in messages]
-        if roles not in (["user"], ["system", "user"]):
-            raise ChatError(
-                f"data.prompt: this tokenizer has no chat template, so a prompt must be one text, got a conversation "
-                f"of roles {', '.join(roles)}; use an instruct model, or a column of text"
-            )
-        return "\n\n".join(message["content"] for message in messages)
+
+def _plain(messages: Messages) -> str:
+    roles = [message["role"] for message in messages]
+    if roles not in (["user"], ["system", "user"]):
+        raise ChatError(
+            f"data.prompt: this tokenizer has no chat template, so a prompt must be one text, got a conversation "
+            f"of roles {', '.join(roles)}; use an instruct model, or a column of text"
+        )
+    return "\n\n".join(message["content"] for message in messages)
 
 
 def _check_tokens(tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:

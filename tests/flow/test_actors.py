@@ -59,6 +59,9 @@ class Toy:
     async def give_up(self) -> None:
         raise TimeoutError("the object's own wait")
 
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
     async def size(self, letter: Letter) -> int:
         return len(letter.text)
 
@@ -146,6 +149,17 @@ async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Ses
     assert letter.posted == 1
     for toy in toys:
         await toy.kill()
+
+
+async def test_a_pulse_waits_for_no_other_call_however_many_there_are(session: Session) -> None:
+    """Ray runs 1000 of an actor at once where it is told no other number."""
+    toy = session.spawn(ROLES[0], Toy, [], {})
+    await toy.ready(60)
+    waiting = [asyncio.create_task(toy.call(Toy.wait, 60)) for _ in range(1100)]
+    await asyncio.sleep(0)
+    assert await toy.call(Toy.count, 20) == 1
+    await toy.kill()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_a_constructor_says_in_its_own_words_why_it_failed(session: Session) -> None:

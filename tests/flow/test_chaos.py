@@ -1,4 +1,4 @@
-"""Three minutes of faults at random, of every kind; half an hour of them is benchmarks/system/chaos.py."""
+"""Faults at random, of every kind, in a run of three minutes; half an hour of them is benchmarks/system/chaos.py."""
 
 import uuid
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.flow.run import environment
 
 @pytest.mark.timeout(1200)
 def test_under_faults_no_problem_is_lost_or_trained_twice(tmp_path: Path) -> None:
-    options = parse(["--minutes", "3", "--seed", "5", "--every", "9", "13"])
+    options = parse(["--minutes", "2", "--seed", "5", "--every", "9", "13"])
     found = under_faults(tmp_path, options, environment(f"gleaner-test-{uuid.uuid4().hex}"))
     output = (tmp_path / "output.log").read_text()[-5000:]
     assert len(found["faults"]) >= 4, (found, output)

@@ -85,7 +85,7 @@ def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
 @pytest.mark.parametrize(
     ("name", "policy", "dtype"),
     [
-        ("Llama-3.2-1B", "full", "bfloat16"),
+        pytest.param("Llama-3.2-1B", "full", "bfloat16", marks=pytest.mark.long),
         ("Qwen2.5-0.5B", "none", "bfloat16"),
         ("Qwen2.5-0.5B", "none", "float32"),
         pytest.param("Qwen2.5-0.5B", 2, "float32", marks=pytest.mark.long),
@@ -109,8 +109,8 @@ def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pyt
     [
         ("Llama-3.1-8B", 2, "full", "none", "adamw"),
         ("Qwen2.5-0.5B", 8, "none", "none", "adamw"),
-        ("Qwen3-0.6B", 8, "none", "auto", "adamw"),
-        ("Gemma-3-1B", 8, "none", "none", "adamw"),
+        pytest.param("Qwen3-0.6B", 8, "none", "auto", "adamw", marks=pytest.mark.long),
+        pytest.param("Gemma-3-1B", 8, "none", "none", "adamw", marks=pytest.mark.long),
         ("Llama-3.1-8B", 2, "full", "int8", "adamw"),
         ("Llama-3.1-8B", 2, "full", "none", "adamw_rounded"),
     ],
@@ -132,7 +132,9 @@ def test_full_fine_tuning(
     assert predicted == pytest.approx(fake.peak, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "none"), ("SmolLM2-1.7B", "full")])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("Llama-3.2-1B", "none"), pytest.param("SmolLM2-1.7B", "full", marks=pytest.mark.long)]
+)
 def test_completions_that_end_early_under_long_prompts(name: str, policy: Checkpointing) -> None:
     """They gather more keys per token than those the plan is made for: the model is still the step, and what is
     stated as the bound holds."""

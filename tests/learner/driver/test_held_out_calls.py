@@ -149,8 +149,9 @@ async def test_calls_of_a_generator_that_is_gone_do_not_wait_for_it_where_it_ask
         async def rollouts(
             self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
         ) -> pa.Table | None:
+            await asyncio.sleep(0.02)  # all lanes have asked by then
             busy.set()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
             return await super().rollouts(problems, samplings, attempt)
 
     class NoRoom(Local[FakeWorker]):

@@ -77,6 +77,7 @@ WRONG = {
     "prompts that are too long": (["rollout.max_prompt_length=8"], "max_prompt_length.*30 of 30.*data-0, data-1"),
     "context that is too short": (["rollout.max_completion_length=4000"], "context of 512"),
     "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
+    "output on a disk that is not there": (["output_dir=away"], "output_dir: .*away is a link to /no/such/disk, which"),
     "accuracy that is not there": (["data.eval.reward=truth"], "data.eval.reward: must be one of ok, got truth"),
     "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .*1 GPU"),
     "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
@@ -96,6 +97,7 @@ def test_what_is_wrong_is_one_line(case: str, config: dict[str, Any], capsys: py
     Path("broken.py").write_text("import no_such_module\n")
     Path("raises.py").write_text("def ok(prompts, completions, **columns):\n    return columns['gold']\n")
     Path("empty.jsonl").write_text("")
+    Path("away").symlink_to("/no/such/disk")
     before = set(Path().rglob("*"))
     code, _, err = check(config, *overrides, capsys=capsys)
     assert code == 2

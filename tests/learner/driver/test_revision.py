@@ -177,6 +177,7 @@ def test_without_the_hub_a_file_that_a_cached_commit_lacks_is_none_of_the_model(
         read_json("org/other", "preprocessor_config.json")
 
 
+@pytest.mark.long
 def test_a_dry_run_tries_the_commit_as_learner_and_generator_would(
     commits: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ async def raised(trainer: Any, folder: Path) -> Failed:
 @pytest.mark.parametrize(
     ("tied", "settings", "ranks"),
     [
-        (False, {"checkpointing": "full"}, 3),
+        pytest.param(False, {"checkpointing": "full"}, 3, marks=pytest.mark.long),
         (True, {}, 2),
         (False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2),
         (False, {"checkpointing": "mlp", "updates_per_batch": 2, "loss": LossConfig(ratio="clip")}, 2),

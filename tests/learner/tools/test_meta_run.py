@@ -38,7 +38,10 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any], list[tuple[int, li
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("mlp twice, two targets", "some layers twice", "bfloat16", "reference")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
 def test_the_fake_peak_is_the_allocators(case: str, tmp_path: Path) -> None:
     shape, model, settings, lengths = CASES[case]
     learner = LearnerConfig.model_validate({"token_budget": 4096, **settings})

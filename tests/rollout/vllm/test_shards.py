@@ -96,8 +96,9 @@ def forget_last_row(worker: Any, rank: int, path: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("family", "tied", "last"),
-    [pytest.param("Qwen2", True, "v_proj", marks=pytest.mark.long), ("Phi3", False, "qkv_proj")],  # the second fused
+    [("Qwen2", True, "v_proj"), ("Phi3", False, "qkv_proj")],  # the second fused
 )
+@pytest.mark.long
 def test_whole_weights_reach_both_processes(tmp_path: Path, family: str, tied: bool, last: str) -> None:
     models = [make_tiny_model(tmp_path / str(seed), family=family, tied=tied, kv_heads=2, seed=seed) for seed in (0, 1)]
     case, ids = EngineCase(models[0], shards=2, max_lora_rank=0), [*PROMPT, 3, 5, 7]
