@@ -32,6 +32,7 @@ PICKLED_TABLES = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
 
 # Set for every role; its output reaches the driver: no progress bars, no warnings meant for library authors.
 ROLE_ENV = PICKLED_TABLES | {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a role without a GPU must not see one
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
@@ -165,7 +166,6 @@ def connect(
 
     Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a role without a GPU must not see one
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     os.environ.update(PICKLED_TABLES)
     if joins(address):

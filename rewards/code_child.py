@@ -56,6 +56,9 @@ def run(code: str) -> int:
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
     except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            sys.stdout.flush()
+            print(ended.code, file=sys.stderr)
         return 0 if ended.code in (None, 0) else 1
     except BaseException as error:
         mine = error.__traceback__

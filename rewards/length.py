@@ -18,7 +18,8 @@ def length(
     """0.0 up to `target`; beyond it a penalty down to -1.0.
 
     kind: `linear` falls evenly and reaches -1.0 at twice the target; `step` is -1.0 at once.
-    unit: `tokens` (of completion_ids) or `characters` (of the text).
+    unit: `tokens` (of completion_ids, which with tools or an environment hold its answers, too) or `characters` (of the
+    policy's own text).
     Raises ValueError if an argument is out of its range.
     """
     if isinstance(target, bool) or not isinstance(target, int) or target < 1:

@@ -1,6 +1,7 @@
 """Is the answer mathematically equal to the gold answer? By math-verify (LaTeX, sets, intervals, fractions, ...)."""
 
 import importlib
+import re
 from collections.abc import Sequence
 from math import nan
 from typing import Any
@@ -10,6 +11,7 @@ from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 # Imported with this module, which only the loader imports: the second it takes must not count against the deadline.
 _math_verify = importlib.import_module("math_verify")
 _errors = importlib.import_module("math_verify.errors")
+_DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[\[(])")  # $, \[ or \(, but no \$, which is money, and no \\[, a line's end
 
 
 def math(
@@ -52,7 +54,7 @@ def _compare(right: list[Any], text: str, seconds: int, *, prose: bool) -> float
 def _read(text: str, seconds: int, *, prose: bool) -> list[Any] | None:
     """math-verify's readings of `text`: [] if it finds nothing mathematical, None if it gives up."""
     # LaTeX is only seen inside its delimiters, which gold answers and tags mostly lack.
-    bare = not prose and "$" not in text and "\\boxed" not in text
+    bare = not prose and not _DELIMITER.search(text) and "\\boxed" not in text
     try:
         for form in (f"${text}$", text) if bare else (text,):
             found: list[Any] = _math_verify.parse(form, parsing_timeout=seconds, raise_on_error=True)

@@ -114,7 +114,9 @@ def _encoded(tokenizer: Any, prompt: Any, completion: Any) -> Mapping[str, list[
     """What the model is called with, of one sequence: input_ids, and of some models token_type_ids."""
     if tokenizer.chat_template:
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        told = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        # An assistant's text holds its calls as it wrote them; a template would write them once more.
+        told = [{name: value for name, value in message.items() if name != "tool_calls"} for message in said]
         found: Mapping[str, list[int]] = tokenizer.apply_chat_template([*asked, *told], return_dict=True)
         return found
     text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)

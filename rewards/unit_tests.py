@@ -13,9 +13,11 @@ _FENCED = re.compile(r"^```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^```", re.DOTALL | re.MU
 _PYTHON = ("py", "python", "python3")
 # What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
 # tests; `exit()` in it, or output of its own, leaves the last line unsaid, and built-ins that it replaces are its own.
+# Its module is found by its name, by which dataclasses look for it.
 _PROGRAM = """\
-import sys
-said, run, read, tell, names, passed = sys.stdout, exec, compile, print, {{"__name__": "answer"}}, 0
+import sys, types
+said, run, read, tell, passed = sys.stdout, exec, compile, print, 0
+names = vars(sys.modules.setdefault("answer", types.ModuleType("answer")))
 run(read({setup!r}, "<setup>", "exec"), names)
 run(read({code!r}, "<answer>", "exec"), names)
 for test in {tests!r}:

@@ -9,6 +9,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causal language models
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (config/model.py)
 TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
 
 
@@ -58,6 +59,16 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
         raise ArchitectureError(
             f"learner.mode: full is not for models with experts ({path}, model_type {kind}): the learner holds them "
             "fused and vLLM loads them one by one, under other names; set learner.mode=lora"
+        )
+
+
+def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
+    """Raises ArchitectureError if vLLM does not compute the model in this type."""
+    kind = config.get("model_type")
+    if dtype == "float16" and kind in NO_FLOAT16:
+        raise ArchitectureError(
+            f"model.dtype: must be bfloat16 or float32 for {path} (model_type {kind}), whose values leave float16's "
+            "range, got float16; on a card without bfloat16 set float32, or give another model"
         )
 
 

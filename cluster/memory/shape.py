@@ -5,6 +5,7 @@ compares them with the classes of transformers.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ LINEAR = {
     "up_proj": ("hidden", "ffn"),
     "down_proj": ("ffn", "hidden"),
 }
+OWNERS = {"SmolLM2": "HuggingFaceTB", "Qwen": "Qwen", "Llama": "meta-llama", "Mistral": "mistralai", "Gemma": "google"}
+VARIANT = re.compile(r"-(?:instruct|thinking|base|it|pt)(?=-|$)|-[0-9]{4}$")  # of a model's name: the same shape
 SPLIT_BY_INPUT = ("o_proj", "down_proj")  # in tensor parallelism; the others by their outputs
 
 
@@ -167,7 +170,8 @@ class Shape:
 
 
 def shape_of(model: str) -> Shape:
-    """Of a name in SHAPES (`Qwen2.5-3B`, with or without owner and `-Instruct`), or of a folder with a config.json.
+    """Of a name in SHAPES (`Qwen2.5-3B`, with or without owner, `-Instruct` and date), or of a folder with a
+    config.json.
 
     Raises:
         ValueError: neither, or an architecture that is not known.
@@ -178,13 +182,20 @@ def shape_of(model: str) -> Shape:
         if not isinstance(config, dict):
             raise ValueError(f"model: {file} must hold a mapping, got {type(config).__name__}")
         return Shape.from_config(config, Path(model).name)
-    plain = model.rpartition("/")[2].lower()
-    for ending in ("-instruct", "-it", "-base", "-pt"):
-        plain = plain.removesuffix(ending)
+    plain = VARIANT.sub("", model.rpartition("/")[2].lower())
     for name, shape in SHAPES.items():
         if plain in (name.lower(), f"meta-{name.lower()}"):
             return shape
     raise ValueError(f"model: {model} is no folder with a config.json and not in the table: {', '.join(SHAPES)}")
+
+
+def hub_name(model: str, shape: Shape) -> str:
+    """What the hub calls a model of SHAPES that is named without its owner; a folder or a whole name as it is."""
+    owner = next((owner for family, owner in OWNERS.items() if shape.name.startswith(family)), None)
+    if "/" in model or Path(model).exists() or owner is None:
+        return model
+    name = model.lower() if owner == "google" else model
+    return f"{owner}/{name}-it" if name == "gemma-3-1b" else f"{owner}/{name}"  # which has no plain name there
 
 
 def _table(rows: str) -> dict[str, Shape]:

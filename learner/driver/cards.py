@@ -4,21 +4,26 @@ configuration elsewhere than it will run."""
 import re
 from dataclasses import dataclass
 
+from cluster.memory.cards import CardKind
 from cluster.memory.plan import gib
 from cluster.nvml import visible_cards
-from learner.config import RunConfig
+from cluster.placement import pack
+from cluster.ray_cluster import joins
+from learner.config import RunConfig, roles
 from learner.driver import card_size
 from learner.driver.findings import PreflightError
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """`count` cards on one node, of `size` bytes each that a run can have; `note`: what a user should know of them."""
+    """`count` cards on one node, of `size` bytes each that a run can have; `note`: what a user should know of them;
+    `kind`: of those that are assumed by their name."""
 
     count: int
     size: int
     assumed: bool = True
     note: str | None = None
+    kind: CardKind | None = None
 
 
 def parse(text: str) -> Cards:
@@ -27,18 +32,24 @@ def parse(text: str) -> Cards:
     try:
         if match is None:
             raise ValueError("must be a card or its size, got nothing; write for example h100, 80GiB or 2x24GiB")
-        return Cards(int(match[1] or 1), card_size.parse(match[2]).bytes)
+        size = card_size.parse(match[2])
+        return Cards(int(match[1] or 1), size.bytes, kind=size.card)
     except ValueError as error:
         raise PreflightError(f"--assume-gpus: {error}") from None
 
 
-def present() -> Cards | None:
+def wanted(config: RunConfig) -> int:
+    """How many cards the run takes, together."""
+    return int(sum(bundle.get("GPU", 0) for bundle in pack(roles(config)).bundles))
+
+
+def present(config: RunConfig) -> Cards | None:
     """The cards that processes of this machine see; None without one. Their size is what is free on the one that has
-    least: a display or another process may have the rest."""
+    least of those that the run gets, which are the first: a display or another process may have the rest."""
     cards = visible_cards()
     if not cards:
         return None
-    least = min(cards, key=lambda card: card.free)
+    least = min(cards[: wanted(config) or None], key=lambda card: card.free)
     told = f"cards: {len(cards)} x {least.name}"
     if least.taken:
         told += f", of whose {gib(least.size)} only {gib(least.free)} are free: other processes have the rest"
@@ -59,7 +70,7 @@ def size_for(config: RunConfig, cards: Cards | None) -> int | None:
         )
     if gpus.generator == 0 or gpus.learner == 0:
         return None
-    if cards is None and device is None and config.cluster.address != "local":
+    if cards is None and device is None and joins(config.cluster.address):
         raise PreflightError(
             "memory.device: no card is visible where the run was started, so its size is not known; set it to the "
             "memory of one card of the cluster, for example 80GiB"

@@ -10,10 +10,10 @@ from cluster.memory import cards as kinds
 from cluster.memory.host import host_bytes
 from cluster.memory.plan import gib
 from cluster.memory.units import total
-from cluster.placement import local_node, pack, place
+from cluster.placement import local_node, place
 from cluster.ray_cluster import joins, store_bytes
 from learner.config import RunConfig, roles
-from learner.driver.cards import Cards
+from learner.driver.cards import Cards, wanted
 from learner.driver.memory_budget import Budgets
 from learner.driver.plan_request import layouts, wish_of
 from learner.model.weight_files import WeightsError, model_weights
@@ -36,35 +36,41 @@ def check_placement(config: RunConfig, assumed: Cards | None) -> None:
     cpus = sum(role.cpus for role in roles(config))
     if assumed is not None:
         place(roles(config), [{"CPU": float(cpus), "GPU": float(assumed.count)}])
+        if assumed.kind is not None:
+            _check_card(config, assumed.kind.capability, assumed.kind.name)
     elif not joins(config.cluster.address):
         _check_cards(config)
         place(roles(config), [local_node(cpus)])
 
 
 def _check_cards(config: RunConfig) -> None:
-    wanted = int(sum(bundle.get("GPU", 0) for bundle in pack(roles(config)).bundles))
-    if wanted == 0:
+    count = wanted(config)
+    if count == 0:
         return
     driver = nvml.driver_version()
     if driver is None:
         raise MachineError(
-            f"cluster.gpus: the run needs {wanted} GPU, and no NVIDIA driver answers; install one "
+            f"cluster.gpus: the run needs {count} GPU, and no NVIDIA driver answers; install one "
             f"({'in Windows, for WSL2' if machine.is_wsl() else 'and see that nvidia-smi works'}), or set "
             "cluster.gpus.generator=0, cluster.gpus.learner=0 and cluster.rewards.gpus=0"
         )
     visible, there = nvml.visible_cards(), len(nvml.visible_cards({}))
-    if len(visible) < wanted <= there:
+    if len(visible) < count <= there:
         raise MachineError(
-            f"CUDA_VISIBLE_DEVICES: shows {len(visible)} of {there} cards, and the run needs {wanted} GPU; name more, "
+            f"CUDA_VISIBLE_DEVICES: shows {len(visible)} of {there} cards, and the run needs {count} GPU; name more, "
             "or lower cluster.gpus"
         )
     if wrong := driver_too_old(driver, torch_cuda()):
         raise MachineError(wrong)
     if config.cluster.gpus.learner > 0 and find_spec("liger_kernel") is None:
         raise MachineError("liger-kernel: is not installed, and a learner on a card needs it; pip install -e '.[gpu]'")
-    for card in visible[:wanted]:
-        if wrong := kinds.lacks(card.capability, dtype=config.model.dtype, kv_dtype=config.rollout.kv_cache_dtype):
-            raise MachineError(f"{wrong} ({card.name})")
+    for card in visible[:count]:
+        _check_card(config, card.capability, card.name)
+
+
+def _check_card(config: RunConfig, capability: tuple[int, int], name: str) -> None:
+    if wrong := kinds.lacks(capability, dtype=config.model.dtype, kv_dtype=config.rollout.kv_cache_dtype):
+        raise MachineError(f"{wrong} ({name})")
 
 
 def torch_cuda() -> str | None:
@@ -90,11 +96,12 @@ def driver_too_old(driver: str, cuda: str | None) -> str | None:
 
 
 def cuda_wheels() -> frozenset[int]:
-    """Major versions of CUDA among NVIDIA's wheels: nvidia-cublas-cu12 names it, from 13 on the version does."""
+    """Major versions of CUDA among NVIDIA's wheels: nvidia-cublas-cu12 names it, from 13 on the version does. Not those
+    of CUTLASS, which come for several."""
     found = set()
     for wheel in distributions():
         name = wheel.metadata["Name"] or ""
-        if match := re.fullmatch(r"nvidia-[a-z-]+-cu(\d+)", name):
+        if match := re.fullmatch(r"nvidia-(?!cutlass)[a-z-]+-cu(\d+)", name):
             found.add(int(match[1]))
         elif name == "nvidia-cuda-runtime":
             found.add(int(wheel.version.partition(".")[0]))
@@ -103,7 +110,7 @@ def cuda_wheels() -> frozenset[int]:
 
 def machine_notes(config: RunConfig) -> tuple[str, ...]:
     """Lines about the system that a run on this machine's cards should know."""
-    if all(role.gpus == 0 for role in roles(config)) or config.cluster.address != "local":
+    if all(role.gpus == 0 for role in roles(config)) or joins(config.cluster.address):
         return ()
     notes = []
     own = int((torch_cuda() or "0").partition(".")[0])
@@ -144,7 +151,7 @@ def classifier_notes(config: RunConfig) -> tuple[str, ...]:
 def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     """Lines for the user about main and shared memory of this machine. Raises MachineError: the weights alone are more
     than it has."""
-    if budgets.plan is None or config.cluster.gpus.learner == 0 or config.cluster.address != "local":
+    if budgets.plan is None or config.cluster.gpus.learner == 0 or joins(config.cluster.address):
         return ()
     has, shared = machine.main_memory(), machine.shared_memory() or 0
     parts = host_bytes(

@@ -6,7 +6,7 @@ from learner.driver.findings import Findings, PreflightError
 from learner.model.adapter_config import follow, read_adapter
 from learner.model.reference_config import check_reference
 from learner.model.weight_files import WeightsError, adapter_weights, model_weights
-from rollout.architecture import check_architecture, check_length, check_shards
+from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
 
 TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
@@ -19,6 +19,7 @@ def load_chat(config: RunConfig) -> Chat:
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
     check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
+    check_type(chat.config, config.model.path, config.model.dtype)
     check_shards(chat.config, config.model.path, config.cluster.shards)
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)

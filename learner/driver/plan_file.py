@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,5 +68,7 @@ class PlanFile:
             }
             for role in METRICS
         }
-        with writing(self._file):
-            self._file.write_text(json.dumps({**self._settings, **roles}, indent=2))
+        partial = self._file.with_suffix(".partial")
+        with writing(partial):
+            partial.write_text(json.dumps({**self._settings, **roles}, indent=2))
+        os.replace(partial, self._file)  # others read it meanwhile

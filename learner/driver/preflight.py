@@ -121,7 +121,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     chat = found.of(load_chat, config)
     found.of(check_weights, config, adapters=followed is not None)
     found.of(check_scored_adapters, config)
-    cards = cards or present()
+    cards = cards or present(config)
     card, budgets = found.of(size_for, config, cards), None
     if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
         config = found.of(settled, config, budgets) or config

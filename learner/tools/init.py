@@ -19,6 +19,8 @@ class InitError(ValueError):
 def write(folder: Path, model: str | None) -> str:
     """Writes config.yaml, my_rewards.py and data.jsonl; what to do next. Raises InitError, before anything is written
     where a file is there already."""
+    if model is not None and Path(model).is_dir():  # which `model` would not be from inside of the folder
+        model = str(Path(model).resolve())
     chosen = {"model": json.dumps(model or str(_demo())), **(SETTINGS if model else DEMO_SETTINGS)}
     files = {
         "config.yaml": CONFIG.format(**chosen),

@@ -56,7 +56,7 @@ class Facts:
 
 def gather() -> Facts:
     """Of here and now."""
-    installed = {found.metadata["Name"].lower(): found.version for found in distributions()}
+    installed = {(found.metadata["Name"] or "").lower(): found.version for found in distributions()}
     return Facts(
         python=sys.version_info[:2],
         packages={name: installed[name] for name in WATCHED if name in installed},

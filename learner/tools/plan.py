@@ -12,13 +12,14 @@ from cluster.memory import cards
 from cluster.memory.host import host_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.search import least, plan
-from cluster.memory.shape import SHAPES, Shape, shape_of
+from cluster.memory.shape import SHAPES, Shape, hub_name, shape_of
 from cluster.memory.units import DTYPE_BYTES, Parts
 from cluster.ray_cluster import store_bytes
 from learner.driver import card_size
 from learner.driver.card_size import CardSize
 from learner.tools import plan_picture, plan_tables
 from learner.tools.plan_config import block
+from rollout.architecture import NO_FLOAT16
 from rollout.config import parse_size
 
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
@@ -75,6 +76,11 @@ class Asked:
         """Raises ValueError for what does not go together."""
         if self.model is not None and self.every:
             raise ValueError("--all: does not go with --model, which names one; leave one of them out")
+        if self.algorithm == "grpo" and self.generations < 2:
+            raise ValueError(
+                f"--generations: GRPO compares the completions of a group, so at least 2, got {self.generations}; "
+                "raise it, or take --algorithm ppo"
+            )
         if self.base == "shared" and self.cards == 2:
             raise ValueError(
                 "--base shared: one base for both roles needs both on one card, got --cards 2; leave that out"
@@ -86,7 +92,7 @@ def run(asked: Asked) -> int:
     try:
         asked.check()
         size, has = _card(asked), parse_size(asked.ram) if asked.ram else main_memory()
-        shapes = [shape_of(asked.model)] if asked.model else list(_shapes(all_of_them=asked.every))
+        shapes = _able([shape_of(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -103,13 +109,16 @@ def run(asked: Asked) -> int:
         plan_tables.show({one.shape.name: one.needs for one in found}, [one.chosen for one in found], on, work)
         one = found[0]
         if asked.model and isinstance(one.chosen, Plan):
-            text = block(one.chosen, work, one.wish, model=asked.model, staleness=asked.staleness)
+            text = block(one.chosen, work, one.wish, model=hub_name(asked.model, one.shape), staleness=asked.staleness)
             plan_tables.show_one(one.host, has, text)
     if asked.png:
         try:
             plan_picture.save_png([one.chosen for one in found], size.bytes, Path(asked.png))
         except ImportError:
             print("error: --png needs matplotlib: pip install 'gleaner[plan]'", file=sys.stderr)
+            return 2
+        except (OSError, ValueError) as error:  # of another ending than matplotlib knows
+            print(f"error: --png: {asked.png} cannot be written: {error}; give another file", file=sys.stderr)
             return 2
     return int(asked.model is not None and isinstance(found[0].chosen, Misfit))
 
@@ -131,9 +140,27 @@ def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
     return list(SHAPES.values()) if all_of_them else [SHAPES[name] for name in FIVE]
 
 
+def _able(shapes: Sequence[Shape], size: CardSize) -> list[Shape]:
+    """Those that the card computes in 16 bits. Raises ValueError if there is none."""
+    if not _old(size):
+        return list(shapes)
+    able = [shape for shape in shapes if shape.kind not in NO_FLOAT16]
+    if not able:
+        raise ValueError(
+            f"--model: {shapes[0].name} is not computed in float16 (vLLM), and the card has no bfloat16; name a newer "
+            "card, or another model"
+        )
+    return able
+
+
+def _old(size: CardSize) -> bool:
+    """Whether the card has no bfloat16."""
+    return size.card is not None and size.card.capability < cards.BF16
+
+
 def _plans(shape: Shape, size: CardSize, work: Workload, asked: Asked) -> Found:
     """What each method needs at least, and what the planner chooses for LoRA."""
-    old = size.card is not None and size.card.capability < cards.BF16  # float16 trains no whole model
+    old = _old(size)  # float16 trains no whole model
 
     def wanted(wish: Wish) -> Wish:
         layouts = ("slices",) if asked.staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
@@ -147,6 +174,8 @@ def _plans(shape: Shape, size: CardSize, work: Workload, asked: Asked) -> Found:
         )
 
     methods = {name: wish for name, wish in METHODS.items() if wish.mode == "lora" or asked.algorithm == "grpo"}
+    if old:
+        methods = {name: wish for name, wish in methods.items() if wish.optimizer != "adamw_rounded"}  # is of bfloat16
     needs = {name: least(shape, size.bytes, work, wanted(wish)) for name, wish in methods.items()}
     return Found(shape, wanted(Wish()), needs, plan(shape, size.bytes, work, wanted(Wish())))
 

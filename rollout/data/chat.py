@@ -1,6 +1,7 @@
 """Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError
@@ -41,6 +42,8 @@ class Chat:
             check_kwargs(tokenizer, self._template_kwargs)
         except TemplateKwargsError as error:
             raise ChatError(str(error)) from error
+        if "strftime_now" in str(tokenizer.chat_template):  # else a group that begins at midnight has two prompts
+            self._template_kwargs["strftime_now"] = datetime.now().strftime
         self.stop_ids = tuple(stop_ids)
         self.config: dict[str, Any] = dict(config or {})  # the model's config.json
         self.has_template = bool(tokenizer.chat_template)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
-from rollout.env.trajectory import FAULT, Trajectory
+from rollout.env.trajectory import FAULT, TURNS, Trajectory
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem
 from rollout.scorer import Scorer
@@ -78,13 +78,16 @@ def _rewards(
         if trajectory.faulted:
             found.append((None, FAULT, {}, sentence_of(trajectory)))
             continue
-        own: dict[str, float | None] = dict(trajectory.parts)
+        parts = trajectory.parts
+        if scores is None and not parts and trajectory.outcome == "length":
+            parts = {TURNS: 0.0}  # only the environment rewards, and was not asked: to ramble must not be free
+        own: dict[str, float | None] = dict(parts)
         if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
             raise ValueError(
                 f"rewards: each part must have a name of its own, and the environment gives {', '.join(both)} as well; "
                 "set rewards.<i>.name"
             )
-        reward, status = (sum(trajectory.parts.values()), "ok") if own else (None, NOT_SCORED)
+        reward, status = (sum(parts.values()), "ok") if own else (None, NOT_SCORED)
         error = None
         if scores is not None:
             given, error = scores.status[asked], scores.errors[asked]

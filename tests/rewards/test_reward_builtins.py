@@ -136,6 +136,10 @@ def test_math_compares_by_meaning() -> None:
         ("<answer>0.5</answer>", r"\frac{1}{2}", 1.0),
         (r"Hence $\boxed{x^2+2x+1}$", "$(x+1)^2$", 1.0),
         ("<answer>3</answer>", "#### 4", 0.0),
+        (r"<answer>\$32,348</answer>", "32348", 1.0),  # a dollar sign in a text of LaTeX, which delimits nothing
+        ("<answer>36</answer>", r"\$36", 1.0),
+        (r"<answer>\[\frac{1}{2}\]</answer>", "0.5", 1.0),
+        (r"<answer>\left[0,1\right]</answer>", r"\left[0,1\right]", 1.0),
         ("<answer>0.00005</answer>", 5e-05, 1.0),  # a column of numbers, which Python writes with e
         ("<answer></answer>", "4", 0.0),
         ("I do not know", "4", 0.0),

@@ -12,14 +12,14 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from examples.random_model import make_tiny_model
+from examples.random_model import make_tiny_model, make_tokenizer
 from learner.config import ModelConfig, RunConfig
 from learner.driver.machine_checks import classifier_notes
 from rewards.base import RewardError
 from rewards.call import Group, Verdict, score
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rewards.sequence_classifier import prepare, sequence_classifier
+from rewards.sequence_classifier import _encoded, prepare, sequence_classifier
 from rollout.config import DataConfig, RolloutConfig
 
 PROMPT = [{"role": "user", "content": "1+1?"}]
@@ -113,6 +113,14 @@ def test_a_text_is_a_user_s_message_and_without_a_template_both_are_a_pair(base:
         alone = [float(model.eval()(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
     assert said(path, PROMPT, case()["completions"]).values == pytest.approx(alone, abs=1e-5)
     assert said(path, "1+1?", TEXTS).values == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_call_of_a_tool_is_read_once_as_it_was_written() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}"
+    turn = {"role": "assistant", "content": "<tool_call>f</tool_call>"}
+    called = {**turn, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    assert _encoded(tokenizer, "1+1?", [called]) == _encoded(tokenizer, "1+1?", [turn])
 
 
 def test_what_is_too_long_costs_itself_alone(base: Path, tmp_path: Path) -> None:

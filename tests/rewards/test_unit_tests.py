@@ -18,6 +18,10 @@ CASES = {
     "fenced, with what it prints": (f"```python\n{RIGHT}\n```\nIt prints:\n```\n4\n```", 1.0),
     "fenced without a language": (f"Hence\n```\n{RIGHT}\n```", 1.0),
     "plain": (RIGHT, 1.0),
+    "a dataclass that names itself": (
+        f"from dataclasses import dataclass\n@dataclass\nclass Node:\n    next: 'Node' = None\n{RIGHT}",
+        1.0,
+    ),
     "prints": (f"print('x' * 100_000)\n{RIGHT}\nprint('y' * 100_000)", 1.0),
     "half": ("def sq(x):\n    return 4", 0.5),
     "exits": ("import sys\nsys.exit(0)", 0.0),
@@ -39,7 +43,7 @@ def test_all_tests_or_a_share_of_them() -> None:
     limits = {"seconds": 3, "memory": 0.25}
     found = asyncio.run(function(completions=texts, share=True, **limits, **columns))
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, shares, strict=True))
-    assert asyncio.run(function(completions=texts[3:7], **columns)) == [1.0, 1.0, 1.0, 0.0]
+    assert asyncio.run(function(completions=texts[4:8], **columns)) == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_the_columns_of_humaneval_and_of_setup_code() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from rollout.architecture import ArchitectureError, check_architecture, check_length, check_shards, has_experts
+from rollout.architecture import (
+    NO_FLOAT16,
+    ArchitectureError,
+    check_architecture,
+    check_length,
+    check_shards,
+    check_type,
+    has_experts,
+)
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 PHI: dict[str, Any] = {"model_type": "phi3", "original_max_position_embeddings": 4096}
@@ -76,3 +84,14 @@ def test_a_model_is_spread_evenly_or_refused() -> None:
         check_shards(model, "m", 3)
     with pytest.raises(ArchitectureError, match="has 12 attention heads, 4 key and value heads;"):
         check_shards(model, "m", 8)
+
+
+def test_what_vllm_does_not_compute_in_float16() -> None:
+    """vLLM's own table, so that a start says it before its generators do."""
+    from vllm.config import model
+
+    assert {*NO_FLOAT16} == {*model._FLOAT16_NOT_SUPPORTED_MODELS}
+    check_type({"model_type": "gemma2"}, "m", "bfloat16")
+    check_type(LLAMA, "m", "float16")
+    with pytest.raises(ArchitectureError, match="model.dtype: must be bfloat16 or float32 for m .model_type gemma2."):
+        check_type({"model_type": "gemma2"}, "m", "float16")

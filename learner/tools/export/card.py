@@ -158,19 +158,19 @@ def _training(source: Source) -> str:
         "digest of the data": source.inputs.data.get("rows", ""),
         **{f"reward {_short(one.use)}": f"weight {one.weight:g}" for one in config.rewards},
         **{f"digest of reward {name}": digest for name, digest in source.inputs.rewards.items()},
-        **(_measured(run) if run is not None else {}),
+        **(_measured(run, source.step) if run is not None else {}),
     }
     return table(("", ""), facts.items())
 
 
-def _measured(run: Run) -> dict[str, str]:
-    """What the metrics and the plan say."""
-    facts = {}
+def _measured(run: Run, step: int) -> dict[str, str]:
+    """What the metrics up to this step and the plan say."""
+    facts, steps = {}, sum(one <= step for one in run.steps)
     for label, name in TRAINED.items():
-        known = [value for value in run.metrics.get(name, ()) if value is not None]
+        known = [value for value in run.metrics.get(name, ())[:steps] if value is not None]
         if known:
             facts[label] = f"{known[0]:.3g} in the first step, {known[-1]:.3g} in the last"
-    seconds = sum(value for value in run.metrics.get("time/step", ()) if value is not None)
+    seconds = sum(value for value in run.metrics.get("time/step", ())[:steps] if value is not None)
     if seconds:
         facts["time of all steps"] = f"{seconds:.0f} s"
     for role in ("learner", "generator"):

@@ -117,11 +117,15 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
     return made
 
 
+def mismatch_file(file: Path) -> Path:
+    """Of the step that the rollouts are of."""
+    return file.parent.parent / mismatch_files.FOLDER / file.name
+
+
 def _mismatch(file: Path) -> Mismatch:
     """Of the step that the rollouts are of; empty where the run kept none, or its file is being written."""
-    beside = file.parent.parent / mismatch_files.FOLDER / file.name
     try:
-        return mismatch_files.read(beside)
+        return mismatch_files.read(mismatch_file(file))
     except (OSError, ValueError, pa.ArrowException):
         return {}
 

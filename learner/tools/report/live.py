@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.tools.report.build import advantage_of, head_of, model_of, title_of, trained_of
-from learner.tools.report.completions import Step, read_step
+from learner.tools.report.completions import Step, mismatch_file, read_step
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.page import page
 from learner.tools.report.run_folder import ReportError, Run, read_run
@@ -37,7 +37,7 @@ class Watched:
     def __init__(self, folder: Path, against: Path | None, limit: int) -> None:
         self._folder, self._against, self._limit = folder, against, limit
         self._words = Words(model_of(read_run(folder)))
-        self._steps: dict[tuple[str, int, int | None], Step] = {}
+        self._steps: dict[tuple[str, int, bool, int | None], Step] = {}
         self._sample, self._lock = Sample(), threading.Lock()
 
     def page(self) -> Iterator[str]:
@@ -68,7 +68,8 @@ class Watched:
         self._steps = {}
 
         def step(file: Path, most: int | None) -> Step:
-            mark = (file.name, file.stat().st_mtime_ns, most)  # a resumed run writes it again
+            # A resumed run writes both again, and the mismatch is there only once the step was trained.
+            mark = (file.name, file.stat().st_mtime_ns, mismatch_file(file).exists(), most)
             made = before.get(mark) or read_step(file, most, advantage=advantage, trained=trained, tokens=known)
             self._steps[mark] = made
             return made

@@ -62,7 +62,7 @@ def read_run(folder: Path) -> Run:
     names = sorted({name for row in rows.values() for name in row} - {"step"})
     metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}
     config, plan = _mapping(folder / "config.yaml", remarks), _mapping(folder / "plan.json", remarks)
-    if not (folder / run_lock.NAME).exists():
+    if not run_lock.is_held(folder):
         remarks.extend(_early(steps[-1] if steps else 0, config.get("steps")))
     return Run(folder.resolve().name, steps, metrics, config, plan, rollouts, phases.read(folder), remarks)
 

@@ -63,9 +63,9 @@ def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
 
 def _wait_for_first_step(run: Path) -> None:
     """Of a run that is starting: its folder is locked, and nothing else is there yet. Ctrl-C ends the waiting."""
-    if (run / run_lock.NAME).exists() and not begun(run):
+    if run_lock.is_held(run) and not begun(run):
         print(f"waiting for the first step of {run}; Ctrl-C ends the waiting, and not the run", flush=True)
-        while (run / run_lock.NAME).exists() and not begun(run):
+        while run_lock.is_held(run) and not begun(run):
             time.sleep(LOOK_S)
 
 

@@ -52,6 +52,7 @@ class RunApp(App[int]):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder, self._files = folder, dict[int, Path]()
+        self._rows: dict[int, list[float | None]] = {}  # of the steps, as they are shown
         self._step: int | None = None  # whose groups are listed
         self._groups: list[Listed] = []
         self._shown: list[Listed] = []
@@ -99,14 +100,17 @@ class RunApp(App[int]):
         """The step that was chosen stays chosen; the newest, if none or the newest was."""
         table = self.query_one("#steps", DataTable)
         steps = sorted({*run.steps, *self._files}, reverse=True)
-        if [key.value for key in table.rows] == [str(step) for step in steps]:
-            return
         place = {step: i for i, step in enumerate(run.steps)}
+        rows = {
+            step: [None if step not in place or n not in run.metrics else run.metrics[n][place[step]] for n in STEPS]
+            for step in steps
+        }
+        if rows == self._rows:
+            return
+        self._rows = rows
         kept = self._step if table.cursor_row > 0 and self._step in steps else None
         table.clear()
-        for step in steps:
-            at = place.get(step)
-            values = [None if at is None or n not in run.metrics else run.metrics[n][at] for n in STEPS]
+        for step, values in rows.items():
             table.add_row(Text(str(step)), *(Text(number(value)) for value in values), key=str(step))
         table.move_cursor(row=0 if kept is None else steps.index(kept))
 

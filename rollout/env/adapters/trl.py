@@ -16,7 +16,7 @@ import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.base import said
 from rewards.loader import load_own
-from rollout.env.adapters.trl_rewards import given
+from rollout.env.adapters.trl_rewards import given, load_rewards
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
@@ -47,7 +47,8 @@ class TrlEnvironment:
     turn_timeout_s: seconds for all calls of a turn; those that are left then are answered without being called.
     max_chars: of an answer; a longer one is cut and says so.
 
-    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called.
+    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, ToolError for two parts of
+    the reward with one name.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class TrlEnvironment:
         max_chars: int = 4000,
     ) -> None:
         self._factory = load_own(factory, "MyEnvironment")
-        self._rewards = [load_own(name, "my_reward") for name in rewards]
+        self._rewards = load_rewards(rewards, getattr(self._factory, "__name__", ""))
         self._limits = CallLimits(timeout_s, turn_timeout_s, max_chars)
         self._thread = ThreadPoolExecutor(1)  # plain methods all run in one, since some libraries demand it
         self._columns: dict[str, Any] = {}
@@ -99,8 +100,8 @@ class TrlEnvironment:
         parts = {}
         if hasattr(self._environment, "get_reward"):
             parts[type(self._environment).__name__] = await self._run(self._environment.get_reward)
-        for reward in self._rewards:
-            (parts[reward.__name__],) = await self._run(reward, **given(reward, self._have()))
+        for name, reward in self._rewards.items():
+            (parts[name],) = await self._run(reward, **given(reward, self._have()))
         return {name: value for name, value in parts.items() if value is not None}
 
     async def close(self) -> None:

@@ -1,8 +1,11 @@
 """TRL's reward functions where they are called with one trajectory at a time."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from rewards.loader import load_own
+from rollout.env.tools.function_tool import ToolError
 
 
 def given(reward: Callable[..., Any], have: Mapping[str, Any]) -> dict[str, Any]:
@@ -11,3 +14,18 @@ def given(reward: Callable[..., Any], have: Mapping[str, Any]) -> dict[str, Any]
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(have)
     return {name: value for name, value in have.items() if name in parameters}
+
+
+def load_rewards(uses: Sequence[str], taken: str = "") -> dict[str, Callable[..., Any]]:
+    """The functions by the names that their parts of the reward have. taken: the name of another part.
+
+    Raises rewards.base.RewardLoadError for a name that leads to no function, ToolError for two parts of one name.
+    """
+    functions = [load_own(use, "my_reward") for use in uses]
+    found = {str(getattr(one, "__name__", type(one).__name__)): one for one in functions}
+    if len(found) < len(functions) or taken in found:
+        raise ToolError(
+            f"env.args.rewards: each part of the reward must have a name of its own, got {', '.join(uses)}"
+            f"{f' beside {taken}' if taken in found else ''}; rename a function"
+        )
+    return found

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from rewards.loader import load_own
-from rollout.env.adapters.trl_rewards import given
+from rollout.env.adapters.trl_rewards import given, load_rewards
 from rollout.env.adapters.trl_trainer import trainer_of
 from rollout.env.processes.wire import BadAnswer
 from rollout.env.program import Model, OutOfBudget, Sampled
@@ -36,7 +36,8 @@ class TrlRolloutFunc:
 
     Python's and numpy's global random numbers are seeded with the group's seed.
 
-    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called.
+    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, ToolError for two reward
+    functions of one name.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class TrlRolloutFunc:
         cut: float = 0.0,
     ) -> None:
         self._function = load_own(function, "my_rollout_func")
-        self._rewards = [load_own(name, "my_reward") for name in rewards]
+        self._rewards = load_rewards(rewards)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         self._settings, self._cut = dict(settings or {}), cut
 
@@ -68,7 +69,7 @@ class TrlRolloutFunc:
         try:
             output = await loop.run_in_executor(ThreadPoolExecutor(1), self._function, [prompt], trainer)
         except OutOfBudget:
-            return {reward.__name__: self._cut for reward in self._rewards}
+            return dict.fromkeys(self._rewards, self._cut)
         extra = _checked(output, record)
         have = {name: [value] for name, value in problem.columns.items()} | {
             "prompts": [prompt],
@@ -77,9 +78,9 @@ class TrlRolloutFunc:
         }
         have |= {name: value[:1] if isinstance(value, list) else [value] for name, value in extra.items()}
         parts = {}
-        for reward in self._rewards:
+        for name, reward in self._rewards.items():
             told = reward(**given(reward, have))
-            (parts[reward.__name__],) = await told if isinstance(told, Awaitable) else told
+            (parts[name],) = await told if isinstance(told, Awaitable) else told
         return {name: value for name, value in parts.items() if value is not None}
 
     def _completion(self, ids: Sequence[int], chat: bool) -> Any:

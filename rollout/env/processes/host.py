@@ -78,7 +78,8 @@ async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
     while True:
         method, *arguments = pickle.loads(await read(reader))
         try:
-            env = env or make(spec.use, spec.args)
+            if env is None:  # not: if it is false, as one whose length is 0
+                env = make(spec.use, spec.args)
             value = await _METHODS[method](env, *arguments)
             answer = _bounded(method, encoded(method, value), isinstance(value, dict) and "token_ids" in value)
         except BadAnswer as error:

@@ -2,6 +2,8 @@
 
 from rewards.code_process import Limits, run
 
+CHARACTERS = 3800  # with how it ended fewer than an answer may have (PythonTools), which would be cut at its end
+
 
 async def python(code: str) -> str:
     """Runs a Python program and returns what it prints. Nothing is kept from one call to the next.
@@ -12,4 +14,4 @@ async def python(code: str) -> str:
     Returns:
         what it printed, the traceback of an error included
     """
-    return await run(code, Limits())
+    return await run(code, Limits(characters=CHARACTERS))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.memory.shape import LINEAR, SHAPES, Shape, shape_of
+from cluster.memory.shape import LINEAR, SHAPES, Shape, hub_name, shape_of
 
 # What the hub shows beside the safetensors of each model.
 PUBLISHED = {
@@ -61,6 +61,11 @@ def test_a_config_json_gives_the_shape_back(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-4B"].to_config()))
     assert shape_of(str(tmp_path)).params == SHAPES["Qwen3-4B"].params
     assert shape_of("meta-llama/Llama-3.2-1B-Instruct") is SHAPES["Llama-3.2-1B"]
+    assert shape_of("mistralai/Mistral-7B-Instruct-v0.3") is SHAPES["Mistral-7B-v0.3"]
+    assert shape_of("Qwen/Qwen3-4B-Instruct-2507") is SHAPES["Qwen3-4B"]
+    assert hub_name("Gemma-3-1B", SHAPES["Gemma-3-1B"]) == "google/gemma-3-1b-it"  # plain there is none
+    assert hub_name("someone/Qwen3-4B", SHAPES["Qwen3-4B"]) == "someone/Qwen3-4B"
+    assert hub_name(str(tmp_path), SHAPES["Qwen3-4B"]) == str(tmp_path)
     with pytest.raises(ValueError, match="not in the table"):
         shape_of("Qwen/Qwen9")
     with pytest.raises(ValueError, match="mixtral"):

@@ -27,15 +27,19 @@ def config_of(**changes: Any) -> RunConfig:
 def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [Card("H100", "a", 80 * GIB, 79 * GIB, (9, 0)), Card("H100", "b", 80 * GIB, 75 * GIB, (9, 0))]
     monkeypatch.setattr(cards, "visible_cards", lambda: here)
-    found = present()
+    both = config_of(cluster={"gpus": {"generator": 1, "learner": 1}})
+    found = present(both)
     assert found is not None
     assert (found.count, found.size, found.assumed) == (2, 75 * GIB, False)
     assert found.note == "cards: 2 x H100, of whose 80.0 GiB only 75.0 GiB are free: other processes have the rest"
     assert size_for(config_of(), found) == 75 * GIB
+    of_one = present(config_of())
+    assert of_one is not None
+    assert of_one.size == 79 * GIB  # the run gets the first, so the second may be as full as it likes
     monkeypatch.setattr(cards, "visible_cards", lambda: here[:1])
-    assert present() == Cards(1, 79 * GIB, False, "cards: 1 x H100")
+    assert present(both) == Cards(1, 79 * GIB, False, "cards: 1 x H100")
     monkeypatch.setattr(cards, "visible_cards", list)
-    assert present() is None
+    assert present(both) is None
 
 
 def test_defaults_on_a_card_are_the_plan_s() -> None:
@@ -106,6 +110,12 @@ def test_a_policy_s_bytes_take_time_and_room() -> None:
 def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], known: Cards | None, words: str) -> None:
     with pytest.raises(PreflightError, match=words):
         size_for(config_of(**changes), known)
+
+
+def test_a_job_s_cards_are_the_cluster_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(PreflightError, match="memory.device: no card is visible where the run was started"):
+        size_for(config_of(), None)
 
 
 def test_a_cluster_elsewhere_wants_its_size_written_down() -> None:

@@ -78,6 +78,8 @@ def test_a_generator_is_built_from_its_settings() -> None:
     assert (engine.model, engine.dtype, engine.stop) == ("m", "float32", ("\n\n",))
     assert (engine.max_model_len, engine.kv_cache_bytes, engine.max_num_seqs) == (40 + MAX_LENGTH, 12345, 11)
     assert (engine.max_lora_rank, engine.adapter_window, engine.seed) == (8, 2 + 2, 3 * 1000 + 4)
+    large = worker_spec(config.model_copy(update={"seed": 2**31 - 1}), 4, budgets).engine.seed
+    assert 2**31 < large < 2**32  # numpy takes no more
 
 
 def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,8 @@ from cluster.memory.shape import SHAPES
 from cluster.nvml import Card
 from learner.config import RunConfig
 from learner.driver import machine_checks
-from learner.driver.machine_checks import MachineError, check_main_memory, check_placement
+from learner.driver.cards import parse
+from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, cuda_wheels
 from learner.driver.memory_budget import settle
 
 GIB = 2**30
@@ -75,6 +78,9 @@ def test_a_card_too_old_for_the_types_of_the_run(monkeypatch: pytest.MonkeyPatch
     assert refusal(config_of()) == (
         "model.dtype: bfloat16 needs compute capability 8.0, this card has 7.5; set model.dtype=float16 (Tesla T4)"
     )
+    with pytest.raises(MachineError, match=r"bfloat16 needs compute capability 8.0, this card has 7.5; .*\(t4\)"):
+        check_placement(config_of(), parse("t4"))
+    check_placement(config_of(), parse("a100-80gb"))
     set_up(monkeypatch, [H100, A100], 2)
     assert refusal(config_of(1.0, rollout={"kv_cache_dtype": "fp8"})).startswith("rollout.kv_cache_dtype: fp8 needs")
 
@@ -94,3 +100,15 @@ def test_weights_that_main_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -
     _, small = check_main_memory(slices, settle(slices, model, 80 * GIB))
     assert small.startswith("/dev/shm: 64 MiB are free of the 256 MiB of Ray's object store, which then lies on disk")
     assert check_main_memory(config_of(0.0), settle(config_of(0.0), model)) == ()  # there the plan is of this memory
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")  # whose roles lie on other machines
+    assert check_main_memory(turns, settle(turns, model, 80 * GIB)) == ()
+
+
+def test_our_own_wheels_are_of_one_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (Path(__file__).parents[3] / "requirements" / "gpu.txt").read_text().splitlines()
+    wheels = [line.split("==") for line in lines if "==" in line]
+    there = [SimpleNamespace(metadata={"Name": name}, version=version) for name, version in wheels]
+    monkeypatch.setattr(machine_checks, "distributions", lambda: there)
+    assert cuda_wheels() == {13}
+    there.append(SimpleNamespace(metadata={"Name": "nvidia-cublas-cu12"}, version="12.8"))
+    assert cuda_wheels() == {12, 13}

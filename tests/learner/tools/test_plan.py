@@ -97,6 +97,13 @@ def test_a_card_that_there_is_not_and_a_number_out_of_its_range(capsys: pytest.C
     )
     assert main(["plan", "--gpu", "t4", "--kv-cache-dtype", "fp8"]) == 2
     assert "fp8 needs a card of compute capability 8.9, t4 has 7.5; set auto" in capsys.readouterr().err
+    assert main(["plan", "--gpu", "t4", "--model", "Gemma-2-2B"]) == 2
+    assert "Gemma-2-2B is not computed in float16 (vLLM), and the card has no bfloat16" in capsys.readouterr().err
+    assert main(["plan", "--gpu", "24GiB", "--generations", "1"]) == 2
+    assert "--generations: GRPO compares the completions of a group, so at least 2" in capsys.readouterr().err
+    for file in ("/nonexistent/x.png", "x.foo"):
+        assert main(["plan", "--gpu", "24GiB", "--model", "Llama-3.2-1B", "--png", file]) == 2
+        assert f"error: --png: {file} cannot be written: " in capsys.readouterr().err
     assert main(["plan", "--gpu", "24GiB", "--generations", "0"]) == 2
     assert "must be a whole number from 1 to 999999999, got '0'" in capsys.readouterr().err
 
@@ -123,6 +130,7 @@ def test_the_block_to_paste_is_the_plan(
     chosen = json.loads(capsys.readouterr().out)[0]["chosen"]
     config = RunConfig.model_validate(block | {"data": {"path": "x.jsonl"}, "rewards": [{"use": "format"}]})
     assert config.model.dtype == ("float16" if card == "t4" else "bfloat16")
+    assert config.model.path == f"{'Qwen' if model.startswith('Qwen') else 'meta-llama'}/{model}"  # as on the hub
     found = settle(config, SHAPES[model].to_config()).plan
     assert found is not None
     for name in ("layout", "base", "checkpointing", "token_budget", "kv_bytes", "sequences", "device_bytes"):

@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -133,6 +135,15 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
         "Tokens are not coloured: tokenizer.json of the model is not on this machine",
     ):
         assert sentence in said
+
+
+def test_a_run_that_was_killed_has_ended_though_its_lock_file_is_there(run: Path) -> None:
+    with run_lock.held(run):
+        assert not blocks(page_of(run))["head"]["runs"][0]["remarks"]
+        left = (run / run_lock.NAME).read_text()
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    (run / run_lock.NAME).write_text(left.replace(f'"pid": {os.getpid()}', f'"pid": {dead}'))
+    assert blocks(page_of(run))["head"]["runs"][0]["remarks"][0].startswith("The run ended at step 2 of 9")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +277,18 @@ def test_a_run_is_served_while_it_goes_on(run: Path, served: LiveServer) -> None
     assert unpacked(asked(served, f"/{served.key}/index")[1])["step"] == [1, 1, 2, 2, 3]
     assert unpacked(asked(served, f"/{served.key}/step-3")[1])[0]["problem"] == "train-9"
     assert asked(served, f"/{served.key}/step-4")[0] == 404
+
+
+def test_the_mismatch_of_a_step_is_shown_once_it_was_trained(run: Path, served: LiveServer) -> None:
+    def shown() -> bool:
+        asked(served, f"/{served.key}/head")
+        (group, _) = unpacked(asked(served, f"/{served.key}/step-1")[1])
+        return "mismatch" in group["completions"][0]
+
+    groups = [make_group(2 + i, completion=[HOSTILE, "4"]) for i in (0, 1)]
+    assert not shown()
+    mismatch_files.write(run, 1, groups, pa.array([[0.5, 0.25]] * 4, pa.list_(pa.float16())))
+    assert shown()
 
 
 def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -> None:

@@ -13,7 +13,7 @@ import pytest
 from textual.widgets import DataTable
 
 from learner.tools.cli import main
-from learner.tools.terminal.app import RunApp
+from learner.tools.terminal.app import STEPS, RunApp
 from learner.tools.terminal.curves import Curves
 from rollout import ledger
 from rollout.fake_groups import make_group
@@ -124,6 +124,20 @@ async def test_a_run_that_is_being_written_is_followed(run: Path) -> None:
         await app.look()
         await pilot.pause()
         assert [row[0] for row in cells(app, "groups")] == ["train-4", "train-5"]  # what is looked at stays
+
+
+async def test_the_numbers_of_a_step_come_after_its_rollouts(run: Path) -> None:
+    app = RunApp(run)
+    async with app.run_test(size=(120, 40)) as pilot:
+        ledger.write(run / "rollouts", 3, [make_group(6)])
+        await app.look()
+        await pilot.pause()
+        assert cells(app, "steps")[0] == ["3", *[""] * len(STEPS)]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "reward/mean": 0.75}\n')
+        await app.look()
+        await pilot.pause()
+        assert "0.75" in cells(app, "steps")[0]
 
 
 def test_what_is_not_there_is_said_before(

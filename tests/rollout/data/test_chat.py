@@ -93,6 +93,15 @@ def test_a_special_token_beyond_the_model_is_refused_where_a_prompt_holds_it() -
             chat.render([{"role": "user", "content": "an <image>"}])
 
 
+def test_a_template_with_the_time_has_that_of_its_loading() -> None:
+    """Else a group whose trajectories begin at midnight would have two prompts."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[-1].content }}"
+    chat = chat_of(tokenizer)
+    assert len({chat.render(CONVERSATION)[1] for _ in range(3)}) == 1
+    assert chat_of(tokenizer).render(CONVERSATION)[1] != chat.render(CONVERSATION)[1]
+
+
 def test_a_model_without_an_end_token_is_refused() -> None:
     with pytest.raises(ChatError, match="generation must be able to end"):
         Chat(make_tokenizer(), (), VOCAB_SIZE)

@@ -22,6 +22,10 @@ class Plain:
     def __init__(self, wrong: str = "", mark: str = "") -> None:
         self._wrong, self._mark, self._steps = wrong, mark, 0
 
+    def __len__(self) -> int:
+        """Of nothing, so that it is false at first."""
+        return self._steps
+
     async def reset(self, problem: Any, seed: int) -> Start:
         if self._mark:
             Path(self._mark).mkdir(exist_ok=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from rewards.code_process import Limits, run
+from rollout.env.protocol import ToolCall, Turn
 from rollout.env.tools.python_code import python
+from rollout.env.tools.python_tools import PythonTools
 
 TIGHT = Limits(seconds=20, memory_bytes=256 << 20, file_bytes=1 << 20, characters=300)
 
@@ -37,6 +39,7 @@ async def test_an_error_is_told_with_its_line_and_without_ours() -> None:
         ("import socket; socket.socket()", "PermissionError: code has no network here"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "error: the process died (SIGSEGV)"),
         ("print(input())", "EOFError: EOF when reading a line"),
+        ("import sys\nprint(1)\nsys.exit('no solution')", "1\nno solution"),
     ],
 )
 async def test_a_limit_that_was_met_is_an_answer(code: str, end: str) -> None:
@@ -76,3 +79,10 @@ async def test_its_network_is_its_own_even_below_python() -> None:
     assert devices == "lo"
     environ = await python(f"print(open('/proc/{os.getpid()}/environ').read())")
     assert environ.endswith(f"Permission denied: '/proc/{os.getpid()}/environ'")
+
+
+async def test_a_long_answer_of_the_tool_keeps_its_end_among_tools() -> None:
+    tool = PythonTools([python])
+    step = await tool.step(Turn("", (), (ToolCall("python", {"code": "print('x' * 6000)\n1 / 0"}),)))
+    assert step.messages[0]["content"].endswith("ZeroDivisionError: division by zero")
+    assert step.metrics["cut_answers"] == 0

@@ -116,6 +116,19 @@ async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(s
     assert sorted(sampling.seed for _, sampling in worker.engine.asked[15:]) == sorted(seeds)
 
 
+async def test_to_ramble_is_not_free_where_the_environment_alone_rewards(tmp_path: Path) -> None:
+    """Cut within its first turn, a trajectory was never answered, so no turn gave a reward."""
+    made = spec(tmp_path, sample=lambda ids, _: [CHAT.tokenizer.encode("3")[-1]] * 500)
+    worker = RolloutWorker(replace(made, rewards=()))
+    await worker.take_policy(Adapter.build(3, b"three", {}))
+    table = await worker.rollout(PROBLEM, replace(SAMPLING, n=2), 0)
+    await worker.close()
+    assert table is not None
+    found = {(row["finish_reason"], row["reward"], row["reward_status"]) for row in table.to_pylist()}
+    assert found == {("length", 0.0, "ok")}
+    assert parts_of(table) == [{"env": 0.0}] * 2
+
+
 async def test_a_policy_that_arrives_amid_a_turn_has_its_version_at_the_tokens_it_sampled(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,12 @@ async def test_a_reward_function_that_asks_for_environments_is_given_this_one() 
     assert await env.score() == {"Judged": 0.5, "reward_score": 4.0}
 
 
+@pytest.mark.parametrize("rewards", [["reward_score"] * 2, ["Judged"]])
+async def test_two_parts_of_the_reward_have_two_names(rewards: list[str]) -> None:
+    with pytest.raises(ToolError, match="each part of the reward must have a name of its own, got .*; rename a"):
+        await begun("Judged", rewards=[f"{CLASSES}:{name}" for name in rewards])
+
+
 async def test_global_random_numbers_come_from_the_groups_seed() -> None:
     lucks = [(await begun(seed=seed))[0]._environment.luck for seed in (5, 5, 6)]
     assert lucks[0] == lucks[1] != lucks[2]

@@ -8,7 +8,7 @@ function ticks(low, high, many) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = power * [1, 2, 5, 10].find((one) => one * power >= rough);
   const found = [];
-  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + size * 1e-9; i++) found.push(Number((i * size).toPrecision(12)));
+  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + size * 1e-9 && found.length <= 2 * many; i++) found.push(Number((i * size).toPrecision(12)));
   return found;
 }
 
