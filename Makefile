@@ -79,8 +79,8 @@ check:
 	# Beside the tests, which leave a third of two cores idle.
 	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples > build/mypy.log 2>&1 & types=$$!
 	trap 'kill $$types 2>/dev/null || true' EXIT
-	$(BIN)/pytest -n 2 --dist loadscope -m "not long"
-	wait $$types && failed=0 || failed=1
+	$(BIN)/pytest -n 2 --dist loadscope -m "not long" && failed=0 || failed=1
+	wait $$types || failed=1
 	cat build/mypy.log
 	exit $$failed
 

@@ -4,10 +4,11 @@
 FROM python:3.12-slim-bookworm
 
 # Triton compiles with gcc against Python's headers, which this image has; pycosat has no wheel.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev make wget && rm -rf /var/lib/apt/lists/*
 
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /gleaner
 COPY . .
 RUN make setup GPU=1
+ENV PATH=/gleaner/.venv/bin:$PATH PYTHONPATH=/gleaner
 CMD ["make", "smoke"]

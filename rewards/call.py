@@ -57,7 +57,13 @@ def failed(status: Status, size: int, problem: str) -> Verdict:
 
 
 async def _wait(returned: Awaitable[Any]) -> Any:
-    return await returned
+    try:
+        return await returned
+    finally:  # what it leaves behind would go on in the call of another function, and see that one's variables
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> dict[str, Any]:

@@ -30,7 +30,8 @@ BUILT_INS = {
     "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
-_KEPT: dict[str, set[str]] = {}  # folders that were put on the path -> the modules in them
+PREFIX = "gleaner_reward_"  # of the module of a file
+_KEPT: dict[str, set[str]] = {}  # folders of files -> the modules in them
 EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 
 
@@ -97,13 +98,14 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RewardLoadError(f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}")
     # Unique by path: two files may be called rewards.py, and neither may hide a package of that name.
-    name = f"gleaner_reward_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    name = f"{PREFIX}{path.stem}_{zlib.crc32(bytes(path)):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise RewardLoadError(f"Python has no loader for {path}; the file name must end in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _forget_helpers_of_others(path.parent)
     before = set(sys.modules)
     try:
         with _on_path(path.parent):
@@ -118,12 +120,25 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _keep_on_path(folder: Path) -> None:
-    """Behind all others, for what functions of its files import when they are called. Not if a folder that is there
-    already has a module of the same name, which they would get instead."""
+    """Behind all others, for what functions of its files import when they are called. Folders with modules of one name
+    are none of them there: one would get the helper of the other."""
     names = {found.name for found in pkgutil.iter_modules([str(folder)])}
-    if str(folder) not in sys.path and not any(names & others for others in _KEPT.values()):
+    like = [other for other, others in _KEPT.items() if other != str(folder) and names & others]
+    _KEPT[str(folder)] = names
+    for one in like:
+        if one in sys.path:
+            sys.path.remove(one)
+    if not like and str(folder) not in sys.path:
         sys.path.append(str(folder))
-        _KEPT[str(folder)] = names
+
+
+def _forget_helpers_of_others(folder: Path) -> None:
+    """What functions of files elsewhere have imported when they were called."""
+    others = _KEPT.keys() - {str(folder)}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and str(Path(file).parent) in others and not name.startswith(PREFIX):
+            del sys.modules[name]
 
 
 def _forget_siblings(before: set[str], folder: Path) -> None:

@@ -45,9 +45,9 @@ async def unit_tests(
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
 
     The code is the last block that three backquotes fence as python; if there is none the last fenced without a
-    language, else the whole text. Code that raises, is late
-    or takes too much memory passes no test. The code could cheat a test that runs beside it (by an object that
-    equals everything, say): these are limits on mistakes, no defence against a policy that looks for such ways.
+    language, else the whole text. Code that raises, is late or takes too much memory passes no test. The code could
+    cheat a test that runs beside it (by an object that equals everything, say): these are limits on mistakes, no
+    defence against a policy that looks for such ways.
 
     Args:
         column: of the tests: a text, or a list of them, each run by itself, as in MBPP.

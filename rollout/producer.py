@@ -159,7 +159,7 @@ class Producer:
 
     @property
     def away(self) -> bool:
-        """As SupervisedWorker.away, as the next."""
+        """See Asks, as the next."""
         return self.worker.away
 
     async def present(self) -> None:

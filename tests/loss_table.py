@@ -67,7 +67,7 @@ geometric mean, and sg the stop-gradient.
 Values are those of null; `learner.loss.cap`, `.band`, `.epsilon` and `.delta` replace them, and one that the objective
 does not have is refused. An objective with sg is reported, in `loss/total`, without its log π. `policy/clip_fraction`
 is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those that lost all of their
-gradient (tokens of advantage 0, which are trained with beta > 0 alone, have none to lose).
+gradient (tokens of advantage 0, which are trained with beta > 0 or a loss of your own alone, have none to lose).
 
 ## learner.loss.kind
 
@@ -90,6 +90,7 @@ A function in a file of yours, named by `learner.loss.ratio=my_loss.py:topr` (or
 - It is given the N completion tokens of a micro-batch (`learner/algo/tokens.py` lists what is known of them) and
   returns two tensors [N]: the objective, and whether a bound has changed it. Autograd differentiates the objective by
   `tokens.logprobs` alone, and the model's backward pass starts from there: time and memory do not grow with it.
+- Tokens of advantage 0 are among them, of groups without signal too: a term that does not depend on A reaches them.
 - `tokens.weighted(w)` is w A, with the gradient w A d log π; `tokens.over_completions("sum" | "mean")` are the same
   tokens with s or g in place of r.
 - Parameters after the first are settings: `cap`, `band`, `epsilon` and `delta`, with the function's own defaults.

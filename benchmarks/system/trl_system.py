@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.evaluate import accuracy_reward
-from learner.trainer.optimizer import rate_factor
+from learner.trainer.learning_rate import rate_factor
 from rewards.call import Group
 from rewards.call import score as score_group
 from rewards.config import RewardConfig, resolved_names

@@ -64,7 +64,7 @@ class Prometheus:
             stay = {told: value for told, value in self._values.items() if told.startswith(STAY)}
             self._values = stay | dict(values) | self._planned() | {"step": float(step), "step_at": time.time()}
             self._tell()
-            if step > 0:
+            if "rollout/tokens" in values:  # else an evaluation before the first step that is taken here
                 self._count(values)
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
@@ -85,7 +85,7 @@ class Prometheus:
         """What `increase` and `rate` of Prometheus want, of which one step may be missed."""
         self._metrics.add("gleaner_steps", self._run, 1, "Steps since the driver started")
         self._metrics.add(
-            "gleaner_tokens", self._run, values.get("rollout/tokens", 0), "Completion tokens since the driver started"
+            "gleaner_tokens", self._run, values["rollout/tokens"], "Completion tokens since the driver started"
         )
         for told, count in values.items():
             name, labels = shown(told)

@@ -10,12 +10,14 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --requeue
-# --exclusive, because `ray symmetric-run` ends every Ray of a node when the command has ended.
+# --exclusive, because `ray symmetric-run` ends every Ray of a node when the command has ended; --mem=0: all of a node's.
 set -euo pipefail
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head --lines=1)
 export RAY_AUTH_MODE=token
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600 # seconds; Ray's 30 are short for an environment on a shared disk
 srun ray symmetric-run --address "$head:6379" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
     python -m learner.main cluster.address="$head:6379" "$@"

@@ -32,10 +32,8 @@ class Targets:
 
     advantages: npt.NDArray[np.float64]  # [M] 0 without a reward
     coefficients: npt.NDArray[np.float64]  # [R] weight of each of its sampled tokens in the loss of its update
-    trained: npt.NDArray[
-        np.bool_
-    ]  # [R] false without a reward, if it is masked, or if its gradient is exactly 0, which
-    # no loss of a user's own is taken to have
+    # [R] false without a reward, if it is masked, or if its gradient is exactly 0, as with a loss of one's own none is
+    trained: npt.NDArray[np.bool_]
     update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
 
 

@@ -40,11 +40,13 @@ class CardTurns:
 
     async def _to_sleep(self) -> None:
         while True:
+            lives = [producer.worker.restarts for producer in self._producers]
             await asyncio.gather(*(producer.sleep() for producer in self._producers))
             self._theirs.clear()
-            if not any(producer.away for producer in self._producers):
+            away = any(producer.away for producer in self._producers)
+            if not away and lives == [producer.worker.restarts for producer in self._producers]:
                 return
-            self._theirs.set()  # one was lost since it slept, and is being replaced: it is to sleep, too
+            self._theirs.set()  # one was lost since it slept: what takes its place is to sleep, too
 
     @asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:

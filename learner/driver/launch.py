@@ -1,6 +1,7 @@
 """A run from its first process to its last: start them, run the loop between them, end them whatever happens."""
 
 import asyncio
+import json
 import logging
 import signal
 from collections.abc import Callable, Mapping
@@ -29,7 +30,6 @@ from rewards.service import RewardService
 from rollout.service import RolloutService
 
 CLOSE_S = 20.0
-METRICS = "metrics.jsonl"
 
 
 async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
@@ -152,12 +152,14 @@ def _publish(prepared: Prepared, progress: Progress) -> None:
 
 
 def _unscored(prepared: Prepared) -> str:
-    """What is to be said of a finished run whose last evaluation failed."""
-    config, file = prepared.config, prepared.config.run_dir / METRICS
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    if not prepared.heldout or config.data.eval.every == 0 or not lines or '"eval/' in lines[-1]:
+    """What is to be said of a finished run whose last step was not evaluated: that failed, or it was not due."""
+    config, folder = prepared.config, prepared.resume_from
+    if not prepared.heldout or config.data.eval.every == 0 or folder is None:
         return ""
-    return f"; the last evaluation failed, make it up by: gleaner eval --run {config.run_dir}"
+    scored = [one["step"] for one in json.loads((folder / "state.json").read_text())["evaluations"]]
+    if prepared.finished_steps in scored:
+        return ""
+    return f"; step {prepared.finished_steps} was not evaluated, which does: gleaner eval --run {config.run_dir}"
 
 
 def _where_it_goes_on(config: RunConfig) -> str:

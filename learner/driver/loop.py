@@ -77,6 +77,8 @@ class Loop:
             raise
         finally:
             self.updates.cancel()
+            for other in beside:
+                other.close()  # where it failed before they began
 
     async def _run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
         await self.checkpoints.check_shared()

@@ -31,10 +31,12 @@ from learner.driver.model_checks import check_weights, follow_adapter, load_chat
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_lock import RunFolderInUse
+from learner.driver.step_record import read_policies
 from learner.driver.trials import ENGINE, LEARNER, LOSS, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError
 from learner.model.reference_config import ReferenceConfigError
 from learner.model.weight_files import WeightsError
+from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import functions_of
@@ -140,23 +142,41 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     problems, heldout = data
     fingerprints = fingerprints_of(config, problems.rows())
     changed = check_same_run(config, fingerprints, resume_from) if resume_from is not None else []
+    total_steps = _total_steps(config, len(problems), resume_from)
+    finished = 0 if resume_from is None else checkpoint.step_of(resume_from)
     return Prepared(
         config=config,
         problems=problems,
         heldout=heldout,
-        total_steps=_total_steps(config, len(problems), resume_from),
+        total_steps=total_steps,
         resume_from=resume_from,
-        finished_steps=0 if resume_from is None else checkpoint.step_of(resume_from),
+        finished_steps=finished,
         skipped_checkpoints=skipped,
         changed=changed,
         fingerprints=fingerprints,
         budgets=budgets,
         notes=(
             *notes,
+            *_other_rate(config, total_steps, finished),
             *_fewer_held_out(config, len(heldout)),
             *([cards.note] if card and cards and cards.note else ()),
         ),
     )
+
+
+def _other_rate(config: RunConfig, total_steps: int, step: int) -> tuple[str, ...]:
+    """A line if a run that goes on after this step was planned for another number of steps, and so learns at another
+    rate: warm-up and decay are shares of all steps."""
+    then = next((line.total_steps for line in read_policies(config.run_dir) if line.step == step), total_steps)
+    schedule = config.learner.schedule
+    planned, now = rate_factor(step, then, schedule), rate_factor(step, total_steps, schedule)
+    if now == planned or not 0 < step < total_steps:
+        return ()
+    told = (
+        f"learner.schedule: is made for {total_steps} steps now and was for {then}, so step {step + 1} learns at "
+        f"{now:.3g} times learner.learning_rate, where step {step} had {rate_factor(step - 1, then, schedule):.3g}"
+    )
+    return (told,)
 
 
 def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:

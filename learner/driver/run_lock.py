@@ -97,11 +97,12 @@ def _sign(descriptor: int, path: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run goes on in the folder, as far as its lock file tells, which a killed process leaves behind."""
+    """Whether a run goes on in the folder, for people: a guess by the process id in its lock file, which a killed
+    process leaves behind. Nothing is decided by it."""
     try:
         owner = json.loads((folder / NAME).read_bytes())
         gone = owner["host"] == socket.gethostname() and not Path(f"/proc/{int(owner['pid'])}").exists()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
         return True

@@ -19,8 +19,9 @@ from learner.batch.whole import WholeBatch, whole_batches
 from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
 from learner.tools.pairs import Pair, PairsError
+from learner.trainer.learning_rate import rate_factor
 from learner.trainer.memory_limit import OutOfMemory, TokenBudget
-from learner.trainer.optimizer import Updater, rate_factor
+from learner.trainer.optimizer import Updater
 
 ROLE = "reward"
 

@@ -103,6 +103,8 @@ def run(asked: Asked) -> int:
     else:
         if size.note:
             print(size.note)
+        if not asked.model and _old(size):
+            print(f"not in the table: models that are not computed in float16 ({', '.join(NO_FLOAT16)})")
         on = f"{asked.cards} card{'s' if asked.cards > 1 else ''} of {gib(size.bytes)}"
         if asked.base == "shared":
             on += ", LoRA with one base for both roles, which is the generator's"

@@ -72,7 +72,7 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     if _on_cpu() and _with_experts(config.model.source):
         raise config_io.ConfigError(
             f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
-            f"(gleaner export {learned.parent} OUT), and serve OUT"
+            f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
         )
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if (revision := config.model.revision) is not None:

@@ -9,27 +9,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from cluster.memory.units import STATE_BYTES
-from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
+from learner.config.learner import LearnerConfig, OptimizerConfig
 
 # Half of torch's first guess, which the gradient of a small batch overflows.
 FIRST_LOSS_SCALE = 2.0**15
-
-
-def rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
-    """What learning_rate is multiplied by in step `step` (from 0) of `total_steps`; never 0.
-
-    Linear warm-up over the first `warmup` of the run, then 1, or a straight line, or half a cosine (SGDR 1608.03983,
-    equation 5), towards 0 after the last step: transformers' schedules, but for its first step, which is of rate 0.
-    A function of the step alone, so that a resumed run needs no other state than its step.
-    """
-    warmup = math.ceil(schedule.warmup * total_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule.kind == "constant":
-        return 1.0
-    rest = max(total_steps - warmup, 1)
-    progress = min(step - warmup, rest - 1) / rest
-    return 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+STATES = ("state1", "state2")  # of bitsandbytes, a byte for each weight
 
 
 class Updater:
@@ -141,8 +125,9 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         ValueError: it is of an optimizer with other groups of weights.
     """
     own = [dict(group) for group in optimizer.param_groups]
+    paged = {"move_to_device": False} if getattr(optimizer, "is_paged", False) else {}
     try:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(state, **paged)
     except ValueError as error:
         raise ValueError(
             "resume: the checkpoint's optimizer must have this version's groups of weights, matrices and, apart from "
@@ -151,3 +136,17 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         ) from error
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)
+    if paged:
+        _into_pages(optimizer)
+
+
+def _into_pages(optimizer: Any) -> None:
+    """The states that were read into main memory go where the optimizer makes those of a first step: the large ones
+    into unified memory, for which a card that the run was planned for has no other room."""
+    for weight, states in optimizer.state.items():
+        for name, value in states.items():
+            if name in STATES:
+                states[name] = optimizer.get_state_buffer(weight, dtype=value.dtype)
+                states[name].copy_(value)
+            elif isinstance(value, Tensor):
+                states[name] = value.to(weight.device)

@@ -19,8 +19,8 @@ from learner.config.learner import LearnerConfig
 from learner.model.policy import Policy
 from learner.trainer.forward_backward import Passes, placed
 from learner.trainer.gradient_sums import least_tokens
+from learner.trainer.learning_rate import rate_factor
 from learner.trainer.memory_limit import TokenBudget, longest_rows
-from learner.trainer.optimizer import rate_factor
 from learner.trainer.stochastic_rounding import AnyUpdater
 from learner.trainer.update import Learned, Update
 from learner.trainer.value_learner import ValueLearner

@@ -22,8 +22,9 @@ from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
 from learner.trainer.forward_backward import Scored, placed
 from learner.trainer.gradient_sums import gradient_sums, least_tokens
+from learner.trainer.learning_rate import rate_factor
 from learner.trainer.memory_limit import TokenBudget
-from learner.trainer.optimizer import Updater, rate_factor
+from learner.trainer.optimizer import Updater
 from learner.trainer.update import Update
 
 VALUE = "value"  # the role's name

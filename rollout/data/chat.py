@@ -164,7 +164,10 @@ class Chat:
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The ids. Raises ChatError for one that the model does not have."""
         if (highest := max(ids, default=0)) >= self._vocabulary:
-            raise ChatError(_beyond(self.tokenizer, highest, self._vocabulary, "a prompt"))
+            raise ChatError(
+                f"data: the text holds {self.tokenizer.convert_ids_to_tokens(highest)!r}, a special token of the "
+                f"tokenizer (id {highest}) that the model, of vocab_size {self._vocabulary}, does not have; take it out"
+            )
         return tuple(ids)
 
 
@@ -183,20 +186,16 @@ def _check_tokens(tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> N
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     highest = max(set(tokenizer.get_vocab().values()) - special, default=0)
     if highest >= vocabulary:
-        raise ChatError(_beyond(tokenizer, highest, vocabulary, "the tokenizer"))
+        raise ChatError(
+            f"model.path: every token id must lie below the model's vocab_size {vocabulary}, and the tokenizer has "
+            f"id {highest} ({tokenizer.convert_ids_to_tokens(highest)!r}); give the tokenizer that the model was "
+            "trained with, or resize the model's embeddings"
+        )
     if not stop_ids:
         raise ChatError(
             "model.path: generation must be able to end, and neither the tokenizer nor generation_config.json "
             "names an end token; set eos_token in the tokenizer"
         )
-
-
-def _beyond(tokenizer: Any, token: int, vocabulary: int, what: str) -> str:
-    return (
-        f"model.path: every token id must lie below the model's vocab_size {vocabulary}, and {what} has "
-        f"id {token} ({tokenizer.convert_ids_to_tokens(token)!r}); give the tokenizer that the model was "
-        "trained with, or resize the model's embeddings"
-    )
 
 
 def _check_whole(path: str, numbers: Mapping[str, Sequence[Any]]) -> None:

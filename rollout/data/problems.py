@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rollout.config import DataConfig
 from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
+from rollout.data.chat_error import ChatError
 from rollout.data.pace import Pace
 from rollout.data.prompts import messages_of
 from rollout.data.sources import ProblemsError, Row
@@ -169,7 +170,11 @@ def _items(
     items = []
     pace = Pace(len(rows), deadline_s)
     for index, row in enumerate(rows):
-        prompt, ids = chat.render(messages_of(row, config, f"{name}-{index}"))
+        messages = messages_of(row, config, f"{name}-{index}")
+        try:
+            prompt, ids = chat.render(messages)
+        except ChatError as error:
+            raise ChatError(f"{error} ({name}-{index})") from error
         items.append(Item(f"{name}-{index}", prompt, ids, row))
         if late := pace.late(index + 1):
             raise ProblemsError(f"data.size: tokenising {late} (cluster.deadlines.start); lower data.size")

@@ -104,6 +104,24 @@ def test_what_a_module_holds_for_its_async_functions_serves_every_call() -> None
     assert [call(limited).status for _ in range(3)] == ["ok"] * 3
 
 
+def test_what_a_call_leaves_behind_ends_with_it() -> None:
+    ended: list[str] = []
+
+    async def on() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def forgets(completions: Sequence[str]) -> list[float]:
+        task = asyncio.ensure_future(on())
+        await asyncio.sleep(0)
+        return [float(not task.done())] * len(completions)
+
+    assert call(forgets).values == [1.0, 1.0]
+    assert ended == ["cancelled"]
+
+
 @pytest.mark.parametrize(
     ("reward", "args", "built_in", "sentence"),
     [

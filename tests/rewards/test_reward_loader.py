@@ -34,8 +34,22 @@ def test_each_file_gets_its_own_helpers(tmp_path: Path, monkeypatch: pytest.Monk
         )
     path = list(sys.path)
     assert [load(f"{tmp_path / name}/rewards.py:f")(completions=[""]) for name in "ab"] == [[1], [2]]
-    assert load(f"{tmp_path}/a/rewards.py:late")(completions=[""]) == [1]  # imported when it is called
-    assert sys.path == [*path, str(tmp_path / "a")]  # where b's would have got a's helper
+    assert sys.path == path
+    for name in "ab":  # either would get the helper of the other
+        with pytest.raises(ModuleNotFoundError, match="my_helper"):
+            load(f"{tmp_path / name}/rewards.py:late")(completions=[""])
+
+
+def test_a_helper_may_be_imported_when_the_function_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(loader, "_KEPT", {})
+    imported, inside = "from late_helper import VALUE\n", "def f(completions):\n"
+    for name, value, code in (("a", 1, f"{inside}    {imported}"), ("b", 2, f"{imported}{inside}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "late_helper.py").write_text(f"VALUE = {value}")
+        (tmp_path / name / "mine.py").write_text(f"{code}    return [VALUE]")
+    assert load(f"{tmp_path}/a/mine.py:f")(completions=[""]) == [1]
+    assert load(f"{tmp_path}/b/mine.py:f")(completions=[""]) == [2]  # loaded after a's was imported
 
 
 @pytest.mark.parametrize(

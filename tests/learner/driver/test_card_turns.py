@@ -28,6 +28,35 @@ async def test_on_one_card_in_turns_the_generators_sleep_while_the_learner_works
     assert not any(engine._asleep for engine in engines)
 
 
+async def test_one_that_is_back_before_all_sleep_goes_to_sleep_as_well(tmp_path: Path) -> None:
+    """Lost once it slept, and revived while another still takes its time: it is awake, and nobody is away."""
+    late = asyncio.Event()
+
+    class Slow(Worker):
+        async def sleep(self) -> None:
+            await late.wait()
+            await super().sleep()
+
+    class Lost(Local[Worker]):
+        async def until_ended(self, silence_s: float) -> None:
+            if late.is_set():
+                await asyncio.Event().wait()
+            engine: Any = self._object.engine
+            while not engine._asleep:
+                await asyncio.sleep(1e-3)
+            asyncio.get_running_loop().call_later(0.05, late.set)
+            raise ActorDied(self.name)
+
+    workers: list[Any] = [Lost("generator-0", Worker, [1e-4, None]), Local("generator-1", Slow, [1e-4, None])]
+    loop = build(tmp_path, configure(), 2, workers=workers, alternating=True)
+    trainer = loop.trainer._object  # type: ignore[attr-defined]
+    trainer.holds_the_card = lambda: all(worker._object.engine._asleep for worker in workers)
+    for worker in workers:
+        worker._object.engine._asleep = True  # as they are started
+    await finish(loop)
+    assert consumed(tmp_path) == [[0, 1, 2], [3, 4, 5]]
+
+
 async def test_a_generator_that_is_lost_asleep_takes_the_card_again_when_the_learner_has_left_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -169,6 +171,14 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
     arguments: Any = (SimpleNamespace(prepared=prepared), session, SimpleNamespace(note=print), phases, asyncio.Event())
     await launch._attempt(*arguments)
     assert given == ["Ray", "rewards-0", "rewards-1"]
+
+
+@pytest.mark.parametrize(("scored", "told"), [([0, 4], ""), ([0, 2], "; step 4 was not evaluated, which ")])
+def test_a_finished_run_says_what_was_not_evaluated(tmp_path: Path, scored: list[int], told: str) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"evaluations": [{"step": step} for step in scored]}))
+    prepared: Any = SimpleNamespace(config=config_of("m"), heldout=[1], resume_from=tmp_path, finished_steps=4)
+    assert launch._unscored(prepared).startswith(told)
+    assert bool(launch._unscored(prepared)) == bool(told)
 
 
 async def test_the_learner_scores_at_the_samplers_temperature_and_divides_by_the_longest_completion(

@@ -282,6 +282,6 @@ def test_the_file_holds_plan_and_measure(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.json'"):
+    (tmp_path / "plan.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.partial'"):
         PlanFile(tmp_path, settle(*run(memory={"device": "16GiB"})))

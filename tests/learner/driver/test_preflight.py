@@ -107,6 +107,27 @@ def test_what_is_wrong_is_one_line(case: str, config: dict[str, Any], capsys: py
     assert left == {Path("config.yaml")}
 
 
+def test_other_steps_than_a_run_was_planned_for_say_what_they_do_to_its_rate(config: dict[str, Any]) -> None:
+    from learner.driver.config_io import load
+    from learner.driver.preflight import _other_rate
+
+    cosine = {"learner": {"schedule": {"kind": "cosine", "warmup": 0.5}}}
+    Path("config.yaml").write_text(yaml.safe_dump(config | cosine))
+    run = load("config.yaml", [])
+    run.run_dir.mkdir(parents=True)
+    line = {
+        "step": 2,
+        "sha256": "",
+        "total_steps": 4,
+        "arithmetic": {"torch": "2", "device": "x", "threads": 1, "products": "none"},
+    }
+    (run.run_dir / "policies.jsonl").write_text(json.dumps(line) + "\n")
+    assert _other_rate(run, 4, 2) == ()
+    (told,) = _other_rate(run, 12, 2)  # of 6 steps of warm-up the third
+    assert "for 12 steps now and was for 4, so step 3 learns at 0.5 times" in told
+    assert told.endswith("where step 2 had 1")
+
+
 def test_a_vocabulary_that_does_not_fit(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     small = Path("small")
     make_tiny_model(small)

@@ -37,7 +37,7 @@ def write_adapter(folder: Path, targets: list[str]) -> None:
 def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
-    with pytest.raises(ConfigError, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., and serve OUT"):
+    with pytest.raises(ConfigError, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
         server_command(run, "127.0.0.1", 1, [])
 
 

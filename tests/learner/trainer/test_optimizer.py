@@ -10,7 +10,8 @@ import torch
 from transformers import get_linear_schedule_with_warmup
 
 from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
-from learner.trainer.optimizer import FIRST_LOSS_SCALE, Updater, build_optimizer, rate_factor
+from learner.trainer.learning_rate import rate_factor
+from learner.trainer.optimizer import FIRST_LOSS_SCALE, Updater, build_optimizer, restore
 from learner.trainer.stochastic_rounding import RoundedUpdater, updater_for
 from tests.peak import peak_bytes
 
@@ -101,6 +102,37 @@ def test_a_resumed_optimizer_keeps_its_moments_and_takes_the_settings_of_its_own
     assert [group["weight_decay"] for group in second.optimizers[0].param_groups] == [0, 0]
     assert state_of(second, "exp_avg" if kind == "adamw" else "state1")[0, 0] == pytest.approx(0.01 * 0.9 + 0.01)
     assert weights[0].mean().item() == pytest.approx(weights[1].mean().item())  # neither decays now
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_states_of_a_paged_optimizer_go_back_into_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which has none, into what it takes for them; their bits and the next step stay."""
+    from bitsandbytes.optim.adamw import PagedAdamW8bit
+
+    def stepped(optimizer: Any, weight: Any) -> Any:
+        weight.grad = torch.linspace(-1, 1, weight.numel()).reshape(weight.shape)
+        optimizer.step()
+        return weight.detach().clone()
+
+    def made() -> tuple[Any, Any]:
+        weight = torch.ones(64, 128).requires_grad_()
+        return PagedAdamW8bit([weight]), weight
+
+    first, weight = made()
+    stepped(first, weight)
+    second, other = made()
+    asked: list[Any] = []
+    make = second.get_state_buffer
+
+    def noted(weight: Any, dtype: Any) -> Any:
+        asked.append(dtype)
+        return make(weight, dtype=dtype)
+
+    monkeypatch.setattr(second, "get_state_buffer", noted)
+    other.data.copy_(weight.data)
+    restore(second, first.state_dict())
+    assert asked == [torch.uint8] * 2
+    assert torch.equal(stepped(second, other), stepped(first, weight))
 
 
 def test_a_checkpoint_of_before_norms_were_spared_is_refused_with_what_to_do() -> None:
