@@ -41,7 +41,7 @@ from rewards.base import RewardError, case_of
 from rewards.check import try_rewards
 from rewards.config import functions_of
 from rollout.architecture import ArchitectureError
-from rollout.data.chat import ChatError, Messages, Prompt
+from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.cursor import Cursor
 from rollout.data.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
@@ -123,12 +123,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     chat = found.of(load_chat, config)
     found.of(check_weights, config, adapters=followed is not None)
     found.of(check_scored_adapters, config)
-    cards = cards or present(config)
-    card, budgets = found.of(size_for, config, cards), None
-    if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
-        config = found.of(settled, config, budgets) or config
-    if budgets is not None and not (cards and cards.assumed):
-        notes += (*machine_notes(config), *(found.of(check_main_memory, config, budgets) or ()))
+    config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
     found.of(check_accuracy, config)
@@ -157,11 +152,25 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         budgets=budgets,
         notes=(
             *notes,
+            *of_memory,
             *_other_rate(config, total_steps, finished),
             *_fewer_held_out(config, len(heldout)),
-            *([cards.note] if card and cards and cards.note else ()),
         ),
     )
+
+
+def _sized(
+    found: Findings, config: RunConfig, chat: Chat | None, cards: Cards | None
+) -> tuple[RunConfig, Budgets | None, tuple[str, ...]]:
+    """The configuration with what the memory plan decides, its budgets, and lines about memory."""
+    card, budgets, notes = found.of(size_for, config, cards), None, tuple[str, ...]()
+    if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
+        config = found.of(settled, config, budgets) or config
+    if budgets is not None and not (cards and cards.assumed):
+        notes += (*machine_notes(config), *(found.of(check_main_memory, config, budgets) or ()))
+    if card and cards and cards.note:
+        notes += (cards.note,)
+    return config, budgets, notes
 
 
 def _other_rate(config: RunConfig, total_steps: int, step: int) -> tuple[str, ...]:
