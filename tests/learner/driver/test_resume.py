@@ -169,6 +169,7 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         files = {
             "config.json": prepared.config.model_dump_json(),
             FILE: prepared.fingerprints.to_json(),
+            "state.json": json.dumps({"evaluations": [{"step": 0}]}),
             "trainer/adapter_config.json": "{}",
             "trainer/adapter_model.safetensors": f"weights {step}",
         }
@@ -218,6 +219,7 @@ def test_a_run_that_is_done_is_left_alone_but_for_what_it_publishes(
     assert code == 0, err
     assert f"{run}/adapter was not that of step-000006: it is now" in out
     assert "all 6 steps are done already" in out
+    assert f"step 6 was not evaluated, which does: gleaner eval --run {run}" in out
     assert (run / "adapter" / "adapter_model.safetensors").read_text() == "weights 6"
     assert (run / "adapter" / "adapter_config.json").read_text() == "{}"
     assert "it is now" not in start(capsys)[1]
