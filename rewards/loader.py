@@ -31,7 +31,7 @@ BUILT_INS = {
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
 PREFIX = "gleaner_reward_"  # of the module of a file
-_KEPT: dict[str, set[str]] = {}  # folders of files -> the modules in them
+_KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
 EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 
 
@@ -105,7 +105,7 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise RewardLoadError(f"Python has no loader for {path}; the file name must end in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    _forget_helpers_of_others(path.parent)
+    _forget(_KEPT.keys() - {path.parent})  # what functions of files elsewhere have imported when they were called
     before = set(sys.modules)
     try:
         with _on_path(path.parent):
@@ -114,7 +114,7 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise RewardLoadError(f"{path} does not import: {described(error)}") from error
     finally:
-        _forget_siblings(before, path.parent)
+        _forget({path.parent}, before)
     _keep_on_path(path.parent)
     return module
 
@@ -123,29 +123,21 @@ def _keep_on_path(folder: Path) -> None:
     """Behind all others, for what functions of its files import when they are called. Folders with modules of one name
     are none of them there: one would get the helper of the other."""
     names = {found.name for found in pkgutil.iter_modules([str(folder)])}
-    like = [other for other, others in _KEPT.items() if other != str(folder) and names & others]
-    _KEPT[str(folder)] = names
+    like = [other for other, others in _KEPT.items() if other != folder and names & others]
+    _KEPT[folder] = names
     for one in like:
-        if one in sys.path:
-            sys.path.remove(one)
+        if str(one) in sys.path:
+            sys.path.remove(str(one))
     if not like and str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def _forget_helpers_of_others(folder: Path) -> None:
-    """What functions of files elsewhere have imported when they were called."""
-    others = _KEPT.keys() - {str(folder)}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and str(Path(file).parent) in others and not name.startswith(PREFIX):
-            del sys.modules[name]
-
-
-def _forget_siblings(before: set[str], folder: Path) -> None:
-    """Drops the helpers that a file imported from beside it: the next file's `helpers` may be another file."""
-    for name in set(sys.modules) - before:
+def _forget(folders: Collection[Path], before: Collection[str] = ()) -> None:
+    """Drops the helpers that files there have imported from beside them, but those that were there before: the next
+    file's `helpers` may be another file."""
+    for name in set(sys.modules).difference(before) if folders else ():
         file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).resolve().parent == folder:
+        if file and Path(file).resolve().parent in folders and not name.startswith(PREFIX):
             del sys.modules[name]
 
 

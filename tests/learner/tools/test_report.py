@@ -1,16 +1,11 @@
-"""`gleaner report`: whole and broken run folders, what a page holds, and who is served."""
+"""`gleaner report`: whole and broken run folders, and what a page holds."""
 
 import base64
 import hashlib
-import json
 import os
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +14,6 @@ import pytest
 from learner.driver import mismatch_files, run_lock
 from learner.tools.cli import main
 from learner.tools.report.completions import read_step
-from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.packing import unpacked
 from learner.tools.report.sample import spread
 from learner.tools.report.token_bytes import bytes_of
@@ -27,35 +21,14 @@ from learner.tools.report.words import Words
 from learner.tools.report.write import report
 from rollout import ledger
 from rollout.fake_groups import make_group
+from tests.learner.tools.reports import HOSTILE, MODEL, blocks, report_run
 
-MODEL = Path(__file__).parents[3] / "examples" / "tiny-arithmetic"
-PHASES = """{"at": 2.0, "wall": 2.0, "Ray": 1.5, "training": 0.5}
-{"at": 4.0, "wall": 1.5, "Ray": 0.5, "end": 1.0}
-{"at": 5.0, "wa"""
 REWARDS = "rewards: [{use: format, weight: 0.2, args: {tags: [answer]}, name: null, env: []}, {use: 'r.py:own'}]\n"
-HOSTILE = "</script><script>alert(1)</script>\x00\u202e<img src=x onerror=alert(2)>"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two steps of two groups, with the loss that divides by nothing."""
-    folder = tmp_path / "a<b>run"
-    folder.mkdir()
-    scores = {"reward/ms": 3.0, "env/turns": 2.0, "eval/turns": 2.0, "eval/vowels": 0.5}
-    lines = [{"step": s, "at": s + 0.5, "reward/mean": s / 4, "time/step": 2.0} | scores for s in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(
-        f"steps: 9\nmodel: {{path: {MODEL}}}\nlearner: {{algorithm: grpo, loss: {{advantage: none}}}}\n"
-    )
-    (folder / "plan.json").write_text('{"learner": {"planned": 200, "measured": 150, "parts": {"weights": 200}}}')
-    for step in (1, 2):
-        ledger.write(folder / "rollouts", step, [make_group(2 * step + i, completion=[HOSTILE, "4"]) for i in (0, 1)])
-    return folder
-
-
-def blocks(text: str) -> dict[str, Any]:
-    found = re.findall(r'<script type="text/plain" id="block-([^"]+)">([^<]*)</script>', text)
-    return {name: unpacked(block) for name, block in found}
+    return report_run(tmp_path)
 
 
 def page_of(run: Path, *arguments: str) -> str:
@@ -155,29 +128,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("error: --limit: ")
 
 
-def test_live_waits_for_the_first_step_of_a_run_that_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / run_lock.NAME).touch()
-    looks: list[float] = []
-
-    def look(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 2:
-            (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-
-    def asked(server: LiveServer) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("learner.tools.report.write.time.sleep", look)
-    monkeypatch.setattr(LiveServer, "serve_forever", asked)
-    assert main(["report", str(tmp_path), "--live"]) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == f"waiting for the first step of {tmp_path}; Ctrl-C ends the waiting, and not the run"
-    assert second.startswith("report   http://127.0.0.1:")
-    assert len(looks) == 2
-
-
 def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -238,62 +188,3 @@ def test_pieces_of_tokens_make_the_text() -> None:
     assert (bytes_of("<0xE2>"), bytes_of("▁a")) == ([0xE2], None)
     assert pieces[10**6] == "<1000000>"
     assert "of org/absent is not on this machine" in Words("org/absent").missing
-
-
-@pytest.fixture
-def served(run: Path) -> Iterator[LiveServer]:
-    with LiveServer(Watched(run, None, 2**20)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def asked(server: LiveServer, path: str, host: str | None = None) -> tuple[int, str]:
-    connection = HTTPConnection("127.0.0.1", server.server_port)
-    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, text
-
-
-def test_a_run_is_served_while_it_goes_on(run: Path, served: LiveServer) -> None:
-    status, text = asked(served, f"/{served.key}/")
-    assert (status, blocks(text)) == (200, {})
-    assert "connect-src 'self'" in text
-    assert unpacked(asked(served, f"/{served.key}/head")[1])["runs"][0]["done"] == 2
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "at": 3.5, "reward/mean": 1.0}\n')
-    ledger.write(run / "rollouts", 3, [make_group(9)])
-    (run / "phases.jsonl").write_text(PHASES)
-    (one,) = unpacked(asked(served, f"/{served.key}/head")[1])["runs"]
-    assert one["done"] == 3
-    assert one["starts"] == [
-        {"steps": "step 1", "phases": {"Ray": 1.5, "training": 0.5}},
-        {"steps": "steps 2 to 3", "phases": {"Ray": 0.5, "end": 1.0}},
-    ]
-    assert unpacked(asked(served, f"/{served.key}/index")[1])["step"] == [1, 1, 2, 2, 3]
-    assert unpacked(asked(served, f"/{served.key}/step-3")[1])[0]["problem"] == "train-9"
-    assert asked(served, f"/{served.key}/step-4")[0] == 404
-
-
-def test_the_mismatch_of_a_step_is_shown_once_it_was_trained(run: Path, served: LiveServer) -> None:
-    def shown() -> bool:
-        asked(served, f"/{served.key}/head")
-        (group, _) = unpacked(asked(served, f"/{served.key}/step-1")[1])
-        return "mismatch" in group["completions"][0]
-
-    groups = [make_group(2 + i, completion=[HOSTILE, "4"]) for i in (0, 1)]
-    assert not shown()
-    mismatch_files.write(run, 1, groups, pa.array([[0.5, 0.25]] * 4, pa.list_(pa.float16())))
-    assert shown()
-
-
-def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -> None:
-    assert asked(served, "/")[0] == 404
-    assert asked(served, "*")[0] == 404
-    assert asked(served, "/wrong/head")[0] == 404
-    assert asked(served, f"/{served.key}/../head")[0] == 404
-    assert asked(served, f"/{served.key}/head", host="rebound.example")[0] == 403
