@@ -16,6 +16,7 @@ written for TRL or open-r1 work unchanged:
   then counts, so each task of a mixed data set can have a function of its own. A completion without any score is
   left out of training (status `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 or anything else that is
   not a number is a failure: the sample gets status `nan` and no reward.
+* Calls of an `async def` for several groups are under way at once, on one event loop.
 
 Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a reward function runs
 in its own process, far from the trainer. One that demands them is refused before training starts.

@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 import math
+import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said
@@ -29,26 +30,30 @@ class Group:
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
-    status is ok, what was wrong, in words. ms: that an answer took, without loading; 0 where there is none."""
+    status is ok, what was wrong, in words. ms: that an answer took, without loading; 0 where there is none. awaited:
+    whether the function is asynchronous; None where it was not called, or gave no answer."""
 
     status: Status
     values: list[float | None]
     problem: str = ""
-    ms: float = 0.0
+    ms: float = field(default=0.0, compare=False)
+    awaited: bool | None = field(default=None, compare=False)
 
 
 def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
     """Calls `reward` on `group`. Whatever the function does becomes a Verdict, unless it kills its process."""
-    size = len(group.completions)
-    try:
-        returned = reward(**_arguments(reward, group, args, built_in=built_in))
-        if isinstance(returned, Awaitable):
-            returned = _RUNNER.run(_wait(returned))
-        return _read(returned, size)
-    except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
-        # A sentence of our own is complete as it is.
-        ours = isinstance(error, RewardError)
-        return failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
+    return scores(reward, [group], args, built_in=built_in)[0]
+
+
+def scores(
+    reward: Reward, groups: Sequence[Group], args: Mapping[str, Any], *, built_in: bool, timeout_s: float | None = None
+) -> list[Verdict]:
+    """What `score` says of each group. Calls of an asynchronous function are under way at once, each for `timeout_s` at
+    most (None: without a limit)."""
+    begun = [_begun(reward, group, args, built_in=built_in) for group in groups]
+    waiting = [one for one in begun if isinstance(one, _Begun)]
+    ended = iter(_RUNNER.run(_ends(waiting, timeout_s)) if waiting else ())
+    return [next(ended) if isinstance(one, _Begun) else one for one in begun]
 
 
 def failed(status: Status, size: int, problem: str) -> Verdict:
@@ -56,14 +61,54 @@ def failed(status: Status, size: int, problem: str) -> Verdict:
     return Verdict(status, [math.nan] * size, problem)
 
 
-async def _wait(returned: Awaitable[Any]) -> Any:
+@dataclass(frozen=True)
+class _Begun:
+    """A call of an asynchronous function, for a group of `size`, which began at `begin` of time.perf_counter."""
+
+    answer: Awaitable[Any]
+    size: int
+    begin: float
+
+
+def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict | _Begun:
+    size, begin = len(group.completions), time.perf_counter()
     try:
-        return await returned
-    finally:  # what it leaves behind would go on in the call of another function, and see that one's variables
+        returned = reward(**_arguments(reward, group, args, built_in=built_in))
+        if isinstance(returned, Awaitable):
+            return _Begun(returned, size, begin)
+        return _ended(_read(returned, size), begin, awaited=False)
+    except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
+        return _ended(_raised(error, size), begin)
+
+
+async def _ends(begun: Sequence[_Begun], timeout_s: float | None) -> list[Verdict]:
+    try:
+        return await asyncio.gather(*(_end(one, timeout_s) for one in begun))
+    finally:  # what they leave behind would go on in the call of another function, and see that one's variables
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return _ended(_read(await begun.answer, begun.size), begun.begin, awaited=True)
+    except BaseException as error:
+        if limit.expired():
+            return failed("timeout", begun.size, f"no answer within {timeout_s:g} s, so it was cancelled")
+        return _ended(_raised(error, begun.size), begun.begin, awaited=True)
+
+
+def _ended(verdict: Verdict, begin: float, awaited: bool | None = None) -> Verdict:
+    return replace(verdict, ms=(time.perf_counter() - begin) * 1e3, awaited=awaited)
+
+
+def _raised(error: BaseException, size: int) -> Verdict:
+    # A sentence of our own is complete as it is.
+    ours = isinstance(error, RewardError)
+    return failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
 
 
 def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Calls of reward functions, handed to worker processes: calls that wait together go to one process in one message, as
-far as they are quick.
+far as they are quick, or of one asynchronous function.
 
 A message to a process and its answer cost the interpreter that also runs the engine about a millisecond, several times
 what a short function takes for a group. A call that may be slow has a message of its own, so that it keeps no other
-waiting and the workers share the work.
+waiting and the workers share the work. Calls of an asynchronous function wait for somebody else, and do so at once: as
+many groups as there are take as long as one.
 """
 
 import asyncio
@@ -18,16 +19,18 @@ from rewards.call import Verdict
 from rewards.slot import Asked, Call, Slot
 
 TOGETHER_MS = 20.0  # that the calls of one message take, by what their functions last took for a group
-TOGETHER_BYTES = 1 << 20  # of the groups of one message: a process holds them all
+TOGETHER_BYTES = 16 << 20  # of the groups of one message: a process holds them all
 
 
 @dataclass(eq=False, slots=True)
 class Function:
     """A reward function, and the milliseconds of the slowest call in its last message: unknown before the first one and
-    after one without an answer."""
+    after one without an answer. awaited: whether it is asynchronous; None before that is known, and False for good once
+    several of its calls at once have failed: one that blocks its process keeps the others from their deadline."""
 
     call: Call
     ms: float = inf
+    awaited: bool | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -89,10 +92,11 @@ class Dispatch:
         for one in self._waiting:
             if one.answer.cancelled():
                 continue
-            fits = ms + one.function.ms <= TOGETHER_MS and size + len(one.asked.group) <= TOGETHER_BYTES
+            takes = 0.0 if one.function.awaited else one.function.ms
+            fits = ms + takes <= TOGETHER_MS and size + len(one.asked.group) <= TOGETHER_BYTES
             if not together or (fits and _may_share(together[0], one)):
                 together.append(one)
-                ms, size = ms + one.function.ms, size + len(one.asked.group)
+                ms, size = ms + takes, size + len(one.asked.group)
             else:
                 left.append(one)
         self._waiting = left
@@ -108,13 +112,15 @@ class Dispatch:
             return
         if verdicts is None:
             for one in together:
-                one.alone = True
+                one.alone, one.function.awaited = True, False
             self._waiting.extendleft(reversed(together))
             return
         told = [*zip(together, verdicts, strict=True)]
         for function in {one.function for one in together}:
             function.ms = max(verdict.ms or inf for one, verdict in told if one.function is function)
         for one, verdict in told:
+            if one.function.awaited is None:
+                one.function.awaited = verdict.awaited
             if not one.answer.done():
                 one.answer.set_result(verdict)
 
@@ -126,5 +132,7 @@ class Dispatch:
 
 
 def _may_share(one: _Waiting, other: _Waiting) -> bool:
-    """Whether they may be in one message, which has one deadline."""
-    return not (one.alone or other.alone) and one.asked.call.timeout_s == other.asked.call.timeout_s
+    """Whether they may be in one message, which has one deadline and answers when its last call has."""
+    if one.alone or other.alone or one.asked.call.timeout_s != other.asked.call.timeout_s:
+        return False
+    return one.function is other.function or not (one.function.awaited or other.function.awaited)

@@ -29,6 +29,7 @@ _HINTS = {
     signal.SIGKILL: "; the kernel kills so when the machine is out of memory",
     signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.reward_memory is the cap",
 }
+TOLD_S = 1.0  # for a message to tell which of its calls were late
 START_S = 60.0  # for a process to start, and again for a reward function to load
 
 
@@ -80,8 +81,9 @@ class Slot:
         self._pool.schedule(worker.prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
     async def scores(self, asked: Sequence[Asked]) -> list[Verdict] | None:
-        """The verdicts of these calls. Several of them are expected to be quick, have one message and the deadline of
-        one: None if that fails, whichever of them is to blame. Each is then told when it is asked for by itself."""
+        """The verdicts of these calls. Several of them are expected to be quick, or to wait at once; they have one
+        message and the deadline of one: None if that fails, whichever of them is to blame. Each is then told when it is
+        asked for by itself."""
         if len(asked) == 1:
             return [await self._score(*asked[0])]
         tasks = [(one.call.use, one.call.args, one.call.env, one.group) for one in asked]
@@ -89,7 +91,8 @@ class Slot:
             for one in asked:
                 if one.call not in self._loaded and await self._prepare(one.call):
                     return None
-            return await self._run(worker.scores, (tasks,), asked[0].call.timeout_s)
+            timeout_s = asked[0].call.timeout_s
+            return await self._run(worker.scores, (tasks, timeout_s), timeout_s + TOLD_S)
         except (TimeoutError, ProcessExpired, BrokenProcessPool):
             self._sweep()
         except Exception as error:

@@ -6,9 +6,8 @@ import pickle
 import resource
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from rewards import call, environment, memory
@@ -62,16 +61,21 @@ def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[
 
 def score(use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes) -> call.Verdict:
     """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe."""
-    unpickled: call.Group = pickle.loads(group)
-    with environment.lent(env):
-        reward, begin = _loaded(use), time.perf_counter()
-        verdict = call.score(reward, unpickled, args, built_in=use in BUILT_INS)
-    return replace(verdict, ms=(time.perf_counter() - begin) * 1e3)
+    return scores([(use, args, env, group)], None)[0]
 
 
-def scores(asked: Sequence[tuple[str, Mapping[str, Any], Mapping[str, str], bytes]]) -> list[call.Verdict]:
-    """What `score` says of each, in order."""
-    return [score(*one) for one in asked]
+def scores(
+    asked: Sequence[tuple[str, Mapping[str, Any], Mapping[str, str], bytes]], timeout_s: float | None
+) -> list[call.Verdict]:
+    """What `score` says of each, in order. Calls of one asynchronous function that stand together are made at once,
+    each within timeout_s."""
+    found = []
+    for (use, args, env), together in groupby(asked, key=lambda one: one[:3]):
+        groups: list[call.Group] = [pickle.loads(group) for *_, group in together]
+        with environment.lent(env):
+            reward = _loaded(use)
+            found += call.scores(reward, groups, args, built_in=use in BUILT_INS, timeout_s=timeout_s)
+    return found
 
 
 def _loaded(use: str) -> Reward:

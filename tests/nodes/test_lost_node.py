@@ -13,12 +13,24 @@ from benchmarks.system.run_folder import counted
 pytestmark = pytest.mark.skipif("NODES" not in os.environ, reason="two minutes; make test-nodes runs it")
 
 
-def test_a_generator_whose_node_is_killed_costs_no_group_and_is_taken_back() -> None:
+# A reward function that waits: groups are under way on each generator at any moment, so at that of the kill.
+WAITS = """
+import asyncio
+
+async def waits(completions, **columns):
+    await asyncio.sleep(1.0)
+    return [0.0 for _ in completions]
+"""
+
+
+def test_a_generator_whose_node_is_killed_costs_no_group_and_is_taken_back(tmp_path: Path) -> None:
     """`lost` returns only when the fresh generator has taken part in steps."""
-    found = lost("generator-1", away_s=8.0)
+    (tmp_path / "waits.py").write_text(WAITS)
+    use = f"{{use: reasoning_gym}}, {{use: '{tmp_path}/waits.py:waits', weight: 0}}"
+    found = lost("generator-1", 8.0, f"rewards=[{use}]")
     assert found["steps_while_away"] > 0
     assert found["lost"] == found["doubled"] == 0
-    assert found["reissued"] > 0
+    assert found["reissued"] > 0, found
     assert found["trained"] == 8 * found["steps"] >= 8 * (BEFORE + AFTER)
 
 

@@ -15,7 +15,7 @@ from rewards.slot import Asked, Call, Slot
 from tests.rewards.pool_case import score
 
 FUNCTIONS = """
-import os, time
+import asyncio, os, time
 def length(completions):
     if completions[0] == "die":
         time.sleep(0.3)  # an end within 0.1 s may go by without its exit code
@@ -29,6 +29,22 @@ def uneven(completions):
 def slow(completions):
     time.sleep(0.05)
     return [float(os.getpid()) for _ in completions]
+under_way, most, one_by_one = 0, 0, asyncio.Lock()
+async def asks(completions):
+    global under_way, most
+    under_way += 1
+    most = max(most, under_way)
+    try:
+        if completions[0] == "late": await asyncio.sleep(600)
+        if completions[0] == "raise": raise ValueError("raised")
+        if completions[0] == "block": time.sleep(600)
+        async with one_by_one:  # of one event loop
+            await asyncio.sleep(0.01)
+        while most < len(completions[0]):  # until as many were under way as the text is long
+            await asyncio.sleep(0.01)
+        return [float(most) for _ in completions]
+    finally:
+        under_way -= 1
 """
 
 
@@ -113,6 +129,34 @@ def test_slow_calls_go_one_by_one_to_all_processes(function: Callable[..., Rewar
     assert len({scores.reward[0] for scores in found}) == 2
 
 
+def test_asynchronous_calls_wait_at_once_and_a_late_one_is_late_alone(
+    function: Callable[..., RewardConfig], messages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "TOGETHER_MS", 0.0)  # none is quick
+
+    async def main() -> list[Scores]:
+        async with RewardPool([function("asks", timeout_s=5.0)]) as pool:
+            return [*await at_once(pool, ["x" * 6] * 6), *await at_once(pool, ["late", "raise", "x"])]
+
+    found = asyncio.run(main())
+    assert messages == [1, 6, 1, 3]
+    assert [scores.reward[0] for scores in found] == [6.0] * 6 + [None, None, 6.0]
+    assert "timeout: no answer within 5 s" in found[6].failures[0]
+    assert "error: ValueError: raised" in found[7].failures[0]
+
+
+def test_asynchronous_calls_that_block_their_process_are_made_one_by_one_from_then_on(
+    function: Callable[..., RewardConfig], messages: list[int]
+) -> None:
+    async def main() -> list[Scores]:
+        async with RewardPool([function("asks", timeout_s=1.0)]) as pool:
+            return [*await at_once(pool, ["x", "block", "x"]), *await at_once(pool, ["x", "x"])]
+
+    found = asyncio.run(main())
+    assert messages == [1, 3, 1, 1, 1, 1, 1, 1]
+    assert [scores.status[0] for scores in found] == ["ok", "timeout", "ok", "ok", "ok"]
+
+
 def test_the_slowest_call_of_a_message_says_how_long_the_next_may_take(
     function: Callable[..., RewardConfig], messages: list[int], patient: None
 ) -> None:
@@ -126,8 +170,9 @@ def test_the_slowest_call_of_a_message_says_how_long_the_next_may_take(
 
 
 def test_calls_of_other_deadlines_and_large_groups_have_messages_of_their_own(
-    function: Callable[..., RewardConfig], messages: list[int], patient: None
+    function: Callable[..., RewardConfig], messages: list[int], patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dispatch, "TOGETHER_BYTES", 1 << 20)
     rewards = [function("length", timeout_s=5.0), function("length", name="other", timeout_s=6.0)]
 
     async def main() -> None:

@@ -24,7 +24,7 @@ def configure(max_staleness: int, cluster: dict[str, Any] | None = None) -> RunC
 
 def step(total: float, generator_idle: float, learner_idle: float, **more: float) -> dict[str, float]:
     spent = {"time/step": total, "time/generator_idle": generator_idle, "time/learner_idle": learner_idle}
-    return spent | {"time/evaluate": 0.0, "time/checkpoint": 0.0} | more
+    return spent | {"time/evaluate": 0.0, "time/checkpoint": 0.0, "reward/ms": 250.0} | more
 
 
 def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None:
@@ -33,7 +33,7 @@ def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None
     idle.add(step(90, 1, 89, **{"time/evaluate": 80.0}))
     idle.add(step(50, 1, 49, **{"time/checkpoint": 40.0}))
     idle.add(step(10, 5, 5))
-    assert idle == IdleTimes(20, 9, 11)
+    assert idle == IdleTimes(20, 9, 11, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None
         (IdleTimes(10, 4, 6), configure(0), ["at most 1.7 times", "here they share it"]),
         (IdleTimes(10, 0, 5), configure(1), ["generation is the longer side", "rollout.workers"]),
         (IdleTimes(10, 5, 0), configure(1), ["training is the longer side"]),
+        (IdleTimes(10, 4, 6, 3), configure(0), ["waited for their reward 50 %", "rollout.reward_workers"]),
     ],
 )
 def test_the_longer_side_and_the_bound_are_named(idle: IdleTimes, config: RunConfig, words: list[str]) -> None:
@@ -54,7 +55,13 @@ def test_the_longer_side_and_the_bound_are_named(idle: IdleTimes, config: RunCon
 
 @pytest.mark.parametrize(
     ("idle", "max_staleness"),
-    [(IdleTimes(), 0), (IdleTimes(10, 1, 1), 0), (IdleTimes(10, 9.5, 0.5), 0), (IdleTimes(10, 1.4, 1), 1)],
+    [
+        (IdleTimes(), 0),
+        (IdleTimes(10, 1, 1), 0),
+        (IdleTimes(10, 9.5, 0.5), 0),
+        (IdleTimes(10, 1.4, 1), 1),
+        (IdleTimes(10, 1, 1, 2.6), 1),
+    ],
 )
 def test_without_a_gain_nothing_is_said(idle: IdleTimes, max_staleness: int) -> None:
     assert advice(idle, configure(max_staleness)) is None
