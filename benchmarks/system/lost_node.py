@@ -75,9 +75,9 @@ class Run:
         return Path(self._log.name).read_text()[-6000:]
 
 
-def lost(role: str, away_s: float, *overrides: str) -> dict[str, Any]:
-    """Kills the node of `role` in the middle of a run, brings it back; what that cost. For the learner a spare node is
-    there, since without its node there is no run."""
+def lost(role: str, away_s: float, *overrides: str, after_s: float = 0.0) -> dict[str, Any]:
+    """Kills the node of `role` in the middle of a run, so many seconds after a step, brings it back; what that cost.
+    For the learner a spare node is there, since without its node there is no run."""
     names = [*NAMES, "spare"] if role == "learner" else NAMES
     with tempfile.TemporaryDirectory() as folder, EmulatedNodes() as nodes:
         for name in names:  # one by one: on two cores Ray gives up on nodes that start at once
@@ -86,6 +86,7 @@ def lost(role: str, away_s: float, *overrides: str) -> dict[str, Any]:
         run = Run(nodes, Path(folder), *overrides)
         try:
             run.until(lambda: len(run.rows()) >= BEFORE, f"{BEFORE} steps")
+            time.sleep(after_s)
             victim = nodes.node_of(role, names)
             killed, before = nodes.kill(victim), run.rows()[-1]["step"]
             time.sleep(away_s)

@@ -20,7 +20,7 @@ from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
 from rollout.data.chat_error import ChatError
 from rollout.data.pace import Pace
-from rollout.data.prompts import messages_of
+from rollout.data.prompts import prompts_of
 from rollout.data.sources import ProblemsError, Row
 from rollout.schema import Problem
 
@@ -169,14 +169,13 @@ def _items(
 ) -> list[Item]:
     items = []
     pace = Pace(len(rows), deadline_s)
-    for index, row in enumerate(rows):
-        messages = messages_of(row, config, f"{name}-{index}")
+    for row_id, messages, row in prompts_of(rows, config, name):
         try:
             prompt, ids = chat.render(messages)
         except ChatError as error:
-            raise ChatError(f"{error} ({name}-{index})") from error
-        items.append(Item(f"{name}-{index}", prompt, ids, row))
-        if late := pace.late(index + 1):
+            raise ChatError(f"{error} ({row_id})") from error
+        items.append(Item(row_id, prompt, ids, row))
+        if late := pace.late(len(items)):
             raise ProblemsError(f"data.size: tokenising {late} (cluster.deadlines.start); lower data.size")
     too_long = [item for item in items if len(item.prompt_ids) > longest]
     if too_long and config.overlong == "drop" and len(too_long) < len(items):

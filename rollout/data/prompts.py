@@ -1,21 +1,46 @@
 """A row of the data -> the messages of a prompt: a column, a part of one, or a template over columns."""
 
+import logging
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from rollout.config import DataConfig
 from rollout.data.files import ProblemsError, Row
 
+log = logging.getLogger("rollout")
+
 PART = re.compile(r"\.([^.\[\]]+)|\[([^\[\]]+)\]")  # .text or [text]: one step into a nested column
 CONVERSIONS: dict[str, Callable[[object], str]] = {"r": repr, "s": str, "a": ascii}
 TOO_WIDE = re.compile(r"[0-9]{5}|[{}]")  # in a format: would make texts of any length
 
 
+class NoPrompt(ProblemsError):
+    """The row has none: null, or nothing but white space."""
+
+
+def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[str, list[dict[str, str]], Row]]:
+    """Each row's name, `<name>-<index>`, and conversation. Rows without a prompt, which data sets of the hub have, are
+    left out with a warning; raises ProblemsError where those are most of them, or a row is wrong."""
+    empty: list[NoPrompt] = []
+    for index, row in enumerate(rows):
+        try:
+            messages = messages_of(row, config, f"{name}-{index}")
+        except NoPrompt as error:
+            empty.append(error)
+            if len(empty) > len(rows) / 2:
+                raise empty[0] from None
+        else:
+            yield f"{name}-{index}", messages, row
+    if empty:
+        log.warning("%s: left out %d of %d rows without a prompt; %s", name, len(empty), len(rows), empty[0])
+
+
 def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]]:
-    """The conversation that `data.prompt` and `data.system` make of a row. Raises ProblemsError.
+    """The conversation that `data.prompt` and `data.system` make of a row. Raises ProblemsError, NoPrompt of an empty
+    one.
 
     where: names the row in messages.
     """
@@ -23,13 +48,13 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
     turns = _turns(value, where)
     if isinstance(value, str) and value.strip():
         messages = [{"role": "user", "content": value}]
-    elif turns:
+    elif turns and all(turn["content"].strip() for turn in turns if turn["role"] != "system"):
         messages = turns
     else:
-        shown = repr(value)[:80]
-        raise ProblemsError(
+        kind = NoPrompt if value is None or isinstance(value, str) or turns is not None else ProblemsError
+        raise kind(
             f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
-            f"{where} gives {shown}; name another column, or repair that row"
+            f"{where} gives {repr(value)[:80]}; name another column, or repair that row"
         )
     if config.system is None:
         return messages
@@ -51,10 +76,7 @@ def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
             return None
         if message.get("tool_calls"):
             raise ProblemsError(f"data.prompt: {where} has tool_calls, which are not supported; take them out")
-        content = _text(message.get("content"), where)
-        if not content.strip():
-            return None
-        turns.append({"role": message["role"], "content": content})
+        turns.append({"role": message["role"], "content": _text(message.get("content"), where)})
     return turns
 
 

@@ -211,12 +211,23 @@ def test_a_file_without_rows(tmp_path: Path, chat: Chat, content: str) -> None:
         load(DataConfig(path=str(tmp_path / "bad.jsonl")), chat, 256, seed=0)
 
 
-@pytest.mark.parametrize("value", ["", "  ", None, [], [{"role": "user"}], [{"role": "user", "content": ""}]])
-def test_an_empty_prompt_names_its_row(tmp_path: Path, chat: Chat, value: object) -> None:
+@pytest.mark.parametrize("value", ["", "  ", None, [], [{"role": "user", "content": ""}]])
+def test_a_row_without_a_prompt_is_left_out_and_named(
+    tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture, value: object
+) -> None:
     fine: object = "2+2?" if isinstance(value, str) or value is None else [{"role": "user", "content": "2+2?"}]
-    data = DataConfig(path=jsonl(tmp_path, [{"question": fine}, {"question": value}]), eval=NO_EVAL)
+    rows = [{"question": fine}, {"question": value}, {"question": fine}]
+    problems, _ = load(DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL), chat, 256, seed=0)
+    assert sorted(problems.at(i).id for i in range(2)) == ["train-0", "train-2"]
+    assert "train: left out 1 of 3 rows without a prompt; data.prompt: 'question'" in caplog.text
     with pytest.raises(ProblemsError, match="not empty; train-1 gives"):
-        load(data, chat, 256, seed=0)
+        load(DataConfig(path=jsonl(tmp_path, rows[:1] + rows[1:2] * 2), eval=NO_EVAL), chat, 256, seed=0)
+
+
+def test_an_empty_system_message_is_no_empty_prompt(tmp_path: Path, chat: Chat) -> None:
+    turns = [{"role": "system", "content": ""}, {"role": "user", "content": "2+2?"}]
+    problems, _ = load(DataConfig(path=jsonl(tmp_path, [{"question": turns}]), eval=NO_EVAL), chat, 256, seed=0)
+    assert problems.at(0).messages == tuple(turns)
 
 
 def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Path, chat: Chat) -> None:
