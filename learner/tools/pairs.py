@@ -21,6 +21,10 @@ class PairsError(ValueError):
     """Pairs that cannot be learned from; one line that says which, and what to do."""
 
 
+class NoPair(PairsError):
+    """An answer is missing, or empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Token ids: [P] of the prompt, [T] of each answer, the end token included."""
@@ -39,20 +43,27 @@ def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = P
     """Of a file, a folder or a hub data set, whose split is train unless `split` says another.
 
     A prompt may be a text or messages, the answers texts or messages that follow it, or whole conversations; without a
-    prompt these begin alike. The two answers may be equal.
+    prompt these begin alike. The two answers may be equal. Rows without one of them are left out, which is said.
 
     Raises PairsError, and what rollout.data.sources raises (ProblemsError), which calls its arguments `names`.
     """
-    end, pairs, wrong = _end(chat), [], []
-    for number, row in enumerate(sources.read(path, split, {}, None, seed=0, names=names), start=1):
+    end, pairs, wrong, empty = _end(chat), [], [], []
+    rows = sources.read(path, split, {}, None, seed=0, names=names)
+    for number, row in enumerate(rows, start=1):
         try:
             pairs.append(_pair(row, chat, end, f"{path}, row {number}"))
+        except NoPair as error:
+            empty.append(error)
         except PairsError as error:
             wrong.append(error)
+    if 2 * len(empty) >= len(rows):
+        wrong = empty + wrong
     if len(wrong) > 1:
-        raise PairsError(f"{wrong[0]}; {len(wrong) - 1} rows behind it cannot be learned from either")
+        raise PairsError(f"{wrong[0]}; {len(wrong) - 1} other rows cannot be learned from either")
     if wrong:
         raise wrong[0]
+    if empty:
+        print(f"{len(empty)} of {len(rows)} rows are left out: {empty[0]}")
     return pairs
 
 
@@ -68,7 +79,7 @@ def _end(chat: Chat) -> str:
 def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
     missing = [name for name in ("chosen", "rejected") if row.get(name) in (None, "", [])]
     if missing:
-        raise PairsError(
+        raise NoPair(
             f"pairs: each row must give chosen and rejected, {where} has no {' and no '.join(missing)} (its columns: "
             f"{', '.join(row)}); rename the columns, or take the row out"
         )

@@ -23,14 +23,14 @@ class NoPrompt(ProblemsError):
 
 def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[str, list[dict[str, str]], Row]]:
     """Each row's name, `<name>-<index>`, and conversation. Rows without a prompt, which data sets of the hub have, are
-    left out with a warning; raises ProblemsError where those are most of them, or a row is wrong."""
+    left out with a warning; raises ProblemsError where those are half or more, or a row is wrong."""
     empty: list[NoPrompt] = []
     for index, row in enumerate(rows):
         try:
             messages = messages_of(row, config, f"{name}-{index}")
         except NoPrompt as error:
             empty.append(error)
-            if len(empty) > len(rows) / 2:
+            if 2 * len(empty) >= len(rows):
                 raise empty[0] from None
         else:
             yield f"{name}-{index}", messages, row

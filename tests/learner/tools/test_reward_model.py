@@ -171,11 +171,13 @@ def test_the_command_from_pairs_to_a_folder(
     tiny_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": f"say {i}", "chosen": "yes " * (1 + i % 3), "rejected": "no"} for i in range(40)]
-    pairs, new = written(tmp_path, *rows, {"prompt": "say", "chosen": "no", "rejected": "no"}), str(tmp_path / "new")
+    useless = [{"prompt": "say", "chosen": "no", "rejected": "no"}, {"prompt": "say", "chosen": "no", "rejected": ""}]
+    pairs, new = written(tmp_path, *rows, *useless), str(tmp_path / "new")
     words = ["--model", tiny_path, "--out", str(tmp_path / "out"), "--dtype", "float32", "--batch", "8"]
     words = ["reward-model", "train", pairs, *words, "--learning-rate", "5e-3", "--epochs", "2"]
     assert main(words) == 0
     out = capsys.readouterr().out
+    assert "1 of 42 rows are left out: pairs: each row must give chosen and rejected" in out
     assert "1 of 41 pairs have the same answer twice and are left out" in out
     assert "36 pairs to learn from, 4 held out, 10 steps" in out
     assert "held-out accuracy 1.000, mean margin" in out
