@@ -31,7 +31,7 @@ class Group:
 class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
     status is ok, what was wrong, in words. ms: that an answer took, without loading; 0 where there is none. awaited:
-    whether the function is asynchronous; None where it was not called, or gave no answer."""
+    whether the function is asynchronous; None where that did not show."""
 
     status: Status
     values: list[float | None]
@@ -48,11 +48,11 @@ def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bo
 def scores(
     reward: Reward, groups: Sequence[Group], args: Mapping[str, Any], *, built_in: bool, timeout_s: float | None = None
 ) -> list[Verdict]:
-    """What `score` says of each group. Calls of an asynchronous function are under way at once, each for `timeout_s` at
-    most (None: without a limit)."""
+    """What `score` says of each group. Calls of an asynchronous function are under way at once, and those that take
+    longer than `timeout_s` are cancelled (None: none is); RuntimeError where one of several stops the event loop."""
     begun = [_begun(reward, group, args, built_in=built_in) for group in groups]
     waiting = [one for one in begun if isinstance(one, _Begun)]
-    ended = iter(_RUNNER.run(_ends(waiting, timeout_s)) if waiting else ())
+    ended = iter(_waited_for(waiting, timeout_s) if waiting else ())
     return [next(ended) if isinstance(one, _Begun) else one for one in begun]
 
 
@@ -81,14 +81,28 @@ def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: b
         return _ended(_raised(error, size), begin)
 
 
-async def _ends(begun: Sequence[_Begun], timeout_s: float | None) -> list[Verdict]:
+def _waited_for(begun: Sequence[_Begun], timeout_s: float | None) -> list[Verdict]:
     try:
-        return await asyncio.gather(*(_end(one, timeout_s) for one in begun))
+        return _RUNNER.run(_ends(begun, timeout_s))
+    except BaseException as error:  # sys.exit() in a task of its own, say, stops the loop
+        if len(begun) > 1:
+            raise RuntimeError(f"one of {len(begun)} calls stopped the event loop: {type(error).__name__}") from error
+        return [_ended(_raised(error, one.size), one.begin, awaited=True) for one in begun]
     finally:  # what they leave behind would go on in the call of another function, and see that one's variables
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        _RUNNER.run(_cancel_others())
+
+
+async def _ends(begun: Sequence[_Begun], timeout_s: float | None) -> list[Verdict]:
+    if len(begun) == 1:  # in this task, so that a function that cancels all others cancels nothing of ours
+        return [await _end(begun[0], timeout_s)]
+    return await asyncio.gather(*(_end(one, timeout_s) for one in begun))
+
+
+async def _cancel_others() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:

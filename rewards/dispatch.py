@@ -3,20 +3,24 @@ far as they are quick, or of one asynchronous function.
 
 A message to a process and its answer cost the interpreter that also runs the engine about a millisecond, several times
 what a short function takes for a group. A call that may be slow has a message of its own, so that it keeps no other
-waiting and the workers share the work. Calls of an asynchronous function wait for somebody else, and do so at once: as
-many groups as there are take as long as one.
+waiting and the workers share the work. Calls of an asynchronous function mostly wait for somebody else, and do so at
+once. Those that are late in such company, as where a semaphore lets few of them go on, are made once more, alone.
 """
 
 import asyncio
+import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import ceil, inf
 
 from rewards.call import Verdict
 from rewards.slot import Asked, Call, Slot
+
+log = logging.getLogger("rewards")
 
 TOGETHER_MS = 20.0  # that the calls of one message take, by what their functions last took for a group
 TOGETHER_BYTES = 16 << 20  # of the groups of one message: a process holds them all
@@ -25,8 +29,7 @@ TOGETHER_BYTES = 16 << 20  # of the groups of one message: a process holds them 
 @dataclass(eq=False, slots=True)
 class Function:
     """A reward function, and the milliseconds of the slowest call in its last message: unknown before the first one and
-    after one without an answer. awaited: whether it is asynchronous; None before that is known, and False for good once
-    several of its calls at once have failed: one that blocks its process keeps the others from their deadline."""
+    after one without an answer. awaited: whether its calls may wait at once; None before that is known."""
 
     call: Call
     ms: float = inf
@@ -35,7 +38,7 @@ class Function:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """alone: it was in a message that failed, and is asked for by itself now."""
+    """alone: it was in a message that failed, or late in one, and is asked for by itself now."""
 
     function: Function
     asked: Asked
@@ -89,11 +92,13 @@ class Dispatch:
         together: list[_Waiting] = []
         left: deque[_Waiting] = deque()
         ms, size = 0.0, 0
+        share = ceil(len(self._waiting) / len(self._free))
         for one in self._waiting:
             if one.answer.cancelled():
                 continue
             takes = 0.0 if one.function.awaited else one.function.ms
             fits = ms + takes <= TOGETHER_MS and size + len(one.asked.group) <= TOGETHER_BYTES
+            fits = fits and not (one.function.awaited and len(together) >= share)
             if not together or (fits and _may_share(together[0], one)):
                 together.append(one)
                 ms, size = ms + takes, size + len(one.asked.group)
@@ -103,6 +108,7 @@ class Dispatch:
         return together
 
     async def _message(self, slot: Slot, together: Sequence[_Waiting]) -> None:
+        begin = time.monotonic()
         try:
             verdicts = await slot.scores([one.asked for one in together])
         except Exception as error:
@@ -111,24 +117,43 @@ class Dispatch:
                     one.answer.set_exception(error)
             return
         if verdicts is None:
-            for one in together:
-                one.alone, one.function.awaited = True, False
-            self._waiting.extendleft(reversed(together))
+            if time.monotonic() - begin >= together[0].asked.call.timeout_s:
+                _wait_no_more_at_once({one.function for one in together})
+            self._again(together)
             return
         told = [*zip(together, verdicts, strict=True)]
         for function in {one.function for one in together}:
             function.ms = max(verdict.ms or inf for one, verdict in told if one.function is function)
+        late = [one for one, verdict in told if len(told) > 1 and verdict.status == "timeout"]
+        self._again(late)
         for one, verdict in told:
             if one.function.awaited is None:
                 one.function.awaited = verdict.awaited
-            if not one.answer.done():
+            if one not in late and not one.answer.done():
                 one.answer.set_result(verdict)
+
+    def _again(self, some: Sequence[_Waiting]) -> None:
+        for one in some:
+            one.alone = True
+        self._waiting.extendleft(reversed(some))
 
     def close(self) -> None:
         """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
         with ThreadPoolExecutor(max(len(self._slots), 1)) as threads:
             list(threads.map(Slot.close, self._slots))
         self._starter.shutdown()
+
+
+def _wait_no_more_at_once(functions: Iterable[Function]) -> None:
+    """One that blocks its process keeps the others from their deadline."""
+    for function in functions:
+        if function.awaited:
+            function.awaited = False
+            log.warning(
+                "reward %s: is asynchronous, and calls at once gave no answer in time, so that one follows the other "
+                "from now on; let it await what it waits for, as with asyncio.to_thread",
+                function.call.use,
+            )
 
 
 def _may_share(one: _Waiting, other: _Waiting) -> bool:

@@ -1,6 +1,6 @@
 """The environment of a reward process: what programs need to run, and no tokens but those that a reward names.
 
-A reward process serves all reward functions of a run, one call at a time. A variable that one of them names is set
+A reward process serves all reward functions of a run, calls of one at a time. A variable that one of them names is set
 during the calls of that one only.
 """
 

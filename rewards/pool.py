@@ -77,9 +77,9 @@ class RewardPool:
         memory_bytes: int = memory.DEFAULT,
         judged: Judging = NOWHERE,
     ) -> None:
-        """`workers`: processes, each making one call at a time; none without functions, and nothing is scored then.
-        `memory_bytes`: the most that each may hold. Raises ValueError without a worker, RewardError for a variable that
-        is named and not set, and for wrong args of a judge."""
+        """`workers`: processes, each making one call at a time, or several of an asynchronous function; none without
+        functions, and nothing is scored then. `memory_bytes`: the most that each may hold. Raises ValueError without a
+        worker, RewardError for a variable that is named and not set, and for wrong args of a judge."""
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
         self.names = resolved_names(rewards)

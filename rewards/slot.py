@@ -1,4 +1,4 @@
-"""One worker process that scores groups one after the other, each under a deadline.
+"""One worker process that scores the groups of one message after the other, each message under a deadline.
 
 Each slot is a pebble pool of its own, of one process: pebble declares a whole pool broken when an idle worker dies
 (the kernel's out-of-memory killer, say), and here that costs one slot, which is made anew.
@@ -81,9 +81,9 @@ class Slot:
         self._pool.schedule(worker.prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
     async def scores(self, asked: Sequence[Asked]) -> list[Verdict] | None:
-        """The verdicts of these calls. Several of them are expected to be quick, or to wait at once; they have one
-        message and the deadline of one: None if that fails, whichever of them is to blame. Each is then told when it is
-        asked for by itself."""
+        """The verdicts of these calls. Several of them are expected to be quick, or to wait at once. They have one
+        message and its deadline: None if that fails, whichever of them is to blame. Each is then told when it is asked
+        for by itself. One that was cancelled as late has the status timeout, and its process lives on."""
         if len(asked) == 1:
             return [await self._score(*asked[0])]
         tasks = [(one.call.use, one.call.args, one.call.env, one.group) for one in asked]

@@ -7,7 +7,7 @@ from rewards.base import JUDGE
 from rewards.config import functions_of
 
 WORTH_SAYING = 0.15  # share of the time: idle for less, or a bound on the gain below 1 + that, is not worth a line
-REWARDS_SHARE = 0.3  # of the time in which generators have work, from which on the wait for a reward is named
+REWARDS_SHARE = 0.3  # of the time, from which on the wait for a reward is named
 
 
 @dataclass(slots=True)
@@ -39,8 +39,10 @@ def advice(idle: IdleTimes, config: RunConfig) -> str | None:
     """
     if idle.total <= 0:
         return None
-    if idle.reward > REWARDS_SHARE * (idle.total - idle.generator):
-        return _of_rewards(idle, config)
+    learner_waits = idle.learner >= max(idle.generator, WORTH_SAYING * idle.total)
+    if learner_waits and idle.reward > REWARDS_SHARE * idle.total and (ways := _of_rewards(config)):
+        times = f"{idle.reward / idle.total:.1f}"
+        return f"a completion waited {times} times a step for its reward; what shortens that helps ({ways})"
     share, other = (f"{idle_s / idle.total:.0%}" for idle_s in (idle.generator, idle.learner))
     shares = f"generators were idle {share} of the time, the learner {other}"
     if config.max_staleness > 0:
@@ -62,16 +64,15 @@ def advice(idle: IdleTimes, config: RunConfig) -> str | None:
     return f"{shares}, since they take turns. {bound}"
 
 
-def _of_rewards(idle: IdleTimes, config: RunConfig) -> str:
-    judges = [reward for reward in functions_of(config.rewards) if reward.use == JUDGE]
-    ways = "rollout.reward_workers (processes that call the functions), a function that waits written as async def"
-    if judges:
-        ways += ", a judge's args.at_once"
-    busy = idle.total - idle.generator
-    return (
-        f"completions waited for their reward {idle.reward / busy:.0%} as long as generators had work: what shortens "
-        f"that helps ({ways})"
-    )
+def _of_rewards(config: RunConfig) -> str:
+    """What may shorten the wait for rewards."""
+    functions = functions_of(config.rewards)
+    ways = []
+    if any(reward.use != JUDGE for reward in functions):
+        ways.append("rollout.reward_workers; async def for a function that waits for somebody else")
+    if any(reward.use == JUDGE for reward in functions):
+        ways.append("a judge's args.at_once")
+    return "; ".join(ways)
 
 
 def _share_hardware(config: RunConfig) -> bool:

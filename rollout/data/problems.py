@@ -169,13 +169,13 @@ def _items(
 ) -> list[Item]:
     items = []
     pace = Pace(len(rows), deadline_s)
-    for row_id, messages, row in prompts_of(rows, config, name):
+    for index, messages in prompts_of(rows, config, name):
         try:
             prompt, ids = chat.render(messages)
         except ChatError as error:
-            raise ChatError(f"{error} ({row_id})") from error
-        items.append(Item(row_id, prompt, ids, row))
-        if late := pace.late(len(items)):
+            raise ChatError(f"{error} ({name}-{index})") from error
+        items.append(Item(f"{name}-{index}", prompt, ids, rows[index]))
+        if late := pace.late(index + 1):
             raise ProblemsError(f"data.size: tokenising {late} (cluster.deadlines.start); lower data.size")
     too_long = [item for item in items if len(item.prompt_ids) > longest]
     if too_long and config.overlong == "drop" and len(too_long) < len(items):

@@ -21,9 +21,9 @@ class NoPrompt(ProblemsError):
     """The row has none: null, or nothing but white space."""
 
 
-def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[str, list[dict[str, str]], Row]]:
-    """Each row's name, `<name>-<index>`, and conversation. Rows without a prompt, which data sets of the hub have, are
-    left out with a warning; raises ProblemsError where those are half or more, or a row is wrong."""
+def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
+    """Each row's index and conversation; messages call it `<name>-<index>`. Rows without a prompt, which data sets of
+    the hub have, are left out with a warning; raises ProblemsError where those are half or more, or a row is wrong."""
     empty: list[NoPrompt] = []
     for index, row in enumerate(rows):
         try:
@@ -33,7 +33,7 @@ def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[t
             if 2 * len(empty) >= len(rows):
                 raise empty[0] from None
         else:
-            yield f"{name}-{index}", messages, row
+            yield index, messages
     if empty:
         log.warning("%s: left out %d of %d rows without a prompt; %s", name, len(empty), len(rows), empty[0])
 
@@ -45,25 +45,27 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
     where: names the row in messages.
     """
     value = _prompt(row, config.prompt)
-    turns = _turns(value, where)
-    if isinstance(value, str) and value.strip():
-        messages = [{"role": "user", "content": value}]
-    elif turns and all(turn["content"].strip() for turn in turns if turn["role"] != "system"):
-        messages = turns
-    else:
-        kind = NoPrompt if value is None or isinstance(value, str) or turns is not None else ProblemsError
+    turns = [{"role": "user", "content": value}] if isinstance(value, str) else _turns(value, where)
+    said = [bool(turn["content"].strip()) for turn in _asking(turns or [])]
+    if not turns or not all(said):
+        kind = NoPrompt if value is None or (turns is not None and not any(said)) else ProblemsError
         raise kind(
             f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
             f"{where} gives {repr(value)[:80]}; name another column, or repair that row"
         )
     if config.system is None:
-        return messages
-    if messages[0]["role"] == "system":
+        return turns
+    if turns[0]["role"] == "system":
         raise ProblemsError(
             f"data.system: must be null where the data brings its own system message, and {where} does; "
             "remove one of them"
         )
-    return [{"role": "system", "content": config.system}, *messages]
+    return [{"role": "system", "content": config.system}, *turns]
+
+
+def _asking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Those that must have a text: all but a system's, where there are others."""
+    return [turn for turn in turns if turn["role"] != "system"] or turns
 
 
 def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
@@ -73,6 +75,8 @@ def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
     turns = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return None
+        if "content" not in message or not isinstance(message["content"], str | list | None):
             return None
         if message.get("tool_calls"):
             raise ProblemsError(f"data.prompt: {where} has tool_calls, which are not supported; take them out")

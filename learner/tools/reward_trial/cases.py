@@ -9,7 +9,7 @@ from typing import Any
 from rewards.config import RewardConfig
 from rollout.config import DataConfig
 from rollout.data import sources
-from rollout.data.prompts import messages_of, prompts_of
+from rollout.data.prompts import messages_of
 from rollout.data.sources import ProblemsError, Row
 
 REFERENCES = ("answer", "solution", "completion", "chosen")  # columns that may hold what a right completion says
@@ -36,7 +36,8 @@ def read_cases(data: DataConfig, size: int, seed: int) -> list[Case]:
     """The first `size` rows, in the order of the source. Raises ProblemsError."""
     size = min(size, data.size or size)
     rows = sources.read(data.path, data.split, data.args, size, seed)
-    return [Case(*one) for one in prompts_of(rows, data, sources.label(data.path, data.split))]
+    name = sources.label(data.path, data.split)
+    return [Case(f"{name}-{i}", messages_of(row, data, f"{name}-{i}"), row) for i, row in enumerate(rows)]
 
 
 def reference_column(row: Mapping[str, Any], rewards: Sequence[RewardConfig]) -> str | None:

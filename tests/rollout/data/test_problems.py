@@ -211,7 +211,10 @@ def test_a_file_without_rows(tmp_path: Path, chat: Chat, content: str) -> None:
         load(DataConfig(path=str(tmp_path / "bad.jsonl")), chat, 256, seed=0)
 
 
-@pytest.mark.parametrize("value", ["", "  ", None, [], [{"role": "user", "content": ""}]])
+SYSTEM = {"role": "system", "content": ""}
+
+
+@pytest.mark.parametrize("value", ["", "  ", None, [], [{"role": "user", "content": ""}], [SYSTEM]])
 def test_a_row_without_a_prompt_is_left_out_and_named(
     tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture, value: object
 ) -> None:
@@ -224,8 +227,22 @@ def test_a_row_without_a_prompt_is_left_out_and_named(
         load(DataConfig(path=jsonl(tmp_path, rows[:1] + rows[1:2] * 2), eval=NO_EVAL), chat, 256, seed=0)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "?"}],
+    ],
+)
+def test_a_prompt_that_is_wrong_is_not_left_out(tmp_path: Path, chat: Chat, value: object) -> None:
+    rows = [{"question": [{"role": "user", "content": "2+2?"}]}] * 3 + [{"question": value}]
+    with pytest.raises(ProblemsError, match="not empty; train-3 gives"):
+        load(DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL), chat, 256, seed=0)
+
+
 def test_an_empty_system_message_is_no_empty_prompt(tmp_path: Path, chat: Chat) -> None:
-    turns = [{"role": "system", "content": ""}, {"role": "user", "content": "2+2?"}]
+    turns = [SYSTEM, {"role": "user", "content": "2+2?"}]
     problems, _ = load(DataConfig(path=jsonl(tmp_path, [{"question": turns}]), eval=NO_EVAL), chat, 256, seed=0)
     assert problems.at(0).messages == tuple(turns)
 
