@@ -1,8 +1,12 @@
 """Reward functions of every kind, in a file of their own."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from rewards.call import Verdict
 from rewards.config import RewardConfig
+from rewards.slot import Asked, Slot
 from tests.rewards.pool_case import OneOf
 
 REWARDS = """
@@ -46,3 +50,17 @@ def rewards_file(tmp_path_factory: pytest.TempPathFactory) -> OneOf:
     path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
     path.write_text(REWARDS)
     return lambda function, **more: RewardConfig(use=f"{path}:{function}", **more)
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many calls each message had."""
+    sizes: list[int] = []
+    real = Slot.scores
+
+    async def counted(self: Slot, asked: Sequence[Asked]) -> list[Verdict] | None:
+        sizes.append(len(asked))
+        return await real(self, asked)
+
+    monkeypatch.setattr(Slot, "scores", counted)
+    return sizes
