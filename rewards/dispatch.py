@@ -4,7 +4,7 @@ far as they are quick, or of one asynchronous function.
 A message to a process and its answer cost the interpreter that also runs the engine about a millisecond, several times
 what a short function takes for a group. A call that may be slow has a message of its own, so that it keeps no other
 waiting and the workers share the work. Calls of an asynchronous function mostly wait for somebody else, and do so at
-once. Those that are late in such company, as where a semaphore lets few of them go on, are made once more, alone.
+once. Those that are late beside others, as where a semaphore lets few of them go on, are made once more, alone.
 """
 
 import asyncio

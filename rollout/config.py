@@ -139,8 +139,9 @@ class RolloutConfig(Frozen):
     from the next token on, with a version per token. `continue` needs `max_staleness` of at least 1; it keeps long
     completions from getting old."""
     reward_workers: Annotated[int, Field(ge=1)] = 1
-    """Reward processes beside each generator, or below each of `cluster.rewards.processes`. Each makes one call at
-    a time, and those of an `async def` at once. Raise it where `reward/ms` is a large part of a group's time."""
+    """Reward processes beside each generator, or below each of `cluster.rewards.processes`. Each makes one call at a
+    time, or those of an `async def` for several groups at once. Raise it where `reward/ms` is a large part of a group's
+    time."""
     reward_memory: Bytes = DEFAULT_REWARD_MEMORY
     """The most main memory that each of them, and what it starts, may hold. Raise it for reward models."""
     dynamic_sampling: bool = False
