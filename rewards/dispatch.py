@@ -92,14 +92,14 @@ class Dispatch:
         together: list[_Waiting] = []
         left: deque[_Waiting] = deque()
         ms, size = 0.0, 0
-        share = ceil(len(self._waiting) / len(self._free))
+        share = ceil(len(self._waiting) / len(self._free))  # of each free process, of calls that take no time of it
         for one in self._waiting:
             if one.answer.cancelled():
                 continue
             takes = 0.0 if one.function.awaited else one.function.ms
             fits = ms + takes <= TOGETHER_MS and size + len(one.asked.group) <= TOGETHER_BYTES
-            fits = fits and not (one.function.awaited and len(together) >= share)
-            if not together or (fits and _may_share(together[0], one)):
+            others_turn = one.function.awaited and len(together) >= share
+            if not together or (fits and not others_turn and _may_share(together[0], one)):
                 together.append(one)
                 ms, size = ms + takes, size + len(one.asked.group)
             else:

@@ -1,4 +1,4 @@
-"""Reward functions of every kind, in a file of their own."""
+"""Reward functions of every kind, in a file of their own, and the messages that a pool sends."""
 
 from collections.abc import Sequence
 
