@@ -1,8 +1,9 @@
 """Where the processes run, what they may take, and how long anyone waits for them."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -14,6 +15,25 @@ class Frozen(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
+        """To Python true is 1: `checkpointing: true` would be that of one layer."""
+        if isinstance(value, bool):
+            found = list(_taken(cls.model_fields[str(field.field_name)].annotation))
+            if bool not in found and (int in found or float in found):
+                words = [*(word for word in found if isinstance(word, str)), "a number"]
+                raise ValueError(f"must be {' or '.join(words)}")
+        return value
+
+
+def _taken(annotation: Any) -> Iterator[Any]:
+    """What an annotation is made of: plain types, words of a Literal, and constraints."""
+    if not (inner := get_args(annotation)):
+        yield annotation
+    for one in inner:
+        yield from _taken(one)
 
 
 def _slice_or_cards(count: float) -> float:

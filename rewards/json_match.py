@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rewards.json_text import NoJson, json_of
+from rewards.json_text import NoJson, json_of, without_nulls
 from rewards.text import check_tag, column_of, text_of
 
 Path = tuple[str | int, ...]
@@ -16,16 +16,17 @@ def json_match(
     """The share of values that the completion's JSON and the gold JSON have in common, 1.0 if they are equal.
 
     Values are compared where they stand, under the same keys and at the same places of lists; those that only one of
-    the two has count against it. Text that is no JSON scores 0.0. Gold comes from `column`: a value, or the text of
+    the two has count against it. A key whose value is null is as one that is not there. Text that is no JSON scores
+    0.0. Gold comes from `column`: a value, or the text of
     one. Where the JSON is: see json_schema. Raises ValueError if the column is missing, or a gold text is no JSON.
     """
     if tag is not None:
         check_tag(tag)
     scores = []
     for completion, gold in zip(completions, column_of(columns, column), strict=True):
-        right = _gold(gold)
+        right = without_nulls(_gold(gold))
         try:
-            scores.append(_common(json_of(text_of(completion), tag), right))
+            scores.append(_common(without_nulls(json_of(text_of(completion), tag)), right))
         except (NoJson, RecursionError):
             scores.append(0.0)
     return scores

@@ -26,6 +26,13 @@ def json_of(text: str, tag: str | None = None) -> Any:
         raise NoJson from error
 
 
+def without_nulls(value: Any) -> Any:
+    """The value without the keys whose value is null: Arrow and Parquet give every row the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 

@@ -62,7 +62,7 @@ class Judge:
 
     def _question(self, group: Group, i: int) -> "_Asked":
         settings = self._settings
-        reference = "" if settings.column is None else str(column_of(group.columns, settings.column)[i])
+        reference = "" if settings.column is None else _reference(group.columns, settings.column, i)
         return _Asked(settings, _conversation(group.prompts[i]), text_of(group.completions[i]), reference)
 
     async def _number(self, asked: "_Asked") -> float:
@@ -94,6 +94,14 @@ class _Asked:
         system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         self.messages = [*system, {"role": "user", "content": text}]
         self.key = _digest([settings.base_url, settings.model, settings.options, settings.pattern, self.messages])
+
+
+def _reference(columns: Mapping[str, Sequence[Any]], column: str, i: int) -> str:
+    """Raises ValueError where the row has none: the judge would be told that None is right."""
+    value = column_of(columns, column)[i]
+    if value is None:
+        raise ValueError(f"args.column: each row must have a right answer, and {column!r} is null; leave such rows out")
+    return str(value)
 
 
 def _digest(value: Any) -> str:

@@ -13,15 +13,23 @@ from pydantic import Field, PlainSerializer
 
 MASK = "***"
 _REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
-# The last word of a key, or its last two. A pad_token or stop_token is no secret.
+# The last word of a key, or its last two.
 _SECRET_KEY = re.compile(
     r"(?:^|[_-])(?:password|passwd|secret|credentials?|authorization|(?:api|access|secret|private|account)[_-]?key"
-    r"|(?<!pad_)(?<!eos_)(?<!bos_)(?<!end_)(?<!stop_)(?<!start_)(?<!mask_)token)$",
+    r"|token)$",
     re.IGNORECASE,
 )
+# A token of a text, which is no secret: by its key, or as tokenizers write special ones.
+_TEXT_KEY = re.compile(
+    r"(?:^|[_-])(?:pad|eos|bos|unk|cls|sep|mask|end|start|begin|stop|think(?:ing)?|answer|special|image|tool|new|next|last"
+    r"|first|per)[_-]token$",
+    re.IGNORECASE,
+)
+_TEXT_TOKEN = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
+_MASKED = re.compile(r"\*{3}|(?:bearer|basic|token) \*{3}|.*://\*{3}@.*", re.IGNORECASE | re.DOTALL)
 _SECRET_MAPPING = ("storage_options", "headers")  # all that stands in them
 _SECRET_TEXT = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}"
+    r"(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}"
     r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]*|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
 )
 
@@ -51,7 +59,7 @@ def resolved(args: Mapping[str, Any], key: str) -> dict[str, Any]:
     """
 
     def value_of(value: Any, secret: bool) -> Any:
-        if value == MASK:
+        if isinstance(value, str) and _MASKED.fullmatch(value):
             raise SecretError(
                 f"{key}: {MASK} is what stored configurations show in place of a secret; give it again, best by the "
                 "name of an environment variable, env:NAME"
@@ -70,7 +78,8 @@ def resolved(args: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _hidden(value: Any) -> Any:
     if value is None or isinstance(value, bool):  # token: true is datasets' "the one that is logged in"
         return value
-    return value if isinstance(value, str) and _REFERENCE.fullmatch(value) else MASK
+    shown = isinstance(value, str) and (_REFERENCE.fullmatch(value) or _TEXT_TOKEN.fullmatch(value))
+    return value if shown else MASK
 
 
 def _secrets(args: Any) -> Iterator[str]:
@@ -88,13 +97,14 @@ def _secrets(args: Any) -> Iterator[str]:
 def _mapped(value: Any, change: Any, secret: bool) -> Any:
     """A copy with `change(leaf, whether a key above says that it is secret)` in place of each leaf."""
     if isinstance(value, Mapping):
-        return {
-            key: _mapped(item, change, secret or str(key) in _SECRET_MAPPING or bool(_SECRET_KEY.search(str(key))))
-            for key, item in value.items()
-        }
+        return {key: _mapped(item, change, secret or _is_secret(str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_mapped(item, change, secret) for item in value]
     return change(value, secret)
+
+
+def _is_secret(key: str) -> bool:
+    return key in _SECRET_MAPPING or bool(_SECRET_KEY.search(key) and not _TEXT_KEY.search(key))
 
 
 Arguments = Annotated[dict[str, Any], PlainSerializer(masked, return_type=dict[str, Any]), Field(repr=False)]

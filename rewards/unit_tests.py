@@ -1,15 +1,17 @@
 """Does the code that was written pass its unit tests? Run in a process of its own (rewards.code_process)."""
 
 import asyncio
+import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.code_process import Limits, run
 from rewards.text import column_of, text_of
 
 _FENCED = re.compile(r"^```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)  # language, content
+SECONDS, PARALLEL = 4.0, 4
 _PYTHON = ("py", "python", "python3")
 # What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
 # tests; `exit()` in it, or output of its own, leaves the last line unsaid, and built-ins that it replaces are its own.
@@ -37,9 +39,9 @@ async def unit_tests(
     setup_column: str | None = None,
     entry_column: str | None = None,
     share: bool = False,
-    seconds: float = 5.0,
+    seconds: float = SECONDS,
     memory: float = 0.5,
-    parallel: int = 4,
+    parallel: int = PARALLEL,
     **columns: Sequence[Any],
 ) -> list[float]:
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
@@ -74,6 +76,14 @@ async def unit_tests(
 
     found = await asyncio.gather(*map(passed, range(size)))
     return [value if share else float(value == 1.0) for value in found]
+
+
+def longest(args: Mapping[str, Any], size: int) -> float:
+    """Seconds that a group of that size takes whose completions are all late; 0 for args that are wrong themselves."""
+    seconds, parallel = args.get("seconds", SECONDS), args.get("parallel", PARALLEL)
+    if not all(isinstance(value, int | float) and value > 0 for value in (seconds, parallel)):
+        return 0.0
+    return float(seconds) * float(math.ceil(size / parallel))
 
 
 async def _passed(code: str, setup: str, tests: Sequence[str], limits: Limits) -> float:

@@ -71,8 +71,8 @@ class EvalConfig(Frozen):
     every: Annotated[int, Field(ge=0)] = 20
     """Steps between evaluations; 0: none. Raise it where an evaluation takes long beside the steps."""
     reward: str | None = None
-    """The reward function that counts as accuracy, by its name in the metrics; null: the one with the largest
-    weight. Reward models are not asked."""
+    """The reward function that counts as accuracy, by its name in the metrics; null: the one called `accuracy`, else
+    the one with the largest weight. Reward models are not asked."""
 
 
 # Settings of `data` that say how its path is read: of another path they say nothing.

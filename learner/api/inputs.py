@@ -40,6 +40,12 @@ class Inputs:
                 f"{where}: must be what a configuration file can hold (a number, text, a list, a mapping) or a "
                 f"function, got {_type(function)}; convert it"
             )
+        if where.startswith("rewards.") and ".args." in where:
+            key = where.rpartition(".")[2]
+            raise InputError(
+                f"{where}: args are values that a configuration file can hold, got {_type(function)}; bind it: "
+                f"functools.partial(..., {key}=...) in the place of the function whose args these are"
+            )
         try:
             packed = pickled.pack(function)
         except RewardLoadError as error:

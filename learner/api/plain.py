@@ -19,7 +19,7 @@ def plain(value: Any, where: str, other: Other) -> Any:
     if is_bool(value):
         return bool(value)
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)  # of an Enum that is text its value, not its name
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

@@ -17,9 +17,9 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
 
     Args:
         model: a name of the planner's table or a folder with a config.json, or the section `model` of a configuration.
-        gpu: a card or its size: "rtx4090", 24 (GB as sold), "24GiB".
+        gpu: a card or its size: "rtx4090", 24 (GB as sold), "24GiB". One without bfloat16 computes in float16.
         settings: keys of the configuration as in `train`; those that take no memory may be left out. Without
-            `cluster` generator and learner are two slices of the card.
+            `cluster.gpus` generator and learner are two slices of the card.
 
     Returns:
         Rows with the keys `model`, `params`, `method` ("chosen" in the first), `fits`, and the numbers of
@@ -33,28 +33,41 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     from learner.api.inputs import Inputs
     from learner.api.settings import checked, tree_of
     from learner.driver import card_size, memory_budget, plan_request
-    from learner.tools.plan import METHODS, to_dict
+    from learner.tools.plan import able, dtype_of, methods, no_bfloat16, to_dict
 
-    given = {**STAND_INS, **settings}
-    if not any(key.partition(".")[0] == "cluster" for key in settings):
-        given["cluster.gpus"] = SLICES
-    config = checked(tree_of(None, model, None, {}, given, Inputs()))
     try:
-        shape = shape_of(config.model.path)
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from None
-    try:
-        card = card_size.parse(str(gpu))
+        card = card_size.parse(f"{gpu:g}" if isinstance(gpu, float) else str(gpu))
     except ValueError as error:
         raise InputError(f"gpu: {error}") from None
+    old = no_bfloat16(card)
+    config = checked(_with_defaults(tree_of(None, model, None, {}, {**STAND_INS, **settings}, Inputs()), old=old))
+    try:
+        [shape] = able([shape_of(config.model.path)], card)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error).removeprefix("--")) from None
     found = memory_budget.planned(config, shape, card.bytes)
     chosen = found if not isinstance(found, tuple) else found[0]
     work = plan_request.workload(config, config.rollout.sequences)
     wish = plan_request.wish_of(config, plan_request.layouts(config))
     rows = {"chosen": to_dict(chosen)}
-    for name, method in METHODS.items():
+    for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
         asked = replace(
-            wish, mode=method.mode, base=method.base, checkpointing=method.checkpointing, optimizer=method.optimizer
+            wish,
+            mode=method.mode,
+            base=method.base,
+            checkpointing=method.checkpointing,
+            optimizer=method.optimizer,
+            dtype=dtype_of(method, wish.dtype, old=old),
+            shared=wish.shared and method.mode == "lora",
         )
         rows[name] = to_dict(least(shape, card.bytes, work, asked))
     return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]
+
+
+def _with_defaults(tree: dict[str, Any], *, old: bool) -> dict[str, Any]:
+    """On one card, which if it is old has no bfloat16."""
+    if isinstance(cluster := tree.setdefault("cluster", {}), dict):
+        cluster.setdefault("gpus", SLICES)
+    if old:
+        tree["model"].setdefault("dtype", "float16")
+    return tree

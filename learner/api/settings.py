@@ -40,19 +40,25 @@ def tree_of(
         own = tree.get("model")
         if model is not None and isinstance(own, dict) and own.get("path") != model:
             own.pop("revision", None)  # which says nothing of another model
-        for key in sorted(settings, key=lambda one: one.count(".")):
-            known = key.partition(".")[0] in RunConfig.model_fields
-            config_io.assign(tree, key, plain(settings[key], key, inputs.function if known else _unread))
+        dotted = {key: value for key, value in settings.items() if "." in key}
+        _assign(tree, {key: value for key, value in settings.items() if key not in dotted}, inputs)
         if model is not None:
-            _set(tree, *_model(model))
+            config_io.assign(tree, *_model(model))
         if rewards is not None:
-            _set(tree, "rewards", plain(_rewards(rewards), "rewards", inputs.function))
+            tree["rewards"] = plain(_rewards(rewards), "rewards", inputs.function)
         for key, (argument, dataset) in _by_key(datasets).items():
-            _set(tree, key, inputs.rows(dataset, argument, "train" if key == "data.path" else "eval"))
+            config_io.assign(tree, key, inputs.rows(dataset, argument, "train" if key == "data.path" else "eval"))
+        _assign(tree, dict(sorted(dotted.items(), key=lambda pair: pair[0].count("."))), inputs)
         check_plain(tree)
     except ConfigError as error:
         raise InputError(str(error)) from None
     return tree
+
+
+def _assign(tree: dict[str, Any], settings: Mapping[str, Any], inputs: Inputs) -> None:
+    for key, value in settings.items():
+        known = key.partition(".")[0] in RunConfig.model_fields
+        config_io.assign(tree, key, plain(value, key, inputs.function if known else _unread))
 
 
 def _unread(value: Any, where: str) -> str:
@@ -66,10 +72,6 @@ def checked(tree: Mapping[str, Any]) -> RunConfig:
         return config_io.validated(tree)
     except ConfigError as error:
         raise InputError(str(error)) from None
-
-
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    config_io.assign(tree, key, value)
 
 
 def _forget_own_data(tree: Mapping[str, Any], given: Collection[str]) -> None:

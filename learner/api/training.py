@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from learner.api.errors import InputError, TrainError
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import Metrics, MetricsLines, rows_of
@@ -15,6 +13,7 @@ from learner.api.plain import is_bool
 from learner.api.process import RunProcess
 from learner.api.result import TrainResult, result_of
 from learner.driver import called_from
+from learner.driver.yaml_tree import dump
 
 if TYPE_CHECKING:
     from learner.config import RunConfig
@@ -90,7 +89,7 @@ def _placed(config: "RunConfig") -> Path:
 def _written(inputs: Inputs, folder: Path, tree: Mapping[str, Any]) -> str:
     """The configuration as YAML, once what it names is there."""
     try:
-        return yaml.safe_dump(inputs.write(folder, tree), sort_keys=False, allow_unicode=True)
+        return dump(inputs.write(folder, tree))
     except OSError as error:
         raise InputError(f"output_dir: what the run is given cannot be written: {error}") from error
 

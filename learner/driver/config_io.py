@@ -2,18 +2,18 @@
 
 import difflib
 import json
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from learner.config import RunConfig
 from learner.driver.trl_places import place_of
-from learner.driver.yaml_tree import ConfigError, parse_value, read_yaml
+from learner.driver.yaml_tree import ConfigError, dump, parse_value, read_yaml
 from rewards.secret_values import masked
 
 __all__ = [
@@ -31,6 +31,7 @@ OVERSAMPLE = (
 NOT_HERE = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATED) | {"oversample": OVERSAMPLE}
 
 OPTIONS = ("--config", "--dry-run", "--assume-gpus", "--keys")  # of what starts a run
+INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
@@ -42,12 +43,13 @@ def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
         raise ConfigError(_no_setting(max(other, key=lambda word: word.startswith("-"))))
     tree = read_yaml(Path(path)) if path is not None else {}
+    texts = _texts()
     for override in overrides:
         key, _, text = override.removeprefix("--").partition("=")
         if not key:
             raise ConfigError(_no_setting(override))
         try:
-            value = parse_value(text)
+            value = text if _is_text(text) and INDEX.sub(".<i>", key) in texts else parse_value(text)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
         assign(tree, key, value)
@@ -59,6 +61,24 @@ def _no_setting(word: str) -> str:
     meant = f"--config {word}" if word.endswith((".yaml", ".yml")) else near[0] if near else ""
     hint = f"did you mean {meant}?" if meant else "for example learner.learning_rate=1e-4"
     return f"{word!r}: an override is written key=value{'; ' if meant else ', '}{hint}"
+
+
+def _texts() -> set[str]:
+    """The keys that take text alone, or null."""
+    return {key.name for key in keys() if _is_text_or_null(key.model.model_fields[key.field].annotation)}
+
+
+def _is_text_or_null(annotation: Any) -> bool:
+    if get_origin(annotation) is Annotated:
+        return _is_text_or_null(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return all(map(_is_text_or_null, get_args(annotation)))
+    return annotation in (str, NoneType)
+
+
+def _is_text(text: str) -> bool:
+    """Whether it is neither nothing nor in quotes: 2024 and {question} are values elsewhere."""
+    return text not in ("", "~", "null") and not text.startswith(("'", '"'))
 
 
 def validated(tree: Mapping[str, Any]) -> RunConfig:
@@ -74,7 +94,10 @@ def assign(tree: Any, whole: str, value: Any) -> None:
     keys = whole.split(".")
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, list):
-            tree = tree[_index(tree, key, whole)]
+            index = _index(tree, key, whole)
+            if keys[0] == "rewards" and isinstance(tree[index], str):  # short for its `use`
+                tree[index] = {"use": tree[index]}
+            tree = tree[index]
         elif isinstance(tree, dict):
             if tree.get(key) is None:
                 tree[key] = {}
@@ -198,4 +221,4 @@ def _is_model(annotation: Any) -> bool:
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved configuration, complete, loadable again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump(config.model_dump(mode="json"))

@@ -17,6 +17,7 @@ from rollout.schema import Problem, failed, parts_of, whole
 from rollout.types import Sampling
 
 NUM_SAMPLES = 3
+ACCURACY = "accuracy"  # eval/accuracy is the held-out score
 
 
 @dataclass(slots=True)
@@ -33,9 +34,12 @@ class Evaluation:
 
 
 def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, environment: bool = False) -> str | None:
-    """The name of the reward function that counts as accuracy: the configured one, else that of the largest weight;
-    None, where only an environment gives rewards: their sum. Reward models are not asked. An environment's own rewards
-    are known once it gives them.
+    """The name of the reward function that counts as accuracy: the configured one, else one called `accuracy`, else
+    that of the largest weight; None, where only an environment gives rewards: their sum. Reward models are not asked.
+    An environment's own rewards are known once it gives them.
+
+    Raises ValueError where there is none of that name, or where eval/accuracy, which is also the mean of a function
+    called `accuracy`, would be that of another.
     """
     functions = functions_of(rewards)
     names = resolved_names(functions)
@@ -43,8 +47,15 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
         return None
     if name is not None and environment:
         return name
+    if name is None and ACCURACY in names:
+        return ACCURACY
     if name is None:
         return max(zip(names, functions, strict=True), key=lambda pair: pair[1].weight)[0]
+    if name != ACCURACY and ACCURACY in names:
+        raise ValueError(
+            f"data.eval.reward: must be {ACCURACY} where a reward function has that name, since eval/{ACCURACY} is its "
+            f"mean, got {name}; give the function another by rewards.<i>.name"
+        )
     if name not in names:
         raise ValueError(f"data.eval.reward: must be one of {', '.join(names)}, got {name}")
     return name

@@ -1,5 +1,6 @@
 """YAML -> plain values, bounded: what comes out can be validated, shown and stored without surprises."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,20 @@ class _Loader(yaml.SafeLoader):
         if twice:
             raise ConfigError(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text that _Loader would take for a number in quotes."""
+
+
+# 1e-4 is a number: YAML 1.1, which PyYAML reads, wants a dot in it.
+for _one in (_Loader, _Dumper):
+    _one.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), [*"-+0123456789"])
+
+
+def dump(tree: Any) -> str:
+    """A tree as read_yaml reads it."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ that ignore segments), and an attention that leaks from one completion into the 
 """
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.float16: (3e-2, 5e-2), torch.bfl
 PROMPTS = ((5, (7, 1, 4)), (3, (6, 2)))  # tokens of a prompt, tokens of its completions
 TRIAL_IDS = 1000
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+WINDOW_IN_MASK = ("phimoe", "qwen2_moe")  # their attention is not given it, and packed there is no mask
 
 
 def enable(
@@ -81,6 +83,9 @@ def _by_config(config: Any) -> str:
     strange = set(getattr(config, "layer_types", None) or []) - LAYER_TYPES
     chunk = getattr(config, "attention_chunk_size", None)
     reasons = [f"layers of {', '.join(sorted(strange))}"] if strange else []
+    window = (getattr(config, "sliding_window", None) or math.inf) if config.model_type in WINDOW_IN_MASK else math.inf
+    if window < config.max_position_embeddings:
+        reasons.append(f"a window of {window} that its attention is told by a mask alone")
     return "; ".join([*reasons, f"attention in chunks of {chunk}"] if chunk else reasons)
 
 

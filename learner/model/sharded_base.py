@@ -23,13 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import get_world_size
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config import ModelConfig
 from learner.model.head import gather_in_operations
 from learner.model.masters import own_rows
 from learner.model.tensor_files import tensor_files
+from rollout.data.model_files import read_json
 
 SHOWN = 3  # names in a message
 
@@ -49,6 +50,8 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, train
         lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=False, **options
         )
+    if told := read_json(model.source, "generation_config.json"):  # from_config does not, and each checkpoint has it
+        lm.generation_config = GenerationConfig.from_dict(told)
     lm.tie_weights()
     files = tensor_files(model.source)
     _check_all_there(lm, files, model.path)

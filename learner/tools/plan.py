@@ -92,7 +92,7 @@ def run(asked: Asked) -> int:
     try:
         asked.check()
         size, has = _card(asked), parse_size(asked.ram) if asked.ram else main_memory()
-        shapes = _able([shape_of(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
+        shapes = able([shape_of(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -103,7 +103,7 @@ def run(asked: Asked) -> int:
     else:
         if size.note:
             print(size.note)
-        if not asked.model and _old(size):
+        if not asked.model and no_bfloat16(size):
             print(f"not in the table: models that are not computed in float16 ({', '.join(NO_FLOAT16)})")
         on = f"{asked.cards} card{'s' if asked.cards > 1 else ''} of {gib(size.bytes)}"
         if asked.base == "shared":
@@ -142,9 +142,9 @@ def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
     return list(SHAPES.values()) if all_of_them else [SHAPES[name] for name in FIVE]
 
 
-def _able(shapes: Sequence[Shape], size: CardSize) -> list[Shape]:
+def able(shapes: Sequence[Shape], size: CardSize) -> list[Shape]:
     """Those that the card computes in 16 bits. Raises ValueError if there is none."""
-    if not _old(size):
+    if not no_bfloat16(size):
         return list(shapes)
     able = [shape for shape in shapes if shape.kind not in NO_FLOAT16]
     if not able:
@@ -155,19 +155,33 @@ def _able(shapes: Sequence[Shape], size: CardSize) -> list[Shape]:
     return able
 
 
-def _old(size: CardSize) -> bool:
+def no_bfloat16(size: CardSize) -> bool:
     """Whether the card has no bfloat16."""
     return size.card is not None and size.card.capability < cards.BF16
 
 
+def methods(*, ppo: bool, old: bool) -> dict[str, Wish]:
+    """The ways of training that there are: PPO trains adapters, and a card without bfloat16 has none to round."""
+    return {
+        name: wish
+        for name, wish in METHODS.items()
+        if not (ppo and wish.mode == "full") and not (old and wish.optimizer == "adamw_rounded")
+    }
+
+
+def dtype_of(method: Wish, dtype: str, *, old: bool) -> str:
+    """Of a way of training, where LoRA has `dtype`: float16 trains no whole model."""
+    return "float32" if old and method.mode == "full" else dtype
+
+
 def _plans(shape: Shape, size: CardSize, work: Workload, asked: Asked) -> Found:
     """What each method needs at least, and what the planner chooses for LoRA."""
-    old = _old(size)  # float16 trains no whole model
+    old = no_bfloat16(size)
 
     def wanted(wish: Wish) -> Wish:
         layouts = ("slices",) if asked.staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
         layouts = ("separate",) if asked.cards == 2 else layouts
-        dtype = wish.dtype if not old else "float32" if wish.mode == "full" else "float16"
+        dtype = dtype_of(wish, "float16" if old else wish.dtype, old=old)
         kv_dtype = dtype if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
         shared = asked.base == "shared" and wish.mode == "lora"
         value = asked.rank if asked.algorithm == "ppo" else 0
@@ -175,10 +189,8 @@ def _plans(shape: Shape, size: CardSize, work: Workload, asked: Asked) -> Found:
             wish, rank=asked.rank, value_rank=value, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared
         )
 
-    methods = {name: wish for name, wish in METHODS.items() if wish.mode == "lora" or asked.algorithm == "grpo"}
-    if old:
-        methods = {name: wish for name, wish in methods.items() if wish.optimizer != "adamw_rounded"}  # is of bfloat16
-    needs = {name: least(shape, size.bytes, work, wanted(wish)) for name, wish in methods.items()}
+    ways = methods(ppo=asked.algorithm == "ppo", old=old)
+    needs = {name: least(shape, size.bytes, work, wanted(wish)) for name, wish in ways.items()}
     return Found(shape, wanted(Wish()), needs, plan(shape, size.bytes, work, wanted(Wish())))
 
 

@@ -25,7 +25,7 @@ LONGEST = 200  # letters of a name that is looked for on the disk
 def settle(paths: Iterable[str | None]) -> None:
     """Sets HF_HUB_OFFLINE, for this process and those that it starts, if one of `paths` is a hub name and the hub
     cannot be reached. Behind a proxy nothing is tried."""
-    if os.environ.get("HF_HUB_OFFLINE") or getproxies() or not any(path and is_hub_name(path) for path in paths):
+    if switched_off() or getproxies() or not any(path and is_hub_name(path) for path in paths):
         return
     if (host := unreachable()) is None:
         return
@@ -34,6 +34,12 @@ def settle(paths: Iterable[str | None]) -> None:
     for name in READERS:
         if name in sys.modules:
             sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def switched_off() -> bool:
+    """Whether the environment says so, read as huggingface_hub does."""
+    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")
+    return said.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def unreachable() -> str | None:

@@ -53,6 +53,11 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
             f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
             f"{where} gives {repr(value)[:80]}; name another column, or repair that row"
         )
+    if turns[-1]["role"] == "assistant":
+        raise ProblemsError(
+            f"data.prompt: {config.prompt!r} must end before the answer, and {where} ends with an assistant's message, "
+            "which the policy would read before it writes its own; name a column without it, or take it out"
+        )
     if config.system is None:
         return turns
     if turns[0]["role"] == "system":

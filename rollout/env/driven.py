@@ -64,4 +64,7 @@ class Driven:
 
 
 async def _run(program: Program, problem: Problem, seed: int, model: Model) -> Mapping[str, float]:
-    return await program.run(problem, seed, model)
+    try:
+        return await program.run(problem, seed, model)
+    except OutOfBudget:  # an end as others are: rollout.env.drive knows of which kind
+        return {}

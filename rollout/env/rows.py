@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
-from rollout.env.trajectory import FAULT, TURNS, Trajectory
+from rollout.env.trajectory import CUT, FAULT, TURNS, Trajectory
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem
 from rollout.scorer import Scorer
@@ -79,8 +79,8 @@ def _rewards(
             found.append((None, FAULT, {}, sentence_of(trajectory)))
             continue
         parts = trajectory.parts
-        if scores is None and not parts and trajectory.outcome == "length":
-            parts = {TURNS: 0.0}  # only the environment rewards, and was not asked: to ramble must not be free
+        if scores is None and not parts and trajectory.outcome in CUT:
+            parts = {TURNS: 0.0}  # only the environment rewards, and it had not come to that: this must not be free
         own: dict[str, float | None] = dict(parts)
         if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
             raise ValueError(

@@ -11,9 +11,9 @@ FAULTS = ("env_error", "env_timeout", "env_killed", "flood", "bad_observation", 
 """Outcomes that are the environment's fault: the trajectory has no reward and is trained on nowhere. `branched`: a
 program's prompt does not extend what was asked and sampled before, so that no one row holds all of it."""
 FAULT = "environment"  # reward_status of a trajectory that ended so
-OUTCOMES = ("done", "turns", "length", "unclosed", *FAULTS)
-"""How a trajectory ends: by its environment's word, at env.max_turns, at rollout.max_completion_length, with a turn
-that the chat template cannot go on from, or by a fault."""
+CUT = ("turns", "length", "unclosed")
+"""Outcomes that the environment did not choose: at env.max_turns, at rollout.max_completion_length, or with a turn that
+the chat template cannot go on from. Others are `done`, by the environment's word, and FAULTS."""
 
 TURNS = "env"  # the part of the reward that is the sum of the turns' rewards
 
@@ -97,7 +97,8 @@ class Trajectory:
         messages: the conversation after the prompt, as reward functions are given it. written: the same as the chat
             template is given it, where it is rendered anew.
         parts: rewards by name, from score(); the sum of the turns' rewards as "env".
-        outcome: one of OUTCOMES, once it is over; `fault` says in a sentence what went wrong with the environment.
+        outcome: `done`, or one of CUT or FAULTS, once it is over; `fault` says in a sentence what went wrong with the
+            environment.
     """
 
     rows: list[Row]

@@ -148,9 +148,11 @@ def test_math_compares_by_meaning() -> None:
     assert math([said(text) for text in texts], answer=golds) == scores
 
 
-def test_math_gives_no_score_where_it_runs_out_of_time() -> None:
+def test_math_gives_no_score_where_it_runs_out_of_time_and_refuses_to_where_nothing_is_right() -> None:
     from rewards.math import math
 
+    with pytest.raises(ValueError, match="cannot read the gold answer None"):
+        math(["<answer>4</answer>"], answer=[None])
     (score,) = math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1)
     assert isnan(score) or score == 0.0  # a failure with a name; None would say that it does not score it
 

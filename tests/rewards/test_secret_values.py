@@ -25,9 +25,13 @@ def test_what_a_key_calls_a_secret_is_masked(key: str) -> None:
     assert masked({key: None}) == {key: None}
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "eos_token", "stop_token", "tokenizer", "key", "monkey", "secretary"])
+@pytest.mark.parametrize(
+    "key",
+    ["max_tokens", "eos_token", "stop_token", "think_token", "max_new_token", "tokenizer", "key", "monkey"],
+)
 def test_other_keys_are_not(key: str) -> None:
     assert masked({key: "abc"}) == {key: "abc"}
+    assert masked({"close_token": "</think>"}) == {"close_token": "</think>"}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,8 @@ def test_other_keys_are_not(key: str) -> None:
         ("AKIA" + "Q" * 16, MASK),
         ("https://me:pa55@host/data.json", f"https://{MASK}@host/data.json"),
         ("skill-level", "skill-level"),
+        ("acme/multi-task-classification-model", "acme/multi-task-classification-model"),
+        ("risk-adjusted-performance-of-it", "risk-adjusted-performance-of-it"),
         ("s3://bucket/a:b", "s3://bucket/a:b"),
     ],
 )
@@ -77,6 +83,9 @@ def test_a_variable_is_looked_up_where_it_is_used(monkeypatch: pytest.MonkeyPatc
         resolved(args, "data.args")
     with pytest.raises(SecretError, match=r"data.args: \*\*\* is what stored configurations show .* env:NAME"):
         resolved(masked({"token": "abc"}), "data.args")
+    with pytest.raises(SecretError):
+        resolved(masked({"line": f"Bearer {HF}"}), "data.args")
+    assert resolved({"criteria": "*** be strict ***"}, "data.args") == {"criteria": "*** be strict ***"}
 
 
 def test_neither_dump_nor_repr_of_a_reward_shows_it() -> None:

@@ -4,12 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import yaml
-
 from cluster.installed import version_of
 from cluster.memory.plan import gib
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
+from learner.driver.yaml_tree import dump
 from learner.tools.export.card_header import header, named
 from learner.tools.export.markdown import fenced, table
 from learner.tools.export.proof import TOLERANCE, Proof
@@ -190,7 +189,7 @@ def _run(source: Source) -> Run | None:
 def _reproduce(config: RunConfig) -> str:
     tree = config.model_dump(mode="json", exclude_defaults=True, exclude={"cluster": {"deadlines", "address"}})
     kept = {name: value for name, value in tree.items() if name not in LEFT_OUT}
-    text = yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True)
+    text = dump(_without_folders(kept))
     return (
         "With `config.yaml` as below, and the files that it names beside it:\n\n"
         f"{fenced('gleaner train --config config.yaml', 'bash')}\n\n{fenced(text.strip(), 'yaml')}"

@@ -126,6 +126,10 @@ def _check_options(asked: Asked) -> None:
 
 
 def _check_new(out: Path) -> None:
+    if out.is_symlink() or out.is_mount():  # it is made under another name beside it, and renamed
+        raise ExportError(
+            f"OUT: must be a folder that can be made, and {out} is a link or a mount; give {out / 'NAME'}"
+        )
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
         if not taken:

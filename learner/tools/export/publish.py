@@ -23,7 +23,7 @@ def check_hub(repo: str) -> None:
         raise ExportError(f"--push-to: must be OWNER/NAME, got {repo[:100]}: {error}") from None
     if repo.count("/") != 1:
         raise ExportError(f"--push-to: must be OWNER/NAME, got {repo[:100]}; put your name or organisation before it")
-    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+    if hub.switched_off():
         raise ExportError("--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it, or leave --push-to out")
     if unreachable := _unreachable():
         raise ExportError(f"--push-to: {unreachable}; try again when it can be reached, or leave --push-to out")

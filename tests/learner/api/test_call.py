@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,25 @@ def test_a_call_is_a_configuration_with_its_inputs_beside_it(tmp_path: Path) -> 
     assert found["rewards"][1]["use"] == found["env"]["args"]["functions"][0]
     assert load(found["rewards"][1]["use"])(completions=[1, 2]) == [1.0, 1.0]
     assert found["rewards"][2]["use"].endswith("/lambda.pickle:lambda")
+
+
+def test_dotted_settings_reach_into_what_the_arguments_give(tmp_path: Path) -> None:
+    dotted = {"model.dtype": "float32", "rewards.1.weight": 5.0, "data.size": 2, "data.eval": {"every": 0}}
+    found = written(tmp_path / "inputs", model={"path": "some/model"}, rewards=[accuracy, "number"], **dotted)
+    assert found["model"] == {"path": "some/model", "dtype": "float32"}
+    assert found["rewards"][1] == {"use": "number", "weight": 5.0}
+    assert (found["data"]["size"], found["data"]["eval"]) == (2, {"every": 0})
+    assert found["data"]["path"].endswith("train.jsonl")
+
+
+class Label(StrEnum):
+    YES = "yes"
+
+
+def test_a_text_of_an_enum_is_its_value(tmp_path: Path) -> None:
+    rows = [{"question": "?", "answer": Label.YES}]
+    found = written(tmp_path / "inputs", dataset=rows)
+    assert json.loads(Path(found["data"]["path"]).read_text())["answer"] == "yes"
 
 
 def test_how_a_files_own_data_is_read_says_nothing_of_other_data(tmp_path: Path) -> None:
@@ -213,6 +233,10 @@ def test_a_plan_is_rows() -> None:
     assert rows[0]["method"] == "chosen"
     assert rows[0]["fits"] is True
     assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
+    assert {row["method"] for row in plan("Llama-3.2-1B", gpu=24.0, **{"learner.algorithm": "ppo"})} == {
+        "chosen", "LoRA", "LoRA + ckpt", "QLoRA"
+    }  # fmt: skip
+    assert "full, rounded" not in {row["method"] for row in plan("Llama-3.2-1B", gpu="t4")}
     small = plan("Llama-3.1-8B", gpu="4GiB", rollout={"max_num_seqs": 8})[0]
     assert (small["fits"], bool(small["advice"])) == (False, True)
     for given, sentence in (("rtx4099", "^gpu: .* did you mean rtx4090"), ("24", "^model: nobody/8b is no folder")):

@@ -133,6 +133,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         ("3", 3),
         ("0.5", 0.5),
+        ("1e-3", 0.001),
         ("true", True),
         ("", None),
         ("null", None),
@@ -149,6 +150,28 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_text_on_the_command_line_stays_as_it_stands(text: str, value: object) -> None:
     assert parse_value(text) == value
+
+
+def test_where_text_alone_is_wanted_nothing_else_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, FILE)
+    given = ["name=2024", "data.prompt={question}", "data.split=true", "data.eval.split='a b'", "data.system=null"]
+    config = load(str(path), [*given, "rewards=[number]", "rewards.0.args.tol=1e-3", "rewards.0.name=7"])
+    assert (config.name, config.data.prompt, config.data.split) == ("2024", "{question}", "true")
+    assert (config.data.eval.split, config.data.system) == ("a b", None)
+    assert [(r.use, r.name, r.args) for r in config.rewards] == [("number", "7", {"tol": 0.001})]
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("learner.checkpointing=true", "must be none or full or mlp or auto or a number (got True)"),
+        ("steps=true", "must be a number (got True)"),
+        ("learner.learning_rate=false", "must be a number (got False)"),
+        ("cluster.gpus.generator=true", "must be a number (got True)"),
+    ],
+)
+def test_true_is_no_number(override: str, rule: str) -> None:
+    assert refusal(override) == [f"{override.partition('=')[0]}: {rule}"]
 
 
 def test_a_wrong_value_is_shown_in_part() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from learner.driver.evaluate import evaluate
+from learner.driver.evaluate import accuracy_reward, evaluate
+from rewards.config import RewardConfig
 from rollout.fake_groups import make_group, make_problem
 from rollout.schema import Problem
 from rollout.types import Sampling
@@ -52,6 +53,14 @@ async def test_a_failure_counts_as_wrong_and_unscored_not_at_all() -> None:
     assert found["eval/unscored"] == 2
     assert found["eval/failed"] == pytest.approx(2 / 5)
     assert found["eval/vowels"] == 0.75
+
+
+def test_what_counts_as_accuracy() -> None:
+    rewards = [RewardConfig(use="format", weight=2.0), RewardConfig(use="mine.py:accuracy", weight=0.5)]
+    assert accuracy_reward(rewards, None) == accuracy_reward(rewards, "accuracy") == "accuracy"
+    assert accuracy_reward(rewards[:1], None) == accuracy_reward(rewards[:1], "format") == "format"
+    with pytest.raises(ValueError, match="data.eval.reward: must be accuracy where .*, got format; give the function"):
+        accuracy_reward(rewards, "format")
 
 
 async def test_without_any_score_there_is_no_accuracy_and_where_all_have_one_no_count() -> None:

@@ -151,8 +151,12 @@ def test_a_kernel_that_leaks_is_found_out(tmp_path: Path, caplog: pytest.LogCapt
     [
         (transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "got s_aux"),
         (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4), "cannot be exchanged"),
+        (
+            transformers.PhimoeConfig(**SMALL, sliding_window=64, num_local_experts=2),
+            "a window of 64 that its attention",
+        ),
     ],
-    ids=["sinks", "no interface"],
+    ids=["sinks", "no interface", "window in the mask"],
 )
 def test_a_model_that_cannot_is_padded(
     config: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from cluster.memory.sharded import FILE_BYTES
 from examples.random_model import make_tiny_model
@@ -138,6 +139,7 @@ async def test_a_checkpoint_goes_on_with_any_number_of_ranks(
     assert (len(second) > 3) == tied
     published = load_file(by_two / "model" / "model.safetensors")
     assert all(torch.equal(published[name], before[name]) for name in before)
+    assert GenerationConfig.from_pretrained(by_two / "model").eos_token_id == [258, 256]
     alone = make_trainer(path, **settings)
     await load(alone, by_two)
     await save(alone, by_one)

@@ -58,6 +58,11 @@ def taken(run: Path) -> None:
     (run.parent / "out" / "mine").mkdir(parents=True)
 
 
+def linked(run: Path) -> None:
+    (run.parent / "elsewhere").mkdir()
+    (run.parent / "out").symlink_to(run.parent / "elsewhere")
+
+
 REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
     (lambda run: (run / "config.yaml").unlink(), [], "RUN: must be a run folder such as .*; check the path$"),
     (lambda run: shutil.rmtree(run / "checkpoints"), [], "RUN: .* has no checkpoint yet; wait for its first"),
@@ -68,6 +73,7 @@ REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
     (without_config, [], "holds no adapter_config.json, as those of an older version of gleaner"),
     (of_another_base, [], "model.path: .* must be the base that .*, and has another model.safetensors; put the same"),
     (taken, [], "OUT: must be a new or empty folder, and .*/out is not; give another"),
+    (linked, [], "OUT: must be a folder that can be made, and .*/out is a link or a mount; give .*/out/NAME"),
     (nothing, ["--adapter-only", "--dtype", "float32"], "--dtype: is for merged weights and does not go with --ad"),
     (nothing, ["--adapter-only", "--gguf"], "--gguf: is for merged weights and does not go with --adapter-only"),
     (nothing, ["--outtype", "f16"], "--outtype: goes with --gguf, which is not given"),

@@ -80,6 +80,14 @@ def test_no_template_ends_in_anything_but_a_sentence(prompt: str) -> None:
         assert text_of(prompt).strip()
 
 
+def test_an_answer_in_the_prompt_is_refused() -> None:
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(ProblemsError, match="row 3 ends with an assistant's message, .* name a column without it"):
+        messages_of({"q": talk}, DataConfig(path="d", prompt="q"), "row 3")
+    asked = [*talk, {"role": "user", "content": "3+3?"}]
+    assert messages_of({"q": asked}, DataConfig(path="d", prompt="q"), "row 3") == asked
+
+
 PLAIN = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
 ROLES = st.sampled_from(["role", "content", "type", "text", "tool_calls"]) | st.text(max_size=2)
 VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries(ROLES, v, max_size=3), max_leaves=8)

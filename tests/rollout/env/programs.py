@@ -29,6 +29,8 @@ class Asking:
             try:
                 sampled = await model.generate(prompt, None)
             except OutOfBudget:
+                if self._how == "lets pass":
+                    raise
                 return {"given": float(given), "refused": 1.0}
             given += len(sampled.token_ids)
             prompt += [*sampled.token_ids, *BETWEEN]

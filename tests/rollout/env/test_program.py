@@ -70,6 +70,11 @@ async def test_a_program_is_refused_more_turns_than_it_may_have_and_still_gives_
     assert (row["parts"]["given"], row["parts"]["refused"]) == (48.0, 1.0)
 
 
+async def test_a_program_that_lets_it_pass_has_ended_as_one_that_is_cut(tmp_path: Path) -> None:
+    row, _ = await rows(tmp_path, "lets pass", turns=99)
+    assert (row["finish_reason"], len(row["turns"]), row["reward_status"]) == ("turns", 8, "ok")
+
+
 async def test_over_http_as_a_client_of_vllm_sees_it(tmp_path: Path) -> None:
     row, _ = await rows(tmp_path, "http")
     told = ("ok", "whole", "refused", "told", "unknown", "ended")

@@ -129,6 +129,16 @@ async def test_to_ramble_is_not_free_where_the_environment_alone_rewards(tmp_pat
     assert parts_of(table) == [{"env": 0.0}] * 2
 
 
+async def test_nor_is_never_to_come_to_an_end_that_pays(tmp_path: Path) -> None:
+    worker = RolloutWorker(replace(spec(tmp_path, "pays at its end", max_turns=3), rewards=()))
+    await worker.take_policy(Adapter.build(3, b"three", {}))
+    table = await worker.rollout(PROBLEM, replace(SAMPLING, n=1), 0)
+    await worker.close()
+    assert table is not None
+    (row,) = table.to_pylist()
+    assert (row["finish_reason"], row["reward"], row["reward_status"]) == ("turns", 0.0, "ok")
+
+
 async def test_a_policy_that_arrives_amid_a_turn_has_its_version_at_the_tokens_it_sampled(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
