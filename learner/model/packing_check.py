@@ -5,7 +5,6 @@ that ignore segments), and an attention that leaks from one completion into the 
 """
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,8 +82,8 @@ def _by_config(config: Any) -> str:
     strange = set(getattr(config, "layer_types", None) or []) - LAYER_TYPES
     chunk = getattr(config, "attention_chunk_size", None)
     reasons = [f"layers of {', '.join(sorted(strange))}"] if strange else []
-    window = (getattr(config, "sliding_window", None) or math.inf) if config.model_type in WINDOW_IN_MASK else math.inf
-    if window < config.max_position_embeddings:
+    window = getattr(config, "sliding_window", None) if config.model_type in WINDOW_IN_MASK else None
+    if window is not None and window < config.max_position_embeddings:
         reasons.append(f"a window of {window} that its attention is told by a mask alone")
     return "; ".join([*reasons, f"attention in chunks of {chunk}"] if chunk else reasons)
 
