@@ -9,8 +9,8 @@ written for TRL or open-r1 work unchanged:
   and one list per data column, each already repeated once per completion. All lists have the same length.
 * A function without `**kwargs` receives only the parameters that it names; one with `**kwargs` receives every column.
   The columns `prompt`, `completion` and `completion_ids` of the data are not passed on, as in TRL.
-* Plain data: prompts and completions are strings. Conversational data: a prompt is a list of messages and a completion
-  is `[{"role": "assistant", "content": "..."}]`. `text.text_of` reads both.
+* Where the model has a chat template a prompt is a list of messages, also where the data gives a text, and a completion
+  is `[{"role": "assistant", "content": "..."}]`. Without one both are strings. `text.text_of` reads both.
 * `args` of the configuration are passed on every call and win over a column of the same name.
 * It returns one number per completion, or None for one that it does not score. As in TRL, the other functions' sum
   then counts, so each task of a mixed data set can have a function of its own. A completion without any score is

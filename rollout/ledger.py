@@ -7,7 +7,6 @@ completion each; those of versions 1 and 2 say that a reward function failed, an
 import os
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,6 @@ def read(path: Path) -> pa.Table:
 def steps(folder: Path) -> list[Path]:
     """Every step file of a `rollouts/` folder, oldest first."""
     return sorted(path for path in folder.glob("step-*.parquet") if re.fullmatch(r"step-\d{6,}", path.stem))
-
-
-def groups(rows: pa.Table) -> list[pa.Table]:
-    """The groups of a step file, in its order, which is that in which the learner got them."""
-    ids = rows.column("group_id").to_pylist()
-    starts = [i for i, group in enumerate(ids) if i == 0 or group != ids[i - 1]]
-    return [rows.slice(a, b - a) for a, b in pairwise([*starts, len(ids)])]
 
 
 def forget_after(folder: Path, step: int) -> None:

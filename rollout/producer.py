@@ -14,7 +14,6 @@ proven to have; each is issued again by its position, at once.
 """
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,12 +60,6 @@ class Pipes:
     policy_slot: PolicySlot[Push]
     timeline: Timeline
     losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
-
-
-def group_seed(run_seed: int, position: int, attempt: int) -> int:
-    """Sampling seed of a group: independent of worker and timing; 47 bits, so neighbours (seed + j) never meet."""
-    text = f"{run_seed}-{position}-{attempt}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:6]) >> 1
 
 
 class Producer:

@@ -22,8 +22,6 @@ import pyarrow.compute as pc
 
 VERSION = "3"
 
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
 
 TURN = pa.struct(
     [
@@ -189,7 +187,8 @@ def lasts(table: pa.Table) -> npt.NDArray[np.bool_]:
 
 
 def groups_of(table: pa.Table) -> list[pa.Table]:
-    """The groups that follow each other in a table, as views of it."""
+    """The groups that follow each other in a table, as views of it. Of a step file they are in the order in which the
+    learner got them."""
     ids = table.column("group_id").to_pylist()
     starts = [i for i, own in enumerate(ids) if i == 0 or own != ids[i - 1]]
     return [table.slice(a, b - a) for a, b in pairwise([*starts, len(ids)])]

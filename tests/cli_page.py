@@ -21,8 +21,8 @@ them.
 
 `gleaner --install-completion` lets your shell complete commands, options, choices and the keys of a configuration.
 `gleaner --version` says the versions of gleaner, vLLM, torch and Ray. A mistake is answered in one line on stderr, with
-what is nearest. Every command exits with 0 when it has done what was asked, 1 when that failed, and 2 when its input is
-wrong; where 1 means something else, it is said below.
+what is nearest. Every command exits with 0 when it has done what was asked, 1 when that failed, 2 when its input is
+wrong, and 130 when Ctrl-C ended it; where 1 means something else, it is said below.
 """
 
 

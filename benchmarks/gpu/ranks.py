@@ -198,7 +198,7 @@ def lose_one(ranks: list[Rank], fresh: Any, batch: list[Any], number: int) -> Fo
     killed = time.perf_counter()
     ranks[1] = fresh()
     met = meeting(ranks)  # answered once the fresh process listens, too: its start is most of the time
-    everyone(ranks, "rejoin", [(met, HOST, Return(0, rank == 1, number)) for rank in range(2)])
+    everyone(ranks, "rejoin", [(met, HOST, Return(0, number))] * 2)
     return {"rejoined_seconds": time.perf_counter() - killed}
 
 

@@ -22,8 +22,9 @@ from learner.driver.local_run import MadeUpProblems, local_run
 from learner.driver.wiring import sampling_of
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
-from rollout.producer import Producer, group_seed
+from rollout.producer import Producer
 from rollout.schema import Problem
+from rollout.seeds import group_seed
 from rollout.service import RolloutService
 from rollout.types import Adapter, Sampling, Weights
 from rollout.weight_sync import Answer, Receipt

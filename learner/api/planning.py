@@ -46,10 +46,9 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     except (ValueError, OSError) as error:
         raise InputError(str(error).removeprefix("--")) from None
     found = memory_budget.planned(config, shape, card.bytes)
-    chosen = found if not isinstance(found, tuple) else found[0]
     work = plan_request.workload(config, config.rollout.sequences)
     wish = plan_request.wish_of(config, plan_request.layouts(config))
-    rows = {"chosen": to_dict(chosen)}
+    rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}
     for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
         asked = replace(
             wish,

@@ -109,8 +109,8 @@ class Settings(Frozen):
     """Passes over the problems: the run ends when that many were consumed, with those that dynamic sampling replaced.
     The learning-rate schedule is made for the steps that this takes if none is replaced."""
     resume: str = "auto"
-    """`auto`: go on from the newest whole checkpoint of the run folder; `none`: start afresh; or a checkpoint's
-    path."""
+    """`auto`: go on from the newest whole checkpoint of the run folder; `none`: start afresh, in a folder that has
+    none; or a checkpoint's path."""
     resume_allow_changed: tuple[str, ...] = ()
     """What may differ from the checkpoint on purpose: `data`, `rewards`, `loss`, `base`, `env` (content), or settings
     such as `learner.learning_rate`; all else that decides a run's numbers must be the same."""

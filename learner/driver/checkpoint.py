@@ -169,7 +169,7 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
 def _none_whole(root: Path, skipped: list[str]) -> str:
     return (
         f"resume: a checkpoint must verify, and none of {len(skipped)} in {root} does ({'; '.join(skipped)}); "
-        "give the folder of another checkpoint, or start again with resume: none"
+        "give the folder of another checkpoint, or start again under another name="
     )
 
 

@@ -5,7 +5,6 @@ change what is learned (gradients depend neither on the token budget nor on reco
 under another plan.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.config.rules import broken_rules
 from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, under_way, wish_of, workload
 from rollout.config import DEFAULT_KV
-
-log = logging.getLogger("learner")
 
 NO_LIMIT = 2**60
 PUSH_RATE = 50e6  # bytes a second of a policy that is pushed, at the least: copied, hashed twice, loaded layer by layer

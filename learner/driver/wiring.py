@@ -24,8 +24,9 @@ from learner.driver.updates import Updates
 from learner.driver.weight_sync import WeightSync
 from learner.trainer.service import TrainerService
 from rollout.data.cursor import Cursor
-from rollout.producer import Pipes, ProblemStream, Producer, group_seed
+from rollout.producer import Pipes, ProblemStream, Producer
 from rollout.schema import Problem, group_position
+from rollout.seeds import group_seed
 from rollout.service import RolloutService
 from rollout.types import Sampling
 

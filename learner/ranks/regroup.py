@@ -28,16 +28,15 @@ class Rank(RevivableActor[RankService], Protocol):
         """Ends the process, whatever it does."""
 
 
-async def meet(ranks: Sequence[Rank], deadlines: DeadlineConfig, back: Sequence[Return] = ()) -> None:
-    """All ranks find each other at rank 0. back: of each, after a loss."""
+async def meet(ranks: Sequence[Rank], deadlines: DeadlineConfig, back: Return | None = None) -> None:
+    """All ranks find each other at rank 0. back: after a loss."""
     start_s, step_s = deadlines.start, deadlines.step
     port = await ranks[0].call(RankService.open, start_s, ranks[0].address, start_s)
     meeting = Meeting(ranks[0].address, port, start_s, step_s)
-    if not back:
+    if back is None:
         await all_of([rank.call(RankService.join, start_s, meeting, rank.address) for rank in ranks])
         return
-    places = zip(ranks, back, strict=True)
-    await all_of([rank.call(RankService.rejoin, start_s, meeting, rank.address, own) for rank, own in places])
+    await all_of([rank.call(RankService.rejoin, start_s, meeting, rank.address, back) for rank in ranks])
 
 
 class Regroup:
@@ -96,8 +95,7 @@ class Regroup:
             self._ranks[source].name, taken_again,
         )  # fmt: skip
         await asyncio.gather(*(self._ranks[rank].revive(self._deadlines.start) for rank in lost))
-        back = [Return(source, rank in lost, undo) for rank in range(len(self._ranks))]
-        await meet(self._ranks, self._deadlines, back)
+        await meet(self._ranks, self._deadlines, Return(source, undo))
 
 
 async def _is_there(rank: Rank) -> bool:

@@ -22,12 +22,11 @@ class Meeting(NamedTuple):
 class Return(NamedTuple):
     """To what ranks go back after the loss of one, or of several.
 
-    source: a rank that was not lost, whose state the fresh ones get. fresh: this rank is one of them. undo: number of
-    the step that was under way; None if none was.
+    source: a rank that was not lost, whose state the fresh ones get. undo: number of the step that was under way; None
+    if none was.
     """
 
     source: int
-    fresh: bool
     undo: int | None
 
 

@@ -30,8 +30,8 @@ from learner.tools.eval_scores import Estimate, Sampled, summary
 from rewards.config import functions_of
 from rewards.text import text_of
 from rollout.data.problems import Renderer, load, load_whole
-from rollout.producer import group_seed
 from rollout.schema import Problem, failed, whole
+from rollout.seeds import group_seed
 from rollout.types import Adapter, Sampling, Weights
 
 

@@ -21,7 +21,7 @@ from rewards.memory import DEFAULT
 from rewards.pool import RewardPool, Scores
 from rollout import ledger
 from rollout.config import parse_size
-from rollout.schema import rewards_of, whole
+from rollout.schema import groups_of, rewards_of, whole
 
 BINS = 10
 WIDTH = 40
@@ -48,7 +48,7 @@ def rescore(
     files = ledger.steps(Path(folder))[-num_steps:]
     if not files:
         raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
-    groups = [whole(group) for file in files for group in ledger.groups(_read(file))]
+    groups = [whole(group) for file in files for group in groups_of(_read(file))]
     try:
         memory_bytes = size_of(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))

@@ -31,7 +31,6 @@ from learner.trainer.peers import Peers
 
 HIGH, LOW = 1.5 * 2.0**38, 0.75  # added and taken off again, they round to their grids
 LIMIT = 2.0**24
-MOST = 2**15  # micro-batches of a step
 ON_CPU, ON_CARD = 2**17, 2**22  # numbers at a time: what a core's cache holds; what keeps a card busy
 
 LEAST_ON_CPU, LEAST_ON_CARD = 512, 4096  # tokens of a micro-batch that keep it busy

@@ -132,7 +132,7 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         raise ValueError(
             "resume: the checkpoint's optimizer must have this version's groups of weights, matrices and, apart from "
             f"them, norms and biases, which do not decay: {error}. Start afresh from its weights (model.path, or "
-            "model.adapter), with resume: none"
+            "model.adapter), under another name="
         ) from error
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)

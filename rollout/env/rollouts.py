@@ -1,7 +1,6 @@
 """The trajectories of a group, each with an environment of its own, side by side."""
 
 import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from rollout.env.processes.process import EnvironmentProcess
 from rollout.env.tools.tool_parser import ToolParserError
 from rollout.env.trajectory import Trajectory
 from rollout.schema import Problem
+from rollout.seeds import seed_of
 from rollout.side_by_side import side_by_side
 from rollout.types import Completion, EngineError, Sampling
 
@@ -82,21 +82,16 @@ class _Policy:
         self._engine, self._sampling, self._sample = engine, sampling, sample
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
-        seed = None if self._sampling.seed is None else _seed(self._sampling.seed, self._sample, turn)
+        seed = None if self._sampling.seed is None else seed_of(self._sampling.seed, self._sample, turn)
         (completion,) = await self._engine.generate(
             token_ids, replace(self._sampling, n=1, max_tokens=max_tokens, seed=seed)
         )
         return completion
 
 
-def _seed(*parts: object) -> int:
-    """47 bits of these; the same each time."""
-    return int.from_bytes(hashlib.sha256("-".join(map(str, parts)).encode()).digest()[:6]) >> 1
-
-
 def _env_seed(run_seed: int, problem: Problem) -> int:
     """Of the problem's place in the run: the same for the whole group, and for a group that is issued again."""
-    return _seed("environment", run_seed, problem.epoch, problem.position)
+    return seed_of("environment", run_seed, problem.epoch, problem.position)
 
 
 def _check_start(problem: Problem, trajectories: Sequence[Trajectory]) -> None:

@@ -50,7 +50,7 @@ class RankProcesses:
         self.processes[lost].join()
         self.ends[lost], self.processes[lost] = self._start(lost)
         source = 0 if lost > 0 else 1
-        assert self.all(rejoin, self._open(), source, lost, undo) == [None] * len(self.ends)
+        assert self.all(rejoin, self._open(), source, undo) == [None] * len(self.ends)
 
     def _start(self, rank: int) -> tuple[Connection, ForkServerProcess]:
         context = multiprocessing.get_context("forkserver")  # which imports torch once for all
@@ -129,9 +129,8 @@ async def join(trainer: Any, port: int) -> None:
     await trainer.join(Meeting(HOST, port, DEADLINE_S, DEADLINE_S), HOST)
 
 
-async def rejoin(trainer: Any, port: int, source: int, lost: int, undo: int | None) -> None:
-    meeting = Meeting(HOST, port, DEADLINE_S, DEADLINE_S)
-    await trainer.rejoin(meeting, HOST, Return(source, trainer.rank == lost, undo))
+async def rejoin(trainer: Any, port: int, source: int, undo: int | None) -> None:
+    await trainer.rejoin(Meeting(HOST, port, DEADLINE_S, DEADLINE_S), HOST, Return(source, undo))
 
 
 async def numbered_step(trainer: Any, groups: list[pa.Table], number: int) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ from learner.driver.step_record import PolicyLine, read_policies
 from learner.tools.report.run_folder import ReportError, read_run
 from rollout import ledger
 from rollout.env.config import EnvConfig
+from rollout.schema import groups_of
 
 
 class ReplayError(ValueError):
@@ -37,7 +38,7 @@ class Step:
     def groups(self, groups_per_step: int) -> tuple[list[pa.Table], list[pa.Table]]:
         """Those that the learner got, in its order, and those that dynamic sampling replaced. Raises ReplayError."""
         try:
-            found = ledger.groups(ledger.read(self.file))
+            found = groups_of(ledger.read(self.file))
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = " ".join(str(error).split())[:200]
             raise ReplayError(f"step {self.number}: {self.file} cannot be read: {reason}") from error

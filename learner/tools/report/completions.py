@@ -16,7 +16,7 @@ from learner.driver import mismatch_files
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.run_folder import ReportError
 from rollout import ledger
-from rollout.schema import lasts, rewards_of
+from rollout.schema import groups_of, lasts, rewards_of
 
 SHOWN = 160  # characters of a prompt in the list
 LOGPROB_PARTS = 100  # a logprob is kept in hundredths of a nat, as a whole number
@@ -54,7 +54,7 @@ def read_step(
     except (OSError, ValueError, pa.ArrowException) as error:
         said = " ".join(str(error).split())[:200]
         raise ReportError(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
-    tables = ledger.groups(rows)
+    tables = groups_of(rows)
     mismatch = _mismatch(file) if tokens else {}
     whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
     rewards = [rewards_of(table)[kept] for table, kept in zip(tables, whole, strict=True)]

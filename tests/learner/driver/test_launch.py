@@ -25,8 +25,8 @@ from learner.driver.wiring import sampling_of
 from rewards.config import functions_of
 from rewards.pool import Judging
 from rewards.service import RewardServer
-from rollout.producer import group_seed
 from rollout.scorer import RewardProcesses
+from rollout.seeds import group_seed
 from rollout.types import Sampling
 from tests.learner import naive
 from tests.learner.trainers import MAX_LENGTH, TEMPERATURE, advantages_by_hand, distance, gradient, naive_gradient

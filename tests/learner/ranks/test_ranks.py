@@ -116,7 +116,7 @@ async def test_lost_ranks_are_replaced_and_the_step_is_taken_again(
     for version in (1, 2):
         assert (await learner.call(TrainerService.step, 1, GROUPS))["loss/total"] == version
     assert await learner.call(TrainerService.pulse, 1) == 6
-    assert sorted(meets) == [(rank, Return(source, rank in lost, 1)) for rank in range(3)]
+    assert sorted(meets) == [(rank, Return(source, 1)) for rank in range(3)]
     names = ", ".join(f"learner-{rank}" for rank in lost)
     assert f"{names}: a fresh process gets the state of learner-{source}; the step is taken again" in caplog.text
 
@@ -127,7 +127,7 @@ async def test_between_two_steps_nothing_is_undone() -> None:
     for _ in range(2):
         await learner.call(TrainerService.step, 1, GROUPS)
     assert (await learner.call(TrainerService.outgoing, 1))[1].policy_id.version == 2
-    assert sorted(meets) == [(0, Return(1, True, None)), (1, Return(1, False, None))]
+    assert sorted(meets) == [(0, Return(1, None)), (1, Return(1, None))]
 
 
 async def test_what_was_asked_before_a_step_is_asked_again_before_it() -> None:
@@ -195,7 +195,7 @@ async def test_a_rank_that_hangs_between_two_steps_is_killed_before_the_call_is_
     meets: list[Any] = []
     learner = several([Silent, FakeRank], meets, [])
     assert (await learner.call(TrainerService.outgoing, 0.01))[1].policy_id.version == 2
-    assert sorted(meets) == [(0, Return(1, True, None)), (1, Return(1, False, None))]
+    assert sorted(meets) == [(0, Return(1, None)), (1, Return(1, None))]
 
 
 MISSED = ActorDied("learner-0: another rank is gone", reason=f"{PEER_LOST} (closed)")
