@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def head(tmp_path: Path, run: Run) -> Iterator[Head]:
     head.close()
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(800)
 def test_jobs(head: Head, run: Run, tmp_path: Path) -> None:
     done = head.submit(run)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,7 +104,7 @@ def test_jobs(head: Head, run: Run, tmp_path: Path) -> None:
     long = ("steps=100000", "name=long", "trackers=[prometheus]")
     assert head.submit(run, *long, options=options).returncode == 0
     folder = tmp_path / "home" / "results" / "long"
-    wait_until(lambda: (folder / "rollouts" / "step-000002.parquet").exists(), "two steps of the second job")
+    wait_until(lambda: (folder / "rollouts" / "step-000002.parquet").exists(), "two steps of the second job", 300)
     wait_until(lambda: "ray_gleaner_step" in metrics_page(folder), "a step on the page of Ray's agent")
     ((address,),) = (group["targets"] for group in json.loads((folder / "prometheus.json").read_text()))
     assert address in (head.temp / "prom_metrics_service_discovery.json").read_text()  # Ray's own list of its nodes
@@ -116,9 +115,3 @@ def test_jobs(head: Head, run: Run, tmp_path: Path) -> None:
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert checkpoint.step_of(newest) == last
     assert "stopping after this step" in head.job("logs", "long")
-
-    too_much = head.submit(run, "cluster.cpus.learner=9", "name=large")
-    assert too_much.returncode == 1
-    assert "needs 10 CPU and 0 GPU" in too_much.stdout
-    time.sleep(1)
-    assert not (tmp_path / "home" / "results" / "large").exists()

@@ -101,7 +101,7 @@ def test_every_surrogate_has_slopes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("ratio", SURROGATES)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_autograd_gives_the_slopes_that_were_derived_by_hand(ratio: str, data: st.DataObject) -> None:
     case = data.draw(cases())
@@ -109,7 +109,7 @@ def test_autograd_gives_the_slopes_that_were_derived_by_hand(ratio: str, data: s
 
 
 @pytest.mark.parametrize("ratio", SURROGATES)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(case=cases())
 def test_with_the_settings_of_the_papers_too(ratio: str, case: dict[str, Any]) -> None:
     assert apart(ratio, case, SURROGATES[ratio].settings) <= LIMIT

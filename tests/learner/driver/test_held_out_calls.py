@@ -116,24 +116,6 @@ async def test_a_generator_that_is_free_takes_what_a_slow_one_would_have_had() -
     assert ranks[0] == 2 * 4  # what it had at once; the other took all the rest meanwhile
 
 
-async def test_what_a_generator_had_whose_node_is_gone_is_taken_over_by_the_others_at_once() -> None:
-    class Dies(FakeWorker):
-        async def rollouts(
-            self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
-        ) -> pa.Table | None:
-            raise Unusable("its node is gone")
-
-    class NoRoom(Local[FakeWorker]):
-        async def revive(self, deadline_s: float) -> None:
-            await asyncio.Event().wait()
-
-    gone = EvaluatedWorker(NoRoom("generator-0", Dies, [FakeEngine(8), 0]), Weights.unchanged(0), DeadlineConfig())
-    workers = await begun(gone, generator(1))
-    async with asyncio.timeout(10):
-        tables = await generate(workers, PROBLEMS, configure(), lambda _: Sampling(n=1, max_tokens=4))
-    assert {rank for table in tables for rank in table.column("worker").to_pylist()} == {1}
-
-
 async def test_calls_of_a_generator_that_is_gone_do_not_wait_for_it_where_it_asked_for_more_first() -> None:
     """Of 16 lanes 8 have a call; the lost generator's others wait for the next, and are the first to be given it."""
     busy = asyncio.Event()
