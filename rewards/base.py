@@ -22,8 +22,7 @@ Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` a
 in its own process, far from the trainer. One that demands them is refused before training starts.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 Values = Sequence[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
@@ -57,17 +56,3 @@ def said(error: BaseException) -> str:
 def counts(number: float) -> bool:
     """Whether it can be a reward or a part of one: finite, and of at most LARGEST."""
     return abs(number) <= LARGEST
-
-
-def case_of(
-    prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What reward functions are given for one group: each text conversational where the prompt is a list of messages;
-    prompt and columns of the problem repeated once per completion: keywords of RewardPool.score and try_rewards."""
-    chatty = not isinstance(prompt, str)
-    return {
-        "prompts": [list(prompt) if chatty else prompt] * len(texts),
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chatty else list(texts),
-        "completion_ids": completion_ids,
-        "columns": {key: [value] * len(texts) for key, value in columns.items()},
-    }

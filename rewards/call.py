@@ -19,12 +19,35 @@ _RUNNER = asyncio.Runner()
 
 @dataclass(frozen=True)
 class Group:
-    """What is scored: lists of the same length, one entry per completion; columns already repeated."""
+    """What is scored: lists of the same length, one entry per completion; columns already repeated.
+
+    Raises ValueError if the lengths differ.
+    """
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        size = len(self.completions)
+        given = {"prompts": self.prompts, "completion_ids": self.completion_ids, **self.columns}
+        if uneven := {name: len(values) for name, values in given.items() if len(values) != size}:
+            raise ValueError(f"group: each list must have one entry per completion ({size}), got lengths {uneven}")
+
+    @classmethod
+    def of(
+        cls, prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
+    ) -> "Group":
+        """The completions of one problem: each text conversational where the prompt is a list of messages; prompt and
+        columns of the problem repeated once per completion."""
+        chatty = not isinstance(prompt, str)
+        return cls(
+            [list(prompt) if chatty else prompt] * len(texts),
+            [[{"role": "assistant", "content": text}] for text in texts] if chatty else list(texts),
+            completion_ids,
+            {key: [value] * len(texts) for key, value in columns.items()},
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import asyncio
 import math
 import pickle
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -88,39 +88,22 @@ class RewardPool:
         functions = [one.call for one in self._calls if isinstance(one, Function)]
         self._dispatch = Dispatch(functions, workers if functions else 0, memory_bytes)
 
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Scores:
-        """Scores one group: lists of one length, the columns repeated once per completion.
+    async def score(self, group: Group) -> Scores:
+        """Scores one group.
 
-        Raises RewardFailed if one with `on_error: fail` was not ok, ValueError if the lengths differ. Cancelling it
-        stops the reward functions, once nobody waits for another group of the same message.
+        Raises RewardFailed if one with `on_error: fail` was not ok. Cancelling it stops the reward functions, once
+        nobody waits for another group of the same message.
         """
         begin = time.perf_counter()
-        verdicts = await self.verdicts(prompts, completions, completion_ids, columns)
+        verdicts = await self.verdicts(group)
         for i, (reward, verdict) in enumerate(zip(self._rewards, verdicts, strict=True)):
             if verdict.status != "ok" and reward.on_error == "fail":
                 raise RewardFailed(self.sentence(i, verdict))
-        return self.combine(verdicts, len(completions), (time.perf_counter() - begin) * 1e3)
+        return self.combine(verdicts, len(group.completions), (time.perf_counter() - begin) * 1e3)
 
-    async def verdicts(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> list[Verdict]:
+    async def verdicts(self, group: Group) -> list[Verdict]:
         """The outcome of each reward function for a group, in the order of the rewards, whatever their `on_error`."""
-        size = len(completions)
-        given = {"prompts": prompts, "completion_ids": completion_ids, **columns}
-        if uneven := {name: len(values) for name, values in given.items() if len(values) != size}:
-            raise ValueError(f"score: each list must have one entry per completion ({size}), got lengths {uneven}")
-        group = Group(prompts, completions, completion_ids, dict(columns))
-        packed = pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
+        size, packed = len(group.completions), pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(

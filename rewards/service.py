@@ -28,7 +28,7 @@ class RewardServer:
 
     async def score(self, group: Group) -> Scores | str:
         try:
-            return await self._pool.score(group.prompts, group.completions, group.completion_ids, group.columns)
+            return await self._pool.score(group)
         except RewardFailed as error:  # its type would be lost on the way
             return str(error)
 

@@ -2,9 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.actor import Actor
 from rewards.base import RewardFailed
@@ -16,13 +15,7 @@ from rewards.service import RewardService
 class Scorer(Protocol):
     """rewards.pool.RewardPool, or SharedScorer."""
 
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Scores:
+    async def score(self, group: Group) -> Scores:
         """As RewardPool.score."""
 
     def close(self) -> None:
@@ -50,19 +43,12 @@ class SharedScorer:
         self._deadline_s = shared.deadline_s
         self._asked: Counter[str] = Counter()  # groups under way, by the name of the process
 
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Scores:
+    async def score(self, group: Group) -> Scores:
         """Raises RewardFailed as RewardPool.score; ActorDied, DeadlineExceeded, RemoteError."""
         begin = time.perf_counter()
         process = min(self._processes, key=lambda one: self._asked[one.name])
         self._asked[process.name] += 1
         try:
-            group = Group(prompts, completions, completion_ids, columns)
             said = await process.call(RewardService.score, self._deadline_s, group)
         finally:
             self._asked[process.name] -= 1

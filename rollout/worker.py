@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from cluster.actor import Unusable
-from rewards.base import case_of
+from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import NOWHERE, Judging, RewardPool
 from rollout.data.chat import Chat
@@ -114,7 +114,7 @@ class RolloutWorker(RolloutService):
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.scorer is not None
-        scores = await self.scorer.score(**case_of(problem.messages, texts, ids, problem.columns))
+        scores = await self.scorer.score(Group.of(problem.messages, texts, ids, problem.columns))
         self._sentences.warn(scores.failures)
         return facts_of(problem, completions, by) | {
             "completion": texts,

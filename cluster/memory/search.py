@@ -78,22 +78,27 @@ def _plan(
     kv_bytes: int,
 ) -> Plan:
     learning = Learning(
-        wish.mode, wish.push, wish.rank, wish.targets, wish.dtype, base, wish.optimizer, policy, wish.frozen_ranks,
-        wish.reference, wish.offload, wish.cuda, wish.value_rank, wish.exact, wish.undo, wish.base_ranks,
+        mode=wish.mode, push=wish.push, rank=wish.rank, targets=wish.targets, dtype=wish.dtype, base=base,
+        optimizer=wish.optimizer, checkpointing=policy, frozen_ranks=wish.frozen_ranks, reference=wish.reference,
+        offload=wish.offload, cuda=wish.cuda, value_rank=wish.value_rank, exact=wish.exact, undo=wish.undo,
+        ranks=wish.base_ranks,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
     serving = Serving(
-        wish.dtype, base, wish.rank, 0 if sent else work.adapters, sent, work.sequences, kv_bytes, wish.targets,
-        wish.cuda, work.whole, work.shards,
+        dtype=wish.dtype, base=base, rank=wish.rank, adapters=0 if sent else work.adapters, pushed=sent,
+        sequences=work.sequences, kv_bytes=kv_bytes, targets=wish.targets, cuda=wish.cuda, longest=work.whole,
+        shards=work.shards,
     )  # fmt: skip
     held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
     learner = learner_memory.learner_bytes(shape, learning, micro)
     if wish.shared:
         learner["weights"] = 0  # counted where they lie, with the generator
     return Plan(
-        shape, device_bytes, layout, base, policy, budget, kv_bytes, min(held, work.sequences),
-        learner, generator_bytes(shape, serving), work.generators, work.learners, work.shards,
+        shape=shape, device_bytes=device_bytes, layout=layout, base=base, checkpointing=policy, token_budget=budget,
+        kv_bytes=kv_bytes, sequences=min(held, work.sequences), learner=learner,
+        generator=generator_bytes(shape, serving), generators=work.generators, learners=work.learners,
+        shards=work.shards,
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ from learner.model.adapter_config import AdapterError
 from learner.model.reference_config import ReferenceConfigError
 from learner.model.weight_files import WeightsError
 from learner.trainer.learning_rate import rate_factor
-from rewards.base import RewardError, case_of
+from rewards.base import RewardError
+from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import functions_of
 from rollout.architecture import ArchitectureError
@@ -259,8 +260,8 @@ def check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
     functions = functions_of(config.rewards)
     if not functions:
         return ()
-    case = case_of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
-    try_rewards(functions, **case, memory_bytes=config.rollout.reward_memory)
+    group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
+    try_rewards(functions, group, config.rollout.reward_memory)
     return classifier_notes(config)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 
 from learner.driver.config_io import ConfigError, parse_value, sentences
 from learner.tools.rollout_view import escaped
-from rewards.base import RewardError, case_of
+from rewards.base import RewardError
+from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
 from rewards.memory import DEFAULT
@@ -52,7 +54,7 @@ def rescore(
     try:
         memory_bytes = size_of(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))
-        try_rewards([config], **case_of_group(groups[0]), memory_bytes=memory_bytes)
+        try_rewards([config], group_of(groups[0]), memory_bytes)
         scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
         raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
@@ -90,16 +92,16 @@ def argument(text: str) -> tuple[str, Any]:
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:
     async with RewardPool([config], memory_bytes=memory_bytes) as pool:
-        return [await pool.score(**case_of_group(group)) for group in groups]
+        return [await pool.score(group_of(rows)) for rows in groups]
 
 
-def case_of_group(group: pa.Table) -> dict[str, Any]:
+def group_of(rows: pa.Table) -> Group:
     """What a reward function was given for this group."""
-    problem = json.loads(group.column("problem")[0].as_py())
-    texts, ids, said = (group.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
-    case = case_of(problem["messages"], texts, ids, problem["columns"])
-    played = [case["completions"][i] if row is None else json.loads(row) for i, row in enumerate(said)]
-    return case | {"completions": played}
+    problem = json.loads(rows.column("problem")[0].as_py())
+    texts, ids, said = (rows.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
+    group = Group.of(problem["messages"], texts, ids, problem["columns"])
+    played = [group.completions[i] if row is None else json.loads(row) for i, row in enumerate(said)]
+    return replace(group, completions=played)
 
 
 def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores: Sequence[Scores]) -> str:

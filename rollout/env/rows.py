@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rewards.call import Group
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.env.trajectory import CUT, FAULT, TURNS, Trajectory
 from rollout.facts import Origin, facts_of
@@ -19,12 +20,13 @@ async def scored(scorer: Scorer | None, problem: Problem, trajectories: Sequence
     whole = [t for t in trajectories if not t.faulted]
     if scorer is None or not whole:
         return None
-    return await scorer.score(
+    group = Group(
         prompts=[list(t.opening) for t in whole],
         completions=[t.messages for t in whole],
         completion_ids=[t.row.ids for t in whole],
         columns={name: [value] * len(whole) for name, value in problem.columns.items()},
     )
+    return await scorer.score(group)
 
 
 def rows_of(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 
@@ -11,7 +12,7 @@ OneOf = Callable[..., RewardConfig]  # the name of a function of the shared file
 
 
 async def score(pool: RewardPool, completions: Sequence[str] = ("a", "bb"), **columns: Sequence[Any]) -> Scores:
-    return await pool.score(["p"] * len(completions), completions, [[1]] * len(completions), columns)
+    return await pool.score(Group(["p"] * len(completions), completions, [[1]] * len(completions), columns))
 
 
 async def at_once(pool: RewardPool, completions: Sequence[str]) -> list[Scores]:

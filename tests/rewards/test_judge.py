@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rewards.base import RewardError
+from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.judge_client import RequestRate
 from rewards.judge_settings import JudgeSettings
@@ -110,10 +111,9 @@ def judge(endpoint: Endpoint, timeout_s: float = 30, **args: Any) -> RewardConfi
 
 async def scored(rewards: list[RewardConfig], texts: list[str], judged: Judging | None = None) -> Scores:
     prompt = [{"role": "user", "content": "Say it."}]
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    columns = {"gold": ["yes"] * len(texts)}
+    group = Group.of(prompt, texts, [[0]] * len(texts), {"gold": "yes"})
     async with RewardPool(rewards, judged=judged or Judging()) as pool:
-        return await pool.score([prompt] * len(texts), completions, [[0]] * len(texts), columns)
+        return await pool.score(group)
 
 
 async def test_what_was_asked_once_is_not_asked_again(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from rewards import environment, memory
 from rewards.base import RewardError
+from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
@@ -51,7 +52,7 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def _scores(*rewards: RewardConfig, **options: Any) -> Scores:
     async def main() -> Scores:
         async with RewardPool(rewards, **options) as pool:
-            return await pool.score(["p"], ["c"], [[1]], {})
+            return await pool.score(Group(["p"], ["c"], [[1]], {}))
 
     return asyncio.run(main())
 
@@ -76,7 +77,7 @@ def test_the_missing_variable_and_its_key_are_named(reward: Any) -> None:
     assert _scores(reward("f", "eager", env=("OPENAI_API_KEY",))).reward == [21.0]
     for config in (reward("ask"), reward("f", "eager")):
         with pytest.raises(RewardError, match=sentence):
-            try_rewards([config], ["p"], ["c"], [[1]], {})
+            try_rewards([config], Group(["p"], ["c"], [[1]], {}))
 
 
 def test_a_variable_that_is_not_set_is_refused_before_anything_starts(reward: Any) -> None:

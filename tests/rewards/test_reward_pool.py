@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rewards.base import RewardFailed
-from rewards.call import Verdict
+from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from tests.rewards.pool_case import OneOf, score
@@ -55,11 +55,10 @@ def test_weights_status_and_conversations(rewards_file: OneOf) -> None:
 
     async def main() -> Scores:
         async with RewardPool(rewards) as pool:
-            scores = await pool.score([chat, chat], said, [[1], [2]], {"answer": ["yes", "yes"]})
-            with pytest.raises(ValueError, match=r"one entry per completion \(2\), got lengths {'answer': 1}"):
-                await pool.score([chat, chat], said, [[1], [2]], {"answer": ["yes"]})
-            return scores
+            return await pool.score(Group([chat, chat], said, [[1], [2]], {"answer": ["yes", "yes"]}))
 
+    with pytest.raises(ValueError, match=r"one entry per completion \(2\), got lengths {'answer': 1}"):
+        Group([chat, chat], said, [[1], [2]], {"answer": ["yes"]})
     scores = asyncio.run(main())
     assert scores.parts == {"spoken": [1.0, 0.0], "later": [0.5, 0.5], "none": [None, 1.0]}
     assert scores.reward == [2.0 * 1.0 - 0.5, 2.0 * 0.0 - 0.5 + 1.0]
@@ -100,6 +99,6 @@ def test_slow_loading_is_not_charged_and_fail_raises(rewards_file: OneOf, tmp_pa
         async with RewardPool([slow, rewards_file("boom", on_error="fail", name="acc")]) as pool:
             with pytest.raises(RewardFailed, match=r"reward 'acc' \(.*my_rewards.py:boom\): error: ValueError: boom"):
                 await score(pool)
-            return await pool.verdicts(["p"], ["c"], [[1]], {})
+            return await pool.verdicts(Group(["p"], ["c"], [[1]], {}))
 
     assert asyncio.run(main())[0].status == "ok"

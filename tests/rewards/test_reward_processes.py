@@ -99,11 +99,12 @@ def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -
     script.write_text(
         textwrap.dedent(f"""
         import asyncio
+        from rewards.call import Group
         from rewards.config import RewardConfig
         from rewards.pool import RewardPool
         if __name__ == "__main__":
             uses = [RewardConfig(use={rewards_file("child").use!r}, timeout_s=60, args={{"where": {str(note)!r}}})]
-            asyncio.run(RewardPool(uses).score(["p"], ["c"], [[1]], {{}}))
+            asyncio.run(RewardPool(uses).score(Group(["p"], ["c"], [[1]], {{}})))
         """)
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

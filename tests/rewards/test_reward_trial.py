@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 
 from rewards.base import RewardError
+from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
 from tests.rewards.pool_case import OneOf
 
 
 def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_path: Path) -> None:
-    row = (["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
+    group = Group(["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
     (tmp_path / "bad.py").write_text("import nothing_of_this_name")
-    assert try_rewards([rewards_file("good"), RewardConfig(use="number")], *row).reward == [1.0, 1.0]
+    assert try_rewards([rewards_file("good"), RewardConfig(use="number")], group).reward == [1.0, 1.0]
     for reward, sentence in [
         (rewards_file("boom"), "ValueError: boom"),
         (RewardConfig(use=f"{tmp_path}/bad.py:f"), "bad.py does not import: ModuleNotFoundError"),
@@ -24,7 +25,7 @@ def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_pa
         (rewards_file("words"), "error: returned str for sample 0, must return numbers or None: 'good'"),
     ]:
         with pytest.raises(RewardError) as caught:
-            try_rewards([rewards_file("good"), reward], *row)
+            try_rewards([rewards_file("good"), reward], group)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -36,5 +37,5 @@ def test_a_function_that_never_answers_is_waited_for_twice_at_most(
     monkeypatch.setattr("rewards.check.PATIENCE_S", 0.4)
     endless = rewards_file("endless", timeout_s=0.2, args={"where": str(tmp_path / "calls")})
     with pytest.raises(RewardError, match="timeout: no answer within 0.2 s, so its process was killed"):
-        try_rewards([endless], ["p"], ["c"], [[1]], {})
+        try_rewards([endless], Group(["p"], ["c"], [[1]], {}))
     assert (tmp_path / "calls").read_text() == "called called "

@@ -54,7 +54,7 @@ async def test_a_card_that_is_not_there_is_one_sentence(
     path = classifier(base, tmp_path / "model", 1)
     monkeypatch.setenv("GLEANER_REWARD_DEVICE", "cuda:99")
     async with RewardPool([RewardConfig(use="sequence_classifier", args={"model": path}, timeout_s=60)]) as pool:
-        (verdict,) = await pool.verdicts([PROMPT], [[{"role": "assistant", "content": "2"}]], [[1]], {})
+        (verdict,) = await pool.verdicts(Group([PROMPT], [[{"role": "assistant", "content": "2"}]], [[1]], {}))
     assert verdict.status == "error"
     assert verdict.problem.startswith(f"args.model: {path} cannot be put on the card of its process (")
 
@@ -75,9 +75,8 @@ def configured(path: str, **args: Any) -> RewardConfig:
     return RewardConfig(use="sequence_classifier", args={"model": path, **args}, timeout_s=30)
 
 
-def case() -> dict[str, Any]:
-    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    return {"prompts": [PROMPT] * 4, "completions": completions, "completion_ids": [[0]] * 4, "columns": {}}
+def case() -> Group:
+    return Group.of(PROMPT, TEXTS, [[0]] * 4, {})
 
 
 def test_scores_are_transformers(base: Path, tmp_path: Path) -> None:
@@ -90,13 +89,13 @@ def test_scores_are_transformers(base: Path, tmp_path: Path) -> None:
 
     async def main() -> list[float | None]:
         async with RewardPool([configured(path, **args) for path, args in models]) as pool:
-            return (await pool.score(**case())).reward
+            return (await pool.score(case())).reward
 
     each = [wanted(path, args.get("output", 0)) for path, args in models]
     assert asyncio.run(main()) == pytest.approx([sum(scores) for scores in zip(*each, strict=True)], abs=1e-5)
 
 
-def said(path: str, prompt: Any, completions: list[Any]) -> Verdict:
+def said(path: str, prompt: Any, completions: Sequence[Any]) -> Verdict:
     many = len(completions)
     group = Group([prompt] * many, completions, completion_ids=[[0]] * many, columns={})
     return score(sequence_classifier, group, {"model": path}, built_in=True)
@@ -111,7 +110,7 @@ def test_a_text_is_a_user_s_message_and_without_a_template_both_are_a_pair(base:
     ids = [[*tokenizer.encode("1+1?"), 258, *tokenizer.encode(text), 258] for text in TEXTS]
     with torch.no_grad():
         alone = [float(model.eval()(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
-    assert said(path, PROMPT, case()["completions"]).values == pytest.approx(alone, abs=1e-5)
+    assert said(path, PROMPT, case().completions).values == pytest.approx(alone, abs=1e-5)
     assert said(path, "1+1?", TEXTS).values == pytest.approx(alone, abs=1e-5)
 
 
@@ -150,5 +149,5 @@ def test_what_gives_no_one_number_is_refused(base: Path, tmp_path: Path) -> None
 
 
 def test_it_computes_on_no_card() -> None:
-    verdict = score(sequence_classifier, Group(**case()), {"model": "m", "device": "cuda"}, built_in=True)
+    verdict = score(sequence_classifier, case(), {"model": "m", "device": "cuda"}, built_in=True)
     assert verdict.problem == "args: unknown device; this reward takes batch, model, output"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from rewards.pool import Scores
 from rewards.service import RewardService
 from rollout.scorer import RewardProcesses, SharedScorer
 
-GROUP: tuple[Any, ...] = (["2 + 2 ="] * 2, ["4", "5"], [[1], [2]], {"gold": [4, 4]})
+GROUP = Group(["2 + 2 ="] * 2, ["4", "5"], [[1], [2]], {"gold": [4, 4]})
 
 
 class Held:
@@ -40,16 +40,16 @@ def shared(*held: Held) -> RewardProcesses:
 async def test_each_group_goes_to_the_process_with_the_least_to_do_and_comes_back_whole() -> None:
     held = Held(), Held(), Held()
     scorer = SharedScorer(shared(*held), first=4)  # of the generator number 4: it begins with the second
-    asked = [asyncio.create_task(scorer.score(*GROUP)) for _ in range(5)]
+    asked = [asyncio.create_task(scorer.score(GROUP)) for _ in range(5)]
     await asyncio.sleep(0.05)
     assert [len(one.asked) for one in held] == [1, 2, 2]
-    assert held[1].asked[0] == Group(*GROUP)
+    assert held[1].asked[0] == GROUP
     held[1].free.set()
     first = await asked[0]
     assert (first.reward, first.parts, first.status) == ([1.0, 0.0], {"a": [1.0, 0.0]}, ["ok", "ok"])
     assert first.ms > 0  # the way there and back, and not the process's own -1
     await asyncio.sleep(0.05)
-    last = [asyncio.create_task(scorer.score(*GROUP)) for _ in range(3)]  # the second has nothing to do, the first one
+    last = [asyncio.create_task(scorer.score(GROUP)) for _ in range(3)]  # the second has nothing to do, the first one
     await asyncio.sleep(0.05)
     assert [len(one.asked) for one in held] == [1, 5, 2]
     for one in held:
@@ -62,5 +62,5 @@ async def test_a_function_that_must_not_fail_fails_here_as_it_would_beside_the_e
     held.free.set()
     scorer = SharedScorer(shared(held), first=0)
     with pytest.raises(RewardFailed, match="^reward 'a': error: it must not fail$"):
-        await scorer.score(["p"], ["bad"], [[1]], {})
+        await scorer.score(Group(["p"], ["bad"], [[1]], {}))
     scorer.close()

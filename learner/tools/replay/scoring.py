@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from learner.config import RunConfig
 from learner.tools.replay.taking import Scoring
-from learner.tools.rescore import case_of_group
+from learner.tools.rescore import group_of
 from rewards.check import try_rewards
 from rewards.config import adapters_of, functions_of
 from rewards.pool import RewardPool
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def try_on(config: RunConfig, group: pa.Table) -> None:
     """Calls each function once. Not from inside an event loop. Raises RewardError."""
     if functions := functions_of(config.rewards):
-        try_rewards(functions, **case_of_group(group), memory_bytes=config.rollout.reward_memory)
+        try_rewards(functions, group_of(group), config.rollout.reward_memory)
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def scoring(config: RunConfig) -> AsyncIterator[Scoring]:
     workers, memory = config.rollout.reward_workers, config.rollout.reward_memory
 
     async def score(trainer: "Trainer", groups: list[pa.Table]) -> list[pa.Table]:
-        scores = await asyncio.gather(*(pool.score(**case_of_group(group)) for group in groups))
+        scores = await asyncio.gather(*(pool.score(group_of(group)) for group in groups))
         groups = [with_scores(group, given) for group, given in zip(groups, scores, strict=True)]
         said = await trainer.score(groups) if models else []
         begin = 0

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from learner.tools.reward_trial.cases import Case
-from rewards.base import RewardError, case_of
+from rewards.base import RewardError
+from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from rollout.data.model_files import read_json
@@ -39,11 +40,11 @@ class Texts:
             config = read_json(str(folder), "tokenizer_config.json")
             self._plain = not (config.get("chat_template") or (folder / "chat_template.jinja").is_file())
 
-    def group(self, case: Case) -> dict[str, Any]:
-        """Keywords of RewardPool.score. The prompt is plain text where the model has no chat template."""
+    def group(self, case: Case) -> Group:
+        """The prompt is plain text where the model has no chat template."""
         texts = [text for _, text in case.completions]
         plain = "\n\n".join(message["content"] for message in case.messages)
-        return case_of(plain if self._plain else case.messages, texts, [*map(self._ids, texts)], case.columns)
+        return Group.of(plain if self._plain else case.messages, texts, [*map(self._ids, texts)], case.columns)
 
     def _ids(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -60,7 +61,7 @@ async def score(
     found: list[Scored] = []
     async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
         for case in cases:
-            verdicts = await pool.verdicts(**texts.group(case))
+            verdicts = await pool.verdicts(texts.group(case))
             unusable = [i for i, one in enumerate(verdicts) if one.status == "error" and not one.ms and not found]
             if unusable:
                 raise RewardError("\n".join(pool.sentence(i, verdicts[i]) for i in unusable))
