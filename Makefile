@@ -76,10 +76,10 @@ check:
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	mkdir -p build
-	# Beside the tests, which leave a third of two cores idle.
+	# Beside the tests, which wait for processes a good part of the time: hence three of them at once on two cores, too.
 	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples > build/mypy.log 2>&1 & types=$$!
 	trap 'kill $$types 2>/dev/null || true' EXIT
-	$(BIN)/pytest -n 2 --dist loadscope -m "not long" && failed=0 || failed=1
+	$(BIN)/pytest -n 3 --dist loadscope -m "not long" && failed=0 || failed=1
 	wait $$types || failed=1
 	cat build/mypy.log
 	exit $$failed

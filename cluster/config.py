@@ -20,7 +20,7 @@ class Frozen(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
         """To Python true is 1: `checkpointing: true` would be that of one layer."""
-        if isinstance(value, bool):
+        if any(isinstance(one, bool) for one in (value if isinstance(value, list | tuple) else [value])):
             found = list(_taken(cls.model_fields[str(field.field_name)].annotation))
             if bool not in found and (int in found or float in found):
                 words = [*(word for word in found if isinstance(word, str)), "a number"]

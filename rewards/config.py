@@ -4,12 +4,21 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
 from rewards.base import ADAPTER
 from rewards.secret_values import Arguments
 
 TAKEN = frozenset({"mean", "std", "failed", "ms", "zero_variance_groups"})  # what metrics are called beside rewards
+
+
+def _no_truth(value: Any) -> Any:
+    if isinstance(value, bool):  # to Python true is 1
+        raise ValueError("must be a number")
+    return value
+
+
+Number = Annotated[FiniteFloat, BeforeValidator(_no_truth)]
 
 
 class RewardConfig(BaseModel):
@@ -24,9 +33,9 @@ class RewardConfig(BaseModel):
     """The function: a built-in name, `package.module:function`, or `path/file.py:function` (relative to the working
     directory). Or `adapter:<folder>`: a reward model, as an adapter with a scalar head on the base of the policy, which
     the learner scores; only `weight` and `name` go with it."""
-    weight: FiniteFloat = 1.0
+    weight: Number = 1.0
     """Factor of this reward function in the weighted sum; may be negative. Raise it for what matters most."""
-    timeout_s: Annotated[FiniteFloat, Field(gt=0)] = 10.0
+    timeout_s: Annotated[Number, Field(gt=0)] = 10.0
     """Seconds for one call, which scores one group. Loading the reward function is not charged. Raise it for slow
     functions, such as a model behind an API."""
     on_error: Literal["fail", "skip"] = "skip"

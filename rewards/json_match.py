@@ -33,6 +33,8 @@ def json_match(
 
 
 def _gold(gold: Any) -> Any:
+    if gold is None:
+        raise ValueError("args.column: the gold answer must be JSON, and is null; leave such problems out")
     if not isinstance(gold, str):
         return gold
     try:

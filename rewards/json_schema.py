@@ -9,11 +9,12 @@ from typing import Any
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
-from rewards.json_text import NoJson, json_of, without_nulls
+from rewards.json_text import NoJson, json_of
 from rewards.text import check_tag, column_of, text_of
 
 # Imported with this module, which only the loader imports: what that takes must not count against the deadline.
 _jsonschema = importlib.import_module("jsonschema")
+VALUES = ("const", "default", "enum", "examples")
 _KNOWN = importlib.import_module("jsonschema_specifications").REGISTRY
 
 
@@ -22,21 +23,29 @@ def json_schema(
 ) -> list[float]:
     """1.0 if the completion is JSON, and nothing else, that its problem's JSON schema allows, else 0.0.
 
-    The schema comes from `column`: a mapping, of which keys whose value is null are left out, or its text. The JSON is
-    the whole text, a fence of three backquotes aside, or with `tag` what stands in the last `<tag>...</tag>`.
-    References to other documents are not followed.
+    The schema comes from `column`: a mapping, of which keys whose value is null are left out (`const: null` too), or
+    its text. The JSON is the whole text, a fence of three backquotes aside, or with `tag` what stands in the last
+    `<tag>...</tag>`. References to other documents are not followed.
     Raises ValueError if the column is missing, or a schema is none.
     """
     if tag is not None:
         check_tag(tag)
     scores = []
     for completion, schema in zip(completions, column_of(columns, column), strict=True):
-        validator = _validator(schema if isinstance(schema, str) else json.dumps(without_nulls(schema)))
+        validator = _validator(schema if isinstance(schema, str) else json.dumps(_told(schema)))
         try:
             scores.append(float(validator.is_valid(json_of(text_of(completion), tag))))
         except (NoJson, RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
             scores.append(0.0)
     return scores
+
+
+def _told(schema: Any) -> Any:
+    """The schema without the keys that a row has because others do; what stands for values is left as it is."""
+    if isinstance(schema, dict):
+        found = {key: inner for key, inner in schema.items() if inner is not None}
+        return {key: inner if key in VALUES else _told(inner) for key, inner in found.items()}
+    return [*map(_told, schema)] if isinstance(schema, list) else schema
 
 
 @lru_cache(maxsize=256)

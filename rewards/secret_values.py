@@ -19,17 +19,15 @@ _SECRET_KEY = re.compile(
     r"|token)$",
     re.IGNORECASE,
 )
-# A token of a text, which is no secret: by its key, or as tokenizers write special ones.
+# A token of a text, which is no secret.
 _TEXT_KEY = re.compile(
-    r"(?:^|[_-])(?:pad|eos|bos|unk|cls|sep|mask|end|start|begin|stop|think(?:ing)?|answer|special|image|tool|new|next|last"
-    r"|first|per)[_-]token$",
+    r"(?:^|[_-])(?:pad|eos|bos|unk|cls|sep|mask|end|start|begin|stop|think(?:ing)?|answer|special|max_new|per)[_-]token$",
     re.IGNORECASE,
 )
-_TEXT_TOKEN = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 _MASKED = re.compile(r"\*{3}|(?:bearer|basic|token) \*{3}|.*://\*{3}@.*", re.IGNORECASE | re.DOTALL)
 _SECRET_MAPPING = ("storage_options", "headers")  # all that stands in them
 _SECRET_TEXT = re.compile(
-    r"(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}"
+    r"(?:(?<![A-Za-z])|(?<=\\[nrt]))sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}"
     r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]*|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
 )
 
@@ -78,8 +76,7 @@ def resolved(args: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _hidden(value: Any) -> Any:
     if value is None or isinstance(value, bool):  # token: true is datasets' "the one that is logged in"
         return value
-    shown = isinstance(value, str) and (_REFERENCE.fullmatch(value) or _TEXT_TOKEN.fullmatch(value))
-    return value if shown else MASK
+    return value if isinstance(value, str) and _REFERENCE.fullmatch(value) else MASK
 
 
 def _secrets(args: Any) -> Iterator[str]:

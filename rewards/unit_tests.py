@@ -78,12 +78,20 @@ async def unit_tests(
     return [value if share else float(value == 1.0) for value in found]
 
 
-def longest(args: Mapping[str, Any], size: int) -> float:
-    """Seconds that a group of that size takes whose completions are all late; 0 for args that are wrong themselves."""
+def late(args: Mapping[str, Any], size: int, timeout_s: float) -> str:
+    """What is wrong with a deadline by which a group of that size may not have ended, where all are late; or ''. Args
+    that are wrong themselves are told by the first call."""
     seconds, parallel = args.get("seconds", SECONDS), args.get("parallel", PARALLEL)
-    if not all(isinstance(value, int | float) and value > 0 for value in (seconds, parallel)):
-        return 0.0
-    return float(seconds) * float(math.ceil(size / parallel))
+    if not isinstance(seconds, int | float) or not isinstance(parallel, int) or parallel < 1:
+        return ""
+    longest = seconds * math.ceil(size / parallel)
+    if longest < timeout_s:
+        return ""
+    return (
+        f"timeout_s: must be above {longest} s, which {size} completions take that are all late ({seconds} s each, "
+        f"{parallel} at once), else none of them has its reward, got {timeout_s}; raise it or args.parallel, or lower "
+        "args.seconds"
+    )
 
 
 async def _passed(code: str, setup: str, tests: Sequence[str], limits: Limits) -> float:

@@ -129,7 +129,8 @@ class RolloutWorker(RolloutService):
         self._sentences.warn(sentence_of(t) for t in played if t.faulted)
         scores = await scored(self.scorer, problem, played)
         self._sentences.warn(scores.failures if scores is not None else ())
-        return rows_of(problem, played, self.chat.decode, scores, by)
+        assert self.spec.env is not None
+        return rows_of(problem, played, self.chat.decode, scores, by, alone=self.spec.env.alone)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:

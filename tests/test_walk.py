@@ -31,9 +31,7 @@ from tests.test_architecture import ROOT, TEXT, WALK
 
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
 # Not in this process: vLLM, and what a reward process runs.
-ELSEWHERE = {f"rollout/vllm/{name}.py" for name in ("engine", "convert", "thread", "turns")} | {
-    f"rewards/{name}.py" for name in ("worker", "call")
-}
+ELSEWHERE = {f"rollout/vllm/{name}.py" for name in ("engine", "convert", "thread", "turns")} | {"rewards/worker.py"}
 STANDS_IN = {"rollout/fake_engine.py"}  # for vLLM
 BESIDE = set(re.findall(r"`([\w/]+\.py)`", TEXT.partition("hand nothing on:")[2].partition("\n\n")[0]))
 

@@ -41,7 +41,7 @@ class Inputs:
                 f"function, got {_type(function)}; convert it"
             )
         if where.startswith("rewards.") and ".args." in where:
-            key = where.rpartition(".")[2]
+            key = where.partition(".args.")[2].partition(".")[0]
             raise InputError(
                 f"{where}: args are values that a configuration file can hold, got {_type(function)}; bind it: "
                 f"functools.partial(..., {key}=...) in the place of the function whose args these are"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from learner.api.errors import InputError
@@ -33,7 +32,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     from learner.api.inputs import Inputs
     from learner.api.settings import checked, tree_of
     from learner.driver import card_size, memory_budget, plan_request
-    from learner.tools.plan import able, dtype_of, methods, no_bfloat16, to_dict
+    from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, to_dict
 
     try:
         card = card_size.parse(f"{gpu:g}" if isinstance(gpu, float) else str(gpu))
@@ -50,16 +49,9 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     wish = plan_request.wish_of(config, plan_request.layouts(config))
     rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}
     for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
-        asked = replace(
-            wish,
-            mode=method.mode,
-            base=method.base,
-            checkpointing=method.checkpointing,
-            optimizer=method.optimizer,
-            dtype=dtype_of(method, wish.dtype, old=old),
-            shared=wish.shared and method.mode == "lora",
-        )
-        rows[name] = to_dict(least(shape, card.bytes, work, asked))
+        own = asked_for(wish, method, dtype_of(method, wish.dtype, old=old))
+        if (own.base, own.dtype) != ("nf4", "float32"):  # 4 bits go with types of 16
+            rows[name] = to_dict(least(shape, card.bytes, work, own))
     return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]
 
 
@@ -68,5 +60,7 @@ def _with_defaults(tree: dict[str, Any], *, old: bool) -> dict[str, Any]:
     if isinstance(cluster := tree.setdefault("cluster", {}), dict):
         cluster.setdefault("gpus", SLICES)
     if old:
-        tree["model"].setdefault("dtype", "float16")
+        learner = tree.get("learner")
+        whole = isinstance(learner, dict) and learner.get("mode") == "full"
+        tree["model"].setdefault("dtype", "float32" if whole else "float16")  # float16 trains no whole model
     return tree

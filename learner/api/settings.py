@@ -41,6 +41,7 @@ def tree_of(
         if model is not None and isinstance(own, dict) and own.get("path") != model:
             own.pop("revision", None)  # which says nothing of another model
         dotted = {key: value for key, value in settings.items() if "." in key}
+        _check_once(model, datasets, dotted)
         _assign(tree, {key: value for key, value in settings.items() if key not in dotted}, inputs)
         if model is not None:
             config_io.assign(tree, *_model(model))
@@ -53,6 +54,14 @@ def tree_of(
     except ConfigError as error:
         raise InputError(str(error)) from None
     return tree
+
+
+def _check_once(model: Any, datasets: Mapping[str, Any], dotted: Collection[str]) -> None:
+    given = {key: name for key, (name, _) in _by_key(datasets).items()}
+    if model is not None and not isinstance(model, Mapping):
+        given["model.path"] = "model"
+    for key in given.keys() & set(dotted):
+        raise InputError(f"{key}: is what the argument {given[key]} gives as well; leave one of them out")
 
 
 def _assign(tree: dict[str, Any], settings: Mapping[str, Any], inputs: Inputs) -> None:

@@ -17,7 +17,6 @@ from learner.config.rule import Rule
 from learner.config.settings import Settings
 from learner.config.shard_rules import SHARDS
 from rewards.config import adapters_of, functions_of
-from rewards.unit_tests import longest
 from rollout.data.hub import is_hub_name, split
 
 
@@ -55,15 +54,6 @@ REWARDS = (
         "cluster.rewards.processes:", "needs reward functions, which they would run",
         "add one to rewards, or set it to 0", ("cluster.rewards.processes",),
         lambda c: c.cluster.rewards.processes > 0 and not functions_of(c.rewards),
-    ),
-    Rule(
-        "rewards: unit_tests", "needs a timeout_s above args.seconds times num_generations / args.parallel: where all "
-        "completions of a group are late, none of them would have its reward",
-        "raise its timeout_s or args.parallel, or lower args.seconds", ("rollout.num_generations",),
-        lambda c: any(
-            one.use == "unit_tests" and longest(one.args, c.rollout.num_generations) >= one.timeout_s
-            for one in c.rewards
-        ),
     ),
 )  # fmt: skip
 LENGTH = (

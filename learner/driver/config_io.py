@@ -78,7 +78,8 @@ def _is_text_or_null(annotation: Any) -> bool:
 
 def _is_text(text: str) -> bool:
     """Whether it is neither nothing nor in quotes: 2024 and {question} are values elsewhere."""
-    return text not in ("", "~", "null") and not text.startswith(("'", '"'))
+    text = text.strip()
+    return text not in ("", "~", "null", "Null", "NULL") and not text.startswith(("'", '"'))
 
 
 def validated(tree: Mapping[str, Any]) -> RunConfig:

@@ -45,17 +45,17 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
     names = resolved_names(functions)
     if name is None and not names:
         return None
+    if name not in (None, ACCURACY) and ACCURACY in names:
+        raise ValueError(
+            f"data.eval.reward: must be {ACCURACY} where a reward function has that name, since eval/{ACCURACY} is its "
+            f"mean, got {name}; give the function another by rewards.<i>.name"
+        )
     if name is not None and environment:
         return name
     if name is None and ACCURACY in names:
         return ACCURACY
     if name is None:
         return max(zip(names, functions, strict=True), key=lambda pair: pair[1].weight)[0]
-    if name != ACCURACY and ACCURACY in names:
-        raise ValueError(
-            f"data.eval.reward: must be {ACCURACY} where a reward function has that name, since eval/{ACCURACY} is its "
-            f"mean, got {name}; give the function another by rewards.<i>.name"
-        )
     if name not in names:
         raise ValueError(f"data.eval.reward: must be one of {', '.join(names)}, got {name}")
     return name

@@ -41,6 +41,7 @@ from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import functions_of
+from rewards.unit_tests import late
 from rollout.architecture import ArchitectureError
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.cursor import Cursor
@@ -260,6 +261,10 @@ def check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
     functions = functions_of(config.rewards)
     if not functions:
         return ()
+    for i, reward in enumerate(config.rewards):
+        size = config.rollout.num_generations
+        if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
+            raise PreflightError(f"rewards.{i}.{wrong}")
     group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
     try_rewards(functions, group, config.rollout.reward_memory)
     return classifier_notes(config)

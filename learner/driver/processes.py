@@ -192,7 +192,8 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
         return None
     rollout, env = config.rollout, config.env
     limits = Limits(rollout.max_prompt_length, rollout.max_completion_length, env.max_turns, env.timeout_s)
-    return EnvSettings(env, limits, config.trajectories, config.seed, config.data.chat_template_kwargs)
+    kwargs, alone = config.data.chat_template_kwargs, not config.rewards
+    return EnvSettings(env, limits, config.trajectories, config.seed, kwargs, alone)
 
 
 def _room(config: RunConfig, budgets: Budgets) -> int:

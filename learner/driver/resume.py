@@ -16,6 +16,7 @@ from learner.config import RunConfig
 from learner.driver.fingerprints import FILE, Fingerprints, differing
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
+from rewards.secret_values import MASK
 
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "env", "rollout", "learner")
 FREE = (
@@ -71,7 +72,7 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
     changes = {
         key: _changed(key, now.get(key), before.get(key))
         for key in dict.fromkeys([*now, *before])
-        if now.get(key) != before.get(key)
+        if now.get(key) != before.get(key) and not _hidden(key, before.get(key))
     }
     if recorded is not None:
         changes |= _contents(inputs, recorded)
@@ -143,6 +144,11 @@ def leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 def _within(key: str, ones: Iterable[str]) -> bool:
     """Whether the key is one of these or lies below one."""
     return any(key == one or key.startswith(f"{one}.") for one in ones)
+
+
+def _hidden(key: str, before: object) -> bool:
+    """Whether it was stored without what is, or once looked like, a secret."""
+    return "args" in key.split(".") and isinstance(before, str) and MASK in before
 
 
 def _changed(key: str, now: object, before: object) -> str:

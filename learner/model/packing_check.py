@@ -83,7 +83,7 @@ def _by_config(config: Any) -> str:
     chunk = getattr(config, "attention_chunk_size", None)
     reasons = [f"layers of {', '.join(sorted(strange))}"] if strange else []
     window = getattr(config, "sliding_window", None) if config.model_type in WINDOW_IN_MASK else None
-    if window is not None and window < config.max_position_embeddings:
+    if window and window < config.max_position_embeddings:  # 0: there is none
         reasons.append(f"a window of {window} that its attention is told by a mask alone")
     return "; ".join([*reasons, f"attention in chunks of {chunk}"] if chunk else reasons)
 

@@ -1,6 +1,7 @@
 """What the command line of gleaner eval means, and what is printed."""
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,11 @@ def _evaluate(asked: Asked) -> None:
 
 def _check_save(file: Path | None) -> None:
     """Before anything is generated. Raises ConfigError."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise config_io.ConfigError(
-            f"--save: must be a file in a folder that exists, got {file}; make the folder first"
-        )
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise config_io.ConfigError(f"--save: must be a file in a folder that is there and writable, got {file}")
 
 
 def show(result: Evaluated) -> None:

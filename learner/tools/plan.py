@@ -174,6 +174,15 @@ def dtype_of(method: Wish, dtype: str, *, old: bool) -> str:
     return "float32" if old and method.mode == "full" else dtype
 
 
+def asked_for(wish: Wish, method: Wish, dtype: str) -> Wish:
+    """A way of training with what else is wished for."""
+    return replace(
+        wish, mode=method.mode, base=method.base, checkpointing=method.checkpointing, optimizer=method.optimizer,
+        dtype=dtype, kv_dtype=wish.kv_dtype if wish.kv_dtype == "fp8" else dtype,
+        shared=wish.shared and method.mode == "lora",
+    )  # fmt: skip
+
+
 def _plans(shape: Shape, size: CardSize, work: Workload, asked: Asked) -> Found:
     """What each method needs at least, and what the planner chooses for LoRA."""
     old = no_bfloat16(size)

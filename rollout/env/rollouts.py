@@ -31,13 +31,14 @@ class TrajectoryFailed(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
     """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run; chat_template_kwargs:
-    of config.data."""
+    of config.data. alone: nothing but the environment gives rewards."""
 
     config: EnvConfig
     limits: Limits
     concurrency: int
     seed: int
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
 
 
 class Trajectories:

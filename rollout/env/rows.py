@@ -35,10 +35,13 @@ def rows_of(
     decode: Callable[[Sequence[int]], str],
     scores: Scores | None,
     by: Origin,
+    *,
+    alone: bool,
 ) -> dict[str, Sequence[Any]]:
     """All columns of the group: a row for each trajectory, or as many as it has, the last of which holds what is said
-    of all of it (messages, metrics). decode: ids as text, for people."""
-    rewards = _rewards(trajectories, scores)
+    of all of it (messages, metrics). decode: ids as text, for people. alone: nothing but the environment gives
+    rewards."""
+    rewards = _rewards(trajectories, scores, alone=alone)
     places = [(i, row) for i, trajectory in enumerate(trajectories) for row in trajectory.rows]
     last = [row is trajectories[i].row for i, row in places]
     completions = [
@@ -70,7 +73,7 @@ def rows_of(
 
 
 def _rewards(
-    trajectories: Sequence[Trajectory], scores: Scores | None
+    trajectories: Sequence[Trajectory], scores: Scores | None, *, alone: bool
 ) -> list[tuple[float | None, str, dict[str, float | None], str | None]]:
     """(reward, status, parts by name, what failed in words) of each. The environment's own parts count with weight
     1."""
@@ -81,8 +84,8 @@ def _rewards(
             found.append((None, FAULT, {}, sentence_of(trajectory)))
             continue
         parts = trajectory.parts
-        if scores is None and not parts and trajectory.outcome in CUT:
-            parts = {TURNS: 0.0}  # only the environment rewards, and it had not come to that: this must not be free
+        if alone and not parts and trajectory.outcome in CUT:
+            parts = {TURNS: 0.0}  # the environment had not come to that, and this must not be free
         own: dict[str, float | None] = dict(parts)
         if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
             raise ValueError(

@@ -1,11 +1,15 @@
 """Every recipe of configs/recipes as it is shipped, from rows in its data set's columns to a step, on a tiny model.
 
+With real vLLM, reward functions and learner, all of them in one process.
+
 GSM8K's takes no step here: data, rewards and sampling are those of the recipe of tests/recipes/test_published.py.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from learner.tools.cli import main as gleaner
 from rewards.call import Group, score
 from rewards.loader import BUILT_INS, load
 from rollout import ledger
-from tests.flow.run import Run
+from tests.flow.run import environment
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "configs" / "recipes"
@@ -100,30 +104,46 @@ def test_gsm8k_is_the_published_recipe_with_an_adapter() -> None:
     assert own.learner == learner
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", sorted(set(ROWS) - {"gsm8k"}))
-def test_a_step_of_the_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    model = MODEL.get(name, ROOT / "examples" / "tiny-gsm8k")
-    run = Run(tmp_path, model)
-    run.config, run.folder = RECIPES / f"{name}.yaml", tmp_path / "runs" / f"recipe-{name}"
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in _rows(name)))
-    given = [*SMALLER, f"model.path={model}", f"data.path={data}", f"output_dir={tmp_path / 'runs'}"]
-    own, config = recipe(name).data.eval, recipe(name)
-    if own.every:
-        given += ["data.eval.size=2", *(["data.eval.split=null", "data.eval.path=null"] if own.path else [])]
-    if name == "preference":
-        given += [f"rewards=[{{use: 'adapter:{_reward_model(data, model, tmp_path)}', name: helpful}}]"]
-    run.finish(*given)
-    first, last = run.metrics()[0], run.metrics()[-1]
+STEPS = sorted(set(ROWS) - {"gsm8k"})
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which each of them has taken a step, in one process."""
+    folder = tmp_path_factory.mktemp("recipes")
+    jobs = [(str(RECIPES / f"{name}.yaml"), _given(name, folder)) for name in STEPS]
+    program = [sys.executable, "-m", "tests.recipes.in_one_process"]
+    done = subprocess.run(
+        program, input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, env=environment("recipes"),
+        timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_the_recipe(name: str, taken: Path) -> None:
+    folder, config = taken / "runs" / f"recipe-{name}", recipe(name)
+    first, last = (json.loads((folder / "metrics.jsonl").read_text().splitlines()[i]) for i in (0, -1))
     assert last["step"] == 1
     assert last["reward/failed"] == last["loss/skipped_nonfinite"] == 0
     assert {f"reward/{one.name or one.use.rpartition(':')[2]}" for one in config.rewards} <= last.keys()
-    assert ("eval/accuracy" in first) == bool(own.every)
-    rows: list[dict[str, Any]] = ledger.read(run.folder / "rollouts" / "step-000001.parquet").to_pylist()
+    assert ("eval/accuracy" in first) == bool(config.data.eval.every)
+    rows: list[dict[str, Any]] = ledger.read(folder / "rollouts" / "step-000001.parquet").to_pylist()
     assert len(rows) == 8
     assert ANSWERS[name][2] in json.dumps(json.loads(rows[0]["problem"])["messages"])
+
+
+def _given(name: str, folder: Path) -> list[str]:
+    model, data = MODEL.get(name, ROOT / "examples" / "tiny-gsm8k"), folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in _rows(name)))
+    given = [*SMALLER, f"model.path={model}", f"data.path={data}", f"output_dir={folder / 'runs'}"]
+    own = recipe(name).data.eval
+    if own.every:
+        given += ["data.eval.size=2", *(["data.eval.split=null", "data.eval.path=null"] if own.path else [])]
+    if name == "preference":
+        given += [f"rewards=[{{use: 'adapter:{_reward_model(data, model, folder)}', name: helpful}}]"]
+    return given
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

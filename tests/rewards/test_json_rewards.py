@@ -69,8 +69,10 @@ def test_content_is_compared_value_by_value(text: str, share: float) -> None:
 def test_rows_of_a_table_which_have_the_keys_of_all_rows_are_as_those_of_a_list() -> None:
     rows = [{"a": 1, "b": None, "c": {"d": None}}, {"a": None, "b": [None, 1], "c": None}]
     assert json_match(['{"a": 1, "c": {}}', '{"b": [null, 1]}'], answer=rows) == [1, 1]
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "m": None}, "items": None}
-    assert json_schema(['{"n": 1, "m": 2}', '{"n": "1"}'], schema=[schema] * 2) == [1, 0]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, {"a": None}]}, "m": None}, "items": None}
+    assert json_schema(['{"n": 1, "m": 2}', '{"n": {"a": null}}', '{"n": {}}'], schema=[schema] * 3) == [1, 1, 0]
+    with pytest.raises(ValueError, match="must be JSON, and is null"):
+        json_match(["null"], answer=[None])
 
 
 def test_an_empty_list_or_mapping_is_a_value() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from rewards.call import Group, score
 from rewards.loader import load
+from rewards.unit_tests import late
 
 TESTS = ["assert sq(2) == 4", "assert sq(3) == 9"]
 RIGHT = "def sq(x):\n    return x * x"
@@ -63,3 +64,9 @@ def test_a_problem_without_a_test_is_no_score(tests: Any) -> None:
     verdict = score(load("unit_tests"), group, {}, built_in=True)
     assert verdict.status == "error"
     assert "each problem must have a test" in verdict.problem
+
+
+def test_a_deadline_without_room_for_a_group_that_is_late_is_told() -> None:
+    assert late({}, 8, 10.0) == late({"seconds": 1, "parallel": 16}, 160, 10.5) == late({"seconds": "x"}, 8, 1.0) == ""
+    assert late({}, 9, 10.0).startswith("timeout_s: must be above 12.0 s, which 9 completions take that are all late")
+    assert late({"seconds": 10**400}, 1, 10.0)

@@ -130,6 +130,8 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
         ({"config": "gone.yaml"}, "^--config gone.yaml: No such file"),
         ({"output_dir": "/dev/null/x"}, "^output_dir: /dev/null/x/run cannot be written"),
         ({"on_step": 3}, "^on_step: must be a plain function"),
+        ({"data.path": "other.jsonl"}, "^data.path: is what the argument dataset gives as well; leave one of them out"),
+        ({"rewards": [{"use": "number", "args": {"f": [accuracy]}}]}, "^rewards.0.args.f.0: args are values .* f=..."),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_starts(
@@ -236,6 +238,8 @@ def test_a_plan_is_rows() -> None:
     assert {row["method"] for row in plan("Llama-3.2-1B", gpu=24.0, **{"learner.algorithm": "ppo"})} == {
         "chosen", "LoRA", "LoRA + ckpt", "QLoRA"
     }  # fmt: skip
+    in_32 = plan("Llama-3.2-1B", gpu="t4", **{"learner.mode": "full"})
+    assert {row["method"] for row in in_32}.isdisjoint({"QLoRA", "full, rounded"})
     assert "full, rounded" not in {row["method"] for row in plan("Llama-3.2-1B", gpu="t4")}
     small = plan("Llama-3.1-8B", gpu="4GiB", rollout={"max_num_seqs": 8})[0]
     assert (small["fits"], bool(small["advice"])) == (False, True)

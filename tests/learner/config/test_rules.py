@@ -38,7 +38,6 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         ["cluster.rewards.processes=1", "rewards=[{use: 'adapter:x'}]", "data.eval.every=0"],
         "cluster.rewards.processes: needs reward functions.*got cluster.rewards.processes=1",
     ),
-    (["rewards=[unit_tests]", "rollout.num_generations=16"], "rewards: unit_tests needs a timeout_s.*generations=16"),
     (
         ["env.use=tools", "env.history=template", "learner.algorithm=ppo"],
         "env.history: template .*got learner.algorithm",

@@ -193,7 +193,7 @@ def test_resume_that_cannot_be_had_is_an_error_with_a_next_step(tmp_path: Path) 
     assert checkpoint.resolve("none", tmp_path) == (None, [])
     assert checkpoint.resolve("auto", tmp_path) == (None, [])  # a first start
     flip_a_bit(save(tmp_path, 10) / "state.json")
-    with pytest.raises(checkpoint.CheckpointError, match="start again with resume: none"):
+    with pytest.raises(checkpoint.CheckpointError, match="start again under another name="):
         checkpoint.resolve("auto", tmp_path)
     save(tmp_path, 20)
     save(tmp_path, 30)

@@ -168,6 +168,8 @@ def test_where_text_alone_is_wanted_nothing_else_is_read(tmp_path: Path) -> None
         ("steps=true", "must be a number (got True)"),
         ("learner.learning_rate=false", "must be a number (got False)"),
         ("cluster.gpus.generator=true", "must be a number (got True)"),
+        ("learner.optimizer.betas=[false,0.9]", "must be a number (got [False, 0.9])"),
+        ("rewards.0.timeout_s=true", "must be a number (got True)"),
     ],
 )
 def test_true_is_no_number(override: str, rule: str) -> None:

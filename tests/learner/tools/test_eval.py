@@ -152,7 +152,7 @@ async def test_a_lost_generator_comes_back_with_the_policy_and_no_group_is_missi
         (["--model", "{model}", "--data", "rg:chain_sum", "--reward", "formt"], "did you mean 'format'?"),
         (["--model", "{model}", "--data", "absent.jsonl", "--reward", "format"], "absent.jsonl"),
         (["--model", "{model}", "--data", "rg:chain_sum", "--reward", "format", "--save", "no/such/file.parquet"],
-         "--save: must be a file in a folder that exists, got no/such/file.parquet; make the folder first"),
+         "--save: must be a file in a folder that is there and writable, got no/such/file.parquet"),
         (["--reward", "format"], "--model, --data: required where no configuration names it; give one"),
     ],
 )  # fmt: skip

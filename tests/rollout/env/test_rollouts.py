@@ -73,6 +73,12 @@ def spec(folder: Path, wrong: str = "", sample: Sample | None = None, **env: Any
     )
 
 
+def alone(made: WorkerSpec) -> WorkerSpec:
+    """Without reward functions."""
+    assert made.env is not None
+    return replace(made, rewards=(), env=replace(made.env, alone=True))
+
+
 STOP = CHAT.stop_ids[0]
 
 
@@ -119,7 +125,7 @@ async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(s
 async def test_to_ramble_is_not_free_where_the_environment_alone_rewards(tmp_path: Path) -> None:
     """Cut within its first turn, a trajectory was never answered, so no turn gave a reward."""
     made = spec(tmp_path, sample=lambda ids, _: [CHAT.tokenizer.encode("3")[-1]] * 500)
-    worker = RolloutWorker(replace(made, rewards=()))
+    worker = RolloutWorker(alone(made))
     await worker.take_policy(Adapter.build(3, b"three", {}))
     table = await worker.rollout(PROBLEM, replace(SAMPLING, n=2), 0)
     await worker.close()
@@ -130,7 +136,7 @@ async def test_to_ramble_is_not_free_where_the_environment_alone_rewards(tmp_pat
 
 
 async def test_nor_is_never_to_come_to_an_end_that_pays(tmp_path: Path) -> None:
-    worker = RolloutWorker(replace(spec(tmp_path, "pays at its end", max_turns=3), rewards=()))
+    worker = RolloutWorker(alone(spec(tmp_path, "pays at its end", max_turns=3)))
     await worker.take_policy(Adapter.build(3, b"three", {}))
     table = await worker.rollout(PROBLEM, replace(SAMPLING, n=1), 0)
     await worker.close()
