@@ -15,7 +15,8 @@ of the whole run.
 What a lost worker costs: its groups stay missing until the lost call ends (at once if the process died, after
 deadlines.group if it hangs). Then their slots are free and their positions are issued again, before any new one, to
 whichever worker asks first; the lost one is among them once a fresh process has the newest policy (deadlines.start,
-then deadlines.push to load it and again to prove it). The consumer gives up, and ends the run, after deadlines.start +
+then deadlines.push to load it and again to prove it, each with deadlines.group where max_staleness is above 0, since
+what is under way may come first). The consumer gives up, and ends the run, after deadlines.start +
 deadlines.group.
 
 Why nobody waits for ever. Let the consumer wait for its next group; a group is admitted from `admit` until it is taken
@@ -53,6 +54,7 @@ class Admission:
         self.in_use = 0
         self.admitted: dict[GroupSlot, None] = {}  # an ordered set: neither taken nor given up
         self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
+        self.runs_ahead = max_staleness > 0
         self._first_version = 0
         self._taken = 0  # groups, since the start
         self._released = 0

@@ -64,6 +64,11 @@ class Buffer:
         return len(self._groups)
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether groups are generated while a policy arrives (max_staleness above 0)."""
+        return self._admission.runs_ahead
+
+    @property
     def slots(self) -> int:
         """Groups that may be admitted and not released at one time."""
         return self._admission.slots

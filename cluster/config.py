@@ -102,7 +102,8 @@ class DeadlineConfig(Frozen):
     """Seconds for one training step, or one checkpoint. Raise it for large batches on slow hardware."""
     push: Annotated[float, Field(gt=0)] = 120.0
     """Seconds for a policy to reach a generator, and for the answer to the probe; one more is given for each 50 MB of
-    it. Raise it on a slow network."""
+    it, and with `max_staleness` above 0 `group` more, since both may have to wait for the completions under way. Raise
+    it on a slow network."""
     heartbeat: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that a learner may go without a finished micro-batch (on a CPU: without any computation) before it counts
     as hung; a generator, one of several ranks or of `rewards.processes` is replaced when its process gives no answer

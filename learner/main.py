@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # once it has begun, learner.driver.launch stops it with a checkpoint
         print("stopped before the run began", file=sys.stderr)
         return 130
+    except asyncio.CancelledError:  # the second Ctrl-C of a run
+        print("stopped at once; the same command goes on from its last checkpoint", file=sys.stderr)
+        return 130
     except (Exception, BaseExceptionGroup) as several:
         from learner.driver import preflight
 

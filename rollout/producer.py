@@ -73,7 +73,9 @@ class Producer:
         deadlines: DeadlineConfig,
     ) -> None:
         self.worker = SupervisedWorker(actor, deadlines)
-        self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline)
+        # A policy, and its probe, may have to wait for the groups that are under way.
+        patience = deadlines.push + (deadlines.group if pipes.buffer.runs_ahead else 0.0)
+        self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline, patience)
         self.pipes = pipes
         self.sampling = sampling
 

@@ -98,7 +98,7 @@ class Loop:
         await delivery
         self.metrics.start()
         if self.schedule.evaluates(self.step) and not self.held_out.evaluated(self.step):
-            self.metrics.write_late(self.step, await self._evaluate())
+            self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
         while not self.schedule.done(self.step) and not self.stop.is_set():
             batch = await self._unless_stopped(self.batches.take(self.step))
             if batch is None:
@@ -109,7 +109,7 @@ class Loop:
             self.metrics.hold(metrics | self.metrics.times(metrics["rollout/tokens"]))
             if self.schedule.evaluates(self.step):
                 await delivery  # what is evaluated must be with every generator
-                self.metrics.add(await self._evaluate())
+                self.metrics.add(await self._unless_stopped(self._evaluate()) or {})  # made up when it goes on
             metrics = self.metrics.flush(self.step)
             reason = self.guard.check(metrics)
             if reason or self.schedule.saves(self.step):

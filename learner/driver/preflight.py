@@ -226,6 +226,11 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
         raise PreflightError(
             f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
         )
+    if resume_from is not None and resume_from.parent.resolve() != folder.resolve() and checkpoint.listing(folder):
+        raise PreflightError(
+            f"resume: {resume_from} is another run's, and {config.run_dir} holds checkpoints of its own, which would "
+            "be deleted; give resume=auto to go on from them, or another name="
+        )
     return resume_from, skipped
 
 
@@ -279,6 +284,10 @@ def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None)
     if resume_from is not None:
         consumed = Cursor()
         consumed.restore(**json.loads((resume_from / "state.json").read_text())["cursor"])
-        if consumed.consumed >= needed:
-            return checkpoint.step_of(resume_from)
+        step, left = checkpoint.step_of(resume_from), needed - consumed.consumed
+        if left <= 0:
+            return step
+        then = json.loads((resume_from / "config.json").read_text())["learner"]["groups_per_step"]
+        if then != config.learner.groups_per_step:  # resume_allow_changed
+            return step + math.ceil(left / config.learner.groups_per_step)
     return math.ceil(needed / config.learner.groups_per_step)

@@ -30,6 +30,7 @@ class WeightSync:
         # The learner may be without its base until a lost generator is replaced.
         without = self._deadlines.start if config.memory.base == "shared" else 0.0
         self._probe_s = self._deadlines.push + without
+        self._under_way_s = config.cluster.deadlines.group if config.max_staleness > 0 else 0.0
         self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
@@ -55,6 +56,6 @@ class WeightSync:
         """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from."""
         version = push.policy_id.version
         await self._pipes.policy_slot.publish(version, push)
-        patience = self._deadlines.push + self._deadlines.start  # a generator may be restarting
+        patience = self._deadlines.push + self._deadlines.start + self._under_way_s  # a generator may be restarting
         await self._pipes.policy_slot.acknowledged(version, [p.name for p in self._producers], patience)
         self._pipes.buffer.release(release)

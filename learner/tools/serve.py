@@ -80,7 +80,10 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     arguments += ["--lora-target-modules", *_targets(served(learned))]  # else experts and head get LoRA layers, too
     if config.model.base == "nf4":
         arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
-    return [*arguments, "--lora-modules", f"{name}={served(learned)}"]
+    module = f"{name}={served(learned)}"
+    if "," in module:  # which vLLM takes for JSON
+        module = json.dumps({"name": name, "path": str(served(learned))})
+    return [*arguments, "--lora-modules", module]
 
 
 def _targets(adapter: Path) -> list[str]:

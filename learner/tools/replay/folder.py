@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from learner.model.adapter_config import MODEL
 from learner.tools.replay.recorded import ReplayError
 from learner.tools.replay.taking import Learner, Taken
 from rollout import ledger
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a run
 
 
 class ReplayFolder:
@@ -81,8 +84,13 @@ def place_for(run: Path, output: Path | None) -> Path:
     something."""
     if output is None:
         beside = run.resolve()
-        names = (f"{beside.name}-replay{'' if number == 1 else f'-{number}'}" for number in range(1, 10**6))
+        own = re.sub(r"[^A-Za-z0-9._-]", "-", beside.name)  # a run's name has no others
+        names = (f"{own}-replay{'' if number == 1 else f'-{number}'}" for number in range(1, 10**6))
         return next(place for name in names if not (place := beside.with_name(name)).exists())
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ReplayError(f"--output: must be a new folder or an empty one, got {output}; give another")
+    if not re.fullmatch(NAME, output.absolute().name):
+        raise ReplayError(
+            f"--output: its last part names a run, so it must be of letters, digits, dots, dashes and _, got {output}"
+        )
     return output.absolute()

@@ -27,7 +27,7 @@ class SkyRLGym:
     """
 
     def __init__(self, env: str, config: Mapping[str, Any] | None = None, max_turns: int = 8) -> None:
-        self._name, self._config, self._max_turns = env, dict(config or {}), max_turns
+        self._name, self._config, self._max_turns = env, _Config(config or {}), max_turns
         self._make = load_own(env, "MyEnv") if ":" in env else _registered(env)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
@@ -59,6 +59,16 @@ class SkyRLGym:
     async def close(self) -> None:
         """Closes the instance."""
         await asyncio.to_thread(self._env.close)
+
+
+class _Config(dict[str, Any]):
+    """As OmegaConf's: its keys are attributes, too, also of mappings in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"env.args.config has no {name}")
+        value = self[name]
+        return _Config(value) if isinstance(value, Mapping) else value
 
 
 def _registered(name: str) -> Any:

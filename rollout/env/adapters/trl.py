@@ -16,7 +16,7 @@ import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.base import said
 from rewards.loader import load_own
-from rollout.env.adapters.trl_rewards import given, load_rewards
+from rollout.env.adapters.trl_rewards import check_given, given, load_rewards
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
@@ -65,7 +65,9 @@ class TrlEnvironment:
         self._limits = CallLimits(timeout_s, turn_timeout_s, max_chars)
         self._thread = ThreadPoolExecutor(1)  # plain methods all run in one, since some libraries demand it
         self._columns: dict[str, Any] = {}
+        self._shown: list[Message] = []  # what the policy began with
         self._completion: list[Message] = []
+        self._answers: list[Message] = []  # to the last turn: part of the completion once the policy goes on from them
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         """Raises ToolError for a class without reset, or with a method that cannot be a tool."""
@@ -86,14 +88,18 @@ class TrlEnvironment:
         if seen is not None and not isinstance(seen, str):
             raise ToolError(f"trl_environment: reset must return text or None, got {type(seen).__name__}")
         shown = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + (seen or "")}]
+        self._shown = shown
+        for name, reward in self._rewards.items():
+            check_given(name, reward, self._have())
         return Start(tuple(shown), tuple(tool.spec for tool in tools.values()))
 
     async def step(self, turn: Turn) -> Step:
         """Calls the tools in their order."""
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
-        self._completion.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
+        said = {"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {})
+        self._completion += [*self._answers, said]
         messages, counts = await self._answer(turn)
-        self._completion += messages
+        self._answers = list(messages)
         return Step(messages, done=not messages, metrics=counts)
 
     async def score(self) -> Mapping[str, float]:
@@ -132,8 +138,9 @@ class TrlEnvironment:
     def _have(self) -> dict[str, Any]:
         """The arguments that there are for a reward function, as lists of one."""
         return {name: [value] for name, value in self._columns.items() if name != "prompt"} | {
-            "prompts": [self._columns["prompt"]],
-            "completions": [self._completion],
+            "prompts": [self._shown],
+            # Cut in its first turn a trajectory has none, and functions look at the first or the last.
+            "completions": [self._completion or [{"role": "assistant", "content": ""}]],
             "environments": [self._environment],
         }
 

@@ -42,6 +42,7 @@ class PythonTools:
         turn_timeout_s: float = TURN_TIMEOUT_S,
         max_chars: int = 4000,
     ) -> None:
+        functions = [functions] if isinstance(functions, str) else functions
         if not functions:
             raise ToolError("tools: must be at least one function, got none; name one in env.args.functions")
         tools = [FunctionTool(load_own(one, "my_tool") if isinstance(one, str) else one) for one in functions]

@@ -1,5 +1,6 @@
 """--dry-run: everything that config, files and torch's meta device know, all of it at once."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -267,13 +268,24 @@ def test_a_trial_s_notes_reach_the_log(
     assert caplog.messages == ["not tried: no card"]
 
 
-def test_ctrl_c_before_the_run_begins_is_no_traceback(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (KeyboardInterrupt, "stopped before the run began"),
+        (asyncio.CancelledError, "stopped at once; the same command goes on from its last checkpoint"),  # the second
+    ],
+)
+def test_ctrl_c_is_no_traceback(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: type[BaseException],
+    said: str,
 ) -> None:
     def interrupted(config: RunConfig) -> None:
-        raise KeyboardInterrupt
+        raise raised
 
     monkeypatch.setattr("learner.main._train", interrupted)
     Path("config.yaml").write_text(yaml.safe_dump(config_of(model)))
     assert main(["--config", "config.yaml"]) == 130
-    assert capsys.readouterr().err.endswith("stopped before the run began\n")
+    assert capsys.readouterr().err.endswith(f"{said}\n")

@@ -142,6 +142,25 @@ async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_
     assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
 
 
+async def test_a_run_is_stopped_amid_an_evaluation_which_is_made_up_when_it_goes_on(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 6)
+
+    async def waits(step: int) -> dict[str, float]:
+        if step < 2:
+            return {}
+        loop.loop.stop.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    loop.loop.held_out.score = waits  # type: ignore[method-assign]
+    await asyncio.wait_for(finish(loop), 20)
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / "step-000002"
+    resumed = build(tmp_path, configure(), 4, resume_step=2)
+    await finish(resumed, newest)
+    assert [evaluation.step for evaluation in resumed.evaluations] == [2, 4]
+
+
 async def test_an_evaluation_that_ended_a_run_is_made_up_when_it_goes_on(tmp_path: Path) -> None:
     loop = build(tmp_path, configure(), 6)
     score = loop.loop.held_out.score

@@ -150,3 +150,22 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
         commit(same.run_dir / "checkpoints", 3, {"config.json": same.model_dump_json(), "state.json": state})
         prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
         assert (prepared.finished_steps, prepared.total_steps) == (3, total)
+    fewer = ["epochs=1", "name=low-2", "learner.groups_per_step=1", "resume_allow_changed=[learner.groups_per_step]"]
+    assert prepare(load("config.yaml", fewer)).total_steps == 3 + 27 - 22
+
+
+def test_a_run_with_checkpoints_does_not_go_on_from_anothers(config: dict[str, Any]) -> None:
+    from learner.driver.config_io import load
+    from learner.driver.findings import PreflightError
+    from learner.driver.preflight import prepare
+
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    runs = [prepare(load("config.yaml", [f"name={name}"])).config for name in ("base", "branch")]
+    state = json.dumps({"cursor": {"low": 0, "done": []}})
+    for run in runs:
+        commit(run.run_dir / "checkpoints", 3, {"config.json": run.model_dump_json(), "state.json": state})
+    base = runs[0].run_dir / "checkpoints" / "step-000003"
+    assert prepare(load("config.yaml", ["name=new", f"resume={base}"])).resume_from == base
+    assert prepare(load("config.yaml", ["name=base", f"resume={base}"])).resume_from == base
+    with pytest.raises(PreflightError, match="base.* is another run's, and .*branch holds checkpoints of its own"):
+        prepare(load("config.yaml", ["name=branch", f"resume={base}"]))

@@ -70,6 +70,24 @@ async def test_a_reward_function_that_asks_for_environments_is_given_this_one() 
     assert await env.score() == {"Judged": 0.5, "reward_score": 4.0}
 
 
+async def test_reward_functions_see_what_the_policy_saw_and_said() -> None:
+    env, _ = await begun(rewards=f"{CLASSES}:seen")
+    assert env._have()["completions"] == [[{"role": "assistant", "content": ""}]]  # cut in its first turn
+    await env.step(calls(("add", {"by": 2})))
+    await env.score()
+    assert [message["role"] for message in env._environment.seen[1]] == ["assistant"]  # the answer was never read
+    await env.step(said("2"))
+    await env.score()
+    prompt, completion = env._environment.seen
+    assert prompt[-1]["content"] == "Count. Start at 0."
+    assert [message["role"] for message in completion] == ["assistant", "tool", "assistant"]
+
+
+async def test_a_reward_function_that_asks_for_more_is_refused_at_the_start() -> None:
+    with pytest.raises(ToolError, match="env.args.rewards: greedy asks for trainer_state, and there is .*completions"):
+        await begun(rewards=[f"{CLASSES}:greedy"])
+
+
 @pytest.mark.parametrize("rewards", [["reward_score"] * 2, ["Judged"]])
 async def test_two_parts_of_the_reward_have_two_names(rewards: list[str]) -> None:
     with pytest.raises(ToolError, match="each part of the reward must have a name of its own, got .*; rename a"):

@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import Any
 
 
 class Counter:
@@ -58,3 +59,14 @@ class NoReset:
 
 def reward_score(environments: list[Judged], completions: list[list[object]], **kwargs: object) -> list[float]:
     return [env.score + len(messages) for env, messages in zip(environments, completions, strict=True)]
+
+
+def seen(
+    environments: list[Any], prompts: list[list[object]], completions: list[list[object]], **kwargs: object
+) -> list[float]:
+    environments[0].seen = prompts[0], list(completions[0])
+    return [0.0]
+
+
+def greedy(completions: list[list[object]], trainer_state: object) -> list[float]:
+    return [0.0 for _ in completions]
