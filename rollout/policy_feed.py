@@ -25,11 +25,8 @@ log = logging.getLogger("rollout")
 class PolicyFeed:
     """The end of PolicySlot at one worker."""
 
-    def __init__(
-        self, worker: SupervisedWorker, policy_slot: PolicySlot[Push], timeline: Timeline, deadline_s: float
-    ) -> None:
-        """deadline_s: for the worker to load a policy, and to answer its probe."""
-        self.worker, self.policy_slot, self.timeline, self._deadline_s = worker, policy_slot, timeline, deadline_s
+    def __init__(self, worker: SupervisedWorker, policy_slot: PolicySlot[Push], timeline: Timeline) -> None:
+        self.worker, self.policy_slot, self.timeline = worker, policy_slot, timeline
         self.receipt: Receipt | None = None  # of the newest policy that was delivered
         self.answer: Answer | None = None  # to the newest probe
         self.evidence = Evidence()
@@ -83,7 +80,7 @@ class PolicyFeed:
         """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("push", name, version=version):
-            receipt = await self.worker.actor.call(RolloutService.take_policy, self._deadline_s, push.policy.argument())
+            receipt = await self.worker.actor.call(RolloutService.take_policy, self.worker.deadlines.push, push.policy.argument())
             check_digest(push.policy_id, name, receipt.digest)
         self.receipt, self._held = receipt, version
         await self.policy_slot.acknowledge(name, version)
@@ -93,7 +90,7 @@ class PolicyFeed:
         the policy that was sent."""
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
-            answer = await self.worker.actor.call(RolloutService.probe, self._deadline_s, push.probe_ids)
+            answer = await self.worker.actor.call(RolloutService.probe, self.worker.deadlines.push, push.probe_ids)
             await push.verify(name, answer, self.evidence)
         if answer.held.unread and self.answer is None:
             log.warning(

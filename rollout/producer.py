@@ -72,10 +72,10 @@ class Producer:
         sampling: Callable[[int, int], Sampling],
         deadlines: DeadlineConfig,
     ) -> None:
+        if pipes.buffer.runs_ahead:  # a policy, and its probe, may have to wait for the groups that are under way
+            deadlines = deadlines.model_copy(update={"push": deadlines.push + deadlines.group})
         self.worker = SupervisedWorker(actor, deadlines)
-        # A policy, and its probe, may have to wait for the groups that are under way.
-        patience = deadlines.push + (deadlines.group if pipes.buffer.runs_ahead else 0.0)
-        self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline, patience)
+        self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline)
         self.pipes = pipes
         self.sampling = sampling
 

@@ -32,7 +32,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
 ) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), DeadlineConfig())
-    feed = PolicyFeed(worker, PolicySlot(), timeline, 60.0)
+    feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
         await feed.prove(pushed(Adapter.build(version, b"", {}), (1, 2), said([-1.0])))
         assert await feed.proof_of(version, 0)
