@@ -80,7 +80,9 @@ class PolicyFeed:
         """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("push", name, version=version):
-            receipt = await self.worker.actor.call(RolloutService.take_policy, self.worker.deadlines.push, push.policy.argument())
+            receipt = await self.worker.actor.call(
+                RolloutService.take_policy, self.worker.deadlines.push, push.policy.argument()
+            )
             check_digest(push.policy_id, name, receipt.digest)
         self.receipt, self._held = receipt, version
         await self.policy_slot.acknowledge(name, version)

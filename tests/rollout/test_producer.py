@@ -100,6 +100,15 @@ def push(version: int) -> Push:
     return pushed(Adapter.build(version, b"weights", {}), (1, 2), said([-1.0 - version]))
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_policy_and_its_probe_may_wait_for_the_groups_under_way(tmp_path: Path, max_staleness: int) -> None:
+    buffer, timeline = Buffer(2, max_staleness, 2**20, print), Timeline(tmp_path / "timeline.json")
+    pipes = Pipes(Stream(), Cursor(), buffer, PolicySlot(), timeline)
+    producer = Producer(Process("generator-0", Worker, [Story()]), pipes, lambda *_: Sampling(2, 8), DEADLINES)
+    assert producer.worker.deadlines.push == DEADLINES.push + max_staleness * DEADLINES.group
+    timeline.close()
+
+
 @asynccontextmanager
 async def producing(story: Story, slots: int, folder: Path) -> AsyncIterator[Producer]:
     """A producer at work under policy v3; an exception of it ends the body and comes out as it is."""

@@ -28,6 +28,12 @@ async def test_a_class_of_skyrl_gym_is_played() -> None:
     await env.close()
 
 
+def test_the_config_of_skyrl_gym_is_read_by_key_and_by_attribute() -> None:
+    config = SkyRLGym(f"{OTHERS}:Adding", {"search": {"topk": 3}})._config
+    assert config.search.topk == config["search"]["topk"] == config.get("search")["topk"] == 3  # type: ignore[index]
+    assert not hasattr(config, "search_url")
+
+
 def test_an_id_of_skyrl_gym_needs_the_package() -> None:
     with pytest.raises(ToolError, match="gsm8k is an environment of skyrl_gym, which does not import"):
         SkyRLGym("gsm8k")
