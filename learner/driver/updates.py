@@ -108,6 +108,7 @@ class Updates:
         return metrics | spent, push
 
     async def _update(self, groups: Sequence[pa.Table]) -> dict[str, float]:
+        await self._sync.answered()
         with self._pipes.timeline.span("train", "learner", step=self.step + 1):
             metrics = await self._step(list(groups))
         self._sync.trained_on(groups)

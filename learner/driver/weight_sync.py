@@ -31,6 +31,7 @@ class WeightSync:
         without = self._deadlines.start if config.memory.base == "shared" else 0.0
         self._probe_s = self._deadlines.push + without
         self._under_way_s = config.cluster.deadlines.group if config.max_staleness > 0 else 0.0
+        self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
         self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
@@ -39,8 +40,14 @@ class WeightSync:
         policy, exported = await self._trainer.call(TrainerService.outgoing, self._deadlines.push)
         spent = {"time/push_export": exported.seconds, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
-        expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
-        return Push(policy, exported.policy_id, ids, expected, self._dtype), spent
+        self._expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
+        return Push(policy, exported.policy_id, ids, self._expected, self._dtype), spent
+
+    async def answered(self) -> None:
+        """Waits until the learner has answered the newest probe, which must come before its next step: an actor takes
+        calls that are a few milliseconds apart in either order, and would answer with the policy after."""
+        if self._expected is not None:
+            await asyncio.wait({self._expected})
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
         with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):

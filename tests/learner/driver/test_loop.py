@@ -15,8 +15,20 @@ from rollout import ledger
 from rollout.schema import Problem
 from rollout.service import RolloutService
 from rollout.types import Sampling
-from rollout.weight_sync import DeliveryError
-from tests.learner.loops import PER_STEP, PROBLEMS, Worker, build, configure, consumed, finish, first, lines, started
+from rollout.weight_sync import Answer, DeliveryError
+from tests.learner.loops import (
+    PER_STEP,
+    PROBLEMS,
+    Trainer,
+    Worker,
+    build,
+    configure,
+    consumed,
+    finish,
+    first,
+    lines,
+    started,
+)  # fmt: skip
 
 
 async def test_synchronous_training_takes_each_position_in_order_from_the_newest_policy(tmp_path: Path) -> None:
@@ -140,6 +152,24 @@ async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_
     assert last < PROBLEMS <= len(positions)  # each once, and no step after that
     assert "eval/accuracy" in lines(tmp_path)[-1]
     assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
+
+
+async def test_no_step_is_asked_for_before_the_probe_of_the_policy_before_it_is_answered(tmp_path: Path) -> None:
+    """An actor may take two calls in either order, and a probe after the step would be of the policy after it."""
+
+    class Late(Trainer):
+        probed = -1
+
+        async def probe(self, token_ids: list[int]) -> Answer:
+            await asyncio.sleep(0.05)
+            self.probed = self.version
+            return await super().probe(token_ids)
+
+        async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+            assert self.probed == self.version
+            return await super().step(groups)
+
+    await finish(build(tmp_path, configure(max_staleness=1), 4, trainer=Local("learner", Late, [0.0, 0.0])))
 
 
 async def test_a_run_is_stopped_amid_an_evaluation_which_is_made_up_when_it_goes_on(tmp_path: Path) -> None:
