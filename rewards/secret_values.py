@@ -27,7 +27,8 @@ _TEXT_KEY = re.compile(
 _MASKED = re.compile(r"\*{3}|(?:bearer|basic|token) \*{3}|.*://\*{3}@.*", re.IGNORECASE | re.DOTALL)
 _SECRET_MAPPING = ("storage_options", "headers")  # all that stands in them
 _SECRET_TEXT = re.compile(
-    r"(?:(?<![A-Za-z])|(?<=\\[nrt]))sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}"
+    r"(?:(?<![A-Za-z])|(?<=\\[nrt]))sk-[A-Za-z0-9_-]{16,}"
+    r"|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}"
     r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]*|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
 )
 
