@@ -43,20 +43,23 @@ def own_products() -> Iterator[None]:
         sys.modules["torch"].backends.mkldnn.matmul.fp32_precision = "none"
 
 
-WHOLE_RUNS = ("tests/flow/", "tests/recipes/", "tests/learner/ranks/", "tests/documented/")
+WHOLE_RUNS = ("tests/flow/", "tests/nodes/", "tests/system/")
+PROCESSES = ("tests/documented/", "tests/learner/ranks/", "tests/recipes/")
 
 
-class InTwo(LoadScopeScheduling):  # type: ignore[misc]
-    """Two processes (`-n 2 --dist loadscope`) that take about as long: in one the whole runs, recipes, ranks and
-    documented commands, which mostly wait for processes to start; in the other the rest. Each keeps the order of one
-    process, in which what a test leaves behind is known to do no harm."""
+class InThree(LoadScopeScheduling):  # type: ignore[misc]
+    """Three processes (`-n 3 --dist loadscope`): whole runs, and ranks, recipes and documented commands, both of which
+    wait for processes a good part of the time; the rest. Each keeps the order of one process, in which what a test
+    leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else "the rest"
+        if nodeid.startswith(WHOLE_RUNS):
+            return "whole runs"
+        return "processes" if nodeid.startswith(PROCESSES) else "the rest"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:
-    return InTwo(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InThree:
+    return InThree(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,8 +6,8 @@ Real: Ray, its object store, an actor process that has the adapter and one for e
 and PolicyFeed. Not there: the learner's building of the bytes, and vLLM's loading of the files.
 
 reached  each receiver has the adapter, whose bytes lie where the sender wrote them once: what sending costs
-staged   each has also looked at its digest, written it as a file in PEFT's format, and read that back, as a generator
-         does (rollout.vllm.adapter_cache): two passes of sha256 and a copy, by each receiver's own core
+staged   each has also written it as a file in PEFT's format and looked at that file's digest, as a generator does
+         (rollout.vllm.adapter_cache): a copy and a pass of sha256, by each receiver's own core
 
 The very first push is cold: the object store's pages are not there yet.
 """
@@ -119,7 +119,7 @@ def report(rows: Sequence[dict[str, Any]], megabytes: float, told: dict[str, Any
     return (
         f"# An adapter of {megabytes:g} MB to several generators of one node\n\n{as_table(header, cells)}\n\n"
         "written: digest, and once into the object store, by the sender. sent: from then on, to all. reached: the "
-        "bytes are there to be read, none is copied. staged: digest, file and digest of the file, by each receiver, "
+        "bytes are there to be read, none is copied. staged: file and digest of the file, by each receiver, "
         f"on the cores that there are. warm: medians of {REPEATS} after a first.\n\n{under(told, 'Wall time')}\n"
     )
 

@@ -16,14 +16,13 @@ from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
 from learner.driver.env_check import check_environment
-from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
+from learner.driver.function_checks import check_accuracy, check_loss, check_rewards
 from learner.driver.machine_checks import (
     MachineError,
     check_main_memory,
     check_placement,
-    classifier_notes,
     machine_notes,
 )
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
@@ -32,16 +31,12 @@ from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.step_record import read_policies
-from learner.driver.trials import ENGINE, LEARNER, LOSS, SHARED_BASE, Trial
+from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError
 from learner.model.reference_config import ReferenceConfigError
 from learner.model.weight_files import WeightsError
 from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
-from rewards.call import Group
-from rewards.check import try_rewards
-from rewards.config import functions_of
-from rewards.unit_tests import late
 from rollout.architecture import ArchitectureError
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.cursor import Cursor
@@ -129,7 +124,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
     found.of(check_accuracy, config)
-    found.of(_check_loss, config)
+    found.of(check_loss, config)
     if chat is not None and data is not None:
         notes += found.of(check_rewards, config, data[0].at(0)) or ()
         notes += found.of(check_environment, config, chat, data[0].at(0)) or ()
@@ -234,45 +229,12 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
     return resume_from, skipped
 
 
-def check_accuracy(config: RunConfig) -> None:
-    """Whether data.eval.reward is one of the rewards."""
-    try:
-        accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
-    except ValueError as error:
-        raise PreflightError(str(error)) from None
-
-
 class Untokenised:
     """Stands for the model's chat where that cannot be loaded, so that the data is checked all the same."""
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """The text instead of token ids: of no length that counts, and different for different prompts."""
         return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
-
-
-def _check_loss(config: RunConfig) -> None:
-    """A surrogate of the user's, on a few tokens, in a process that has torch."""
-    if config.learner.loss.own:
-        trial = Trial(LOSS, config, "learner.loss.ratio", "loss")
-        try:
-            trial.finish()
-        finally:
-            trial.close()
-
-
-def check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
-    """Each function once, on two dummy completions of the first problem, in a worker process like those of the run.
-    Lines about those that work."""
-    functions = functions_of(config.rewards)
-    if not functions:
-        return ()
-    for i, reward in enumerate(config.rewards):
-        size = config.rollout.num_generations
-        if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
-            raise PreflightError(f"rewards.{i}.{wrong}")
-    group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
-    try_rewards(functions, group, config.rollout.reward_memory)
-    return classifier_notes(config)
 
 
 def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:

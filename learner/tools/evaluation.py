@@ -18,10 +18,11 @@ from learner.driver.cards import present, size_for
 from learner.driver.env_check import check_environment
 from learner.driver.evaluate import accuracy_reward, greedy, scores_of
 from learner.driver.findings import Findings, PreflightError
+from learner.driver.function_checks import check_accuracy, check_rewards
 from learner.driver.machine_checks import check_placement
 from learner.driver.memory_budget import settle, settled
 from learner.driver.model_checks import load_chat
-from learner.driver.preflight import PROBLEMS, Untokenised, check_accuracy, check_rewards
+from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
 from learner.model.weight_files import model_weights
 from learner.tools.eval_answers import answer_of

@@ -67,19 +67,32 @@ class AdapterWindow:
 
         Raises AdapterCorrupt, AdapterRefused if the payload is not safetensors, or OSError with the folder in it.
         """
-        adapter.verify()
-        keys = _keys_of(adapter)
         # A fresh folder each time: vLLM keeps a loaded file mapped, and rewriting it in place kills the process.
         folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
+        try:
+            digest = self._written(adapter, folder)
+            keys = _keys_of(adapter)
+            rank = 0 if isinstance(adapter, Weights) else int(adapter.config["r"])
+        except BaseException:
+            rmtree(folder)
+            raise
         lora_id = 1 if self._capacity == 1 else adapter.version + 1
+        return Resident(adapter.version, digest, folder, keys, rank, lora_id)
+
+    @staticmethod
+    def _written(adapter: Adapter | Weights, folder: Path) -> str:
+        """The digest of what is in the folder; of weights, of what is in memory."""
         if isinstance(adapter, Weights):
-            return Resident(adapter.version, adapter.digest, folder, keys, 0, lora_id)
+            adapter.verify()
+            return adapter.digest
         weights = folder / _WEIGHTS
         with writing(folder):
             weights.write_bytes(adapter.payload)
             (folder / _CONFIG).write_text(json.dumps(adapter.config))
-        rank = int(adapter.config["r"])
-        return Resident(adapter.version, str(digest_of(weights)["sha256"]), folder, keys, rank, lora_id)
+        digest = str(digest_of(weights)["sha256"])
+        if digest != adapter.digest:  # else the payload is right, too: one pass over its bytes for both
+            adapter.verify()
+        return digest
 
     def check(self, staged: Resident) -> None:
         """Raises AdapterRefused for a version that is not newer, or for modules other than the first adapter's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -106,6 +107,7 @@ def rank_processes(ranks: int, path: str, *, sharded: bool = False, **settings: 
 
 
 def _serve(end: Connection, rank: int, ranks: int, path: str, settings: dict[str, Any], sharded: bool) -> None:
+    faulthandler.enable()  # a crash in native code says where it was, as in Ray's workers
     torch.set_num_threads(1)
     trainer: Any = make_trainer(path, group=Group(rank, ranks, "cpu", sharded=sharded), **settings)
     assert isinstance(trainer, RankTrainer)
