@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.files import writing
-from cluster.trackers import TRACKERS, Background, Sample
+from cluster.trackers import TRACKERS, Background, Sample, tracked
 
 Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
 EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
@@ -30,7 +30,10 @@ class Metrics:
         self._forget_after(resume_step)
         self._file = self._path.open("a", buffering=1)
         self._folder = os.stat(run_dir)
-        self._trackers = [Background(name, TRACKERS[name], run_dir) for name in trackers]
+        self._trackers: list[Background] = []
+        if trackers:
+            run = tracked(run_dir, resume_step)
+            self._trackers = [Background(name, TRACKERS[name], run) for name in trackers]
 
     def _forget_after(self, step: int) -> None:
         """Drops the lines of steps that a resumed run will repeat, so that each step stands there once.

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.files import writing
+from cluster.files import fsync, writing
 from rollout.schema import SCHEMA, check
 
 NEW_IN_3 = ("reward_error",)
@@ -30,6 +30,15 @@ def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
         pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk a group costs more
     os.replace(partial, path)
     return path
+
+
+def settle(folder: Path, step: int) -> None:
+    """Puts the files of steps after this one on the disk, so that they survive a power cut."""
+    new = [path for path in steps(folder) if int(path.stem.removeprefix("step-")) > step]
+    for path in new:
+        fsync(path)
+    if new:
+        fsync(folder)
 
 
 def read(path: Path) -> pa.Table:

@@ -6,11 +6,11 @@ from cluster.trackers.background import Background
 from cluster.trackers.mlflow import MLflow
 from cluster.trackers.prometheus import Prometheus
 from cluster.trackers.tensorboard import TensorBoard
-from cluster.trackers.tracker import Sample, Tracker
+from cluster.trackers.tracker import Sample, TrackedRun, Tracker, tracked
 from cluster.trackers.trackio import Trackio
 from cluster.trackers.wandb import WandB
 
-__all__ = ["PROMETHEUS", "TRACKERS", "Background", "Sample", "Tracker", "known_tracker"]
+__all__ = ["PROMETHEUS", "TRACKERS", "Background", "Sample", "TrackedRun", "Tracker", "known_tracker", "tracked"]
 
 PROMETHEUS = "prometheus"  # for which Ray has to show its metrics
 

@@ -4,9 +4,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from cluster.trackers.tracker import Sample, Tracker
+from cluster.trackers.tracker import Sample, TrackedRun, Tracker
 
 CLOSE_S = 60.0  # for what a tracker still has to send
 
@@ -16,11 +15,11 @@ log = logging.getLogger(__name__)
 class Background:
     """Takes what a tracker is to be told, and returns at once. name: as in the configuration."""
 
-    def __init__(self, name: str, make: Callable[[Path], Tracker], run_dir: Path) -> None:
+    def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
         self._name = name
         self._inbox: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         # Daemon: a tracker that never returns does not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, args=(make, run_dir), name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make, run), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -39,9 +38,9 @@ class Background:
                 "metrics.jsonl has them all", self._name, CLOSE_S,
             )  # fmt: skip
 
-    def _run(self, make: Callable[[Path], Tracker], run_dir: Path) -> None:
+    def _run(self, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
         try:
-            tracker = make(run_dir)
+            tracker = make(run)
             while (told := self._inbox.get()) is not None:
                 told(tracker)
             tracker.close()

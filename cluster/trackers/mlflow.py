@@ -1,15 +1,16 @@
 """MLflow."""
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from cluster.trackers.tracker import Sample, run_config
+from cluster.trackers.tracker import Sample, TrackedRun, run_config
 
-FOLDER = "gleaner.run_dir"  # the tag by which a resumed run finds its own
+FOLDER, ID = "gleaner.run_dir", "gleaner.run_id"  # tags; by the second a resumed run finds its own
 MOST_PARAMS = 100  # that one request takes
+REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the name of a metric
 
 
 class MLflow:
@@ -18,30 +19,32 @@ class MLflow:
 
     PACKAGE = "mlflow"
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        address = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
-        name, folder = os.environ.get("MLFLOW_EXPERIMENT_NAME", "gleaner"), str(run_dir.resolve())
+        address = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run.folder.resolve()}/mlflow.db")
+        name, folder = os.environ.get("MLFLOW_EXPERIMENT_NAME", "gleaner"), str(run.folder.resolve())
         self._metric: Any = Metric
         self._client = MlflowClient(tracking_uri=address)
         found = self._client.get_experiment_by_name(name)
         place = f"file://{folder}/mlflow" if address.startswith("sqlite") else None
         experiment = found.experiment_id if found else self._client.create_experiment(name, artifact_location=place)
-        before = self._client.search_runs([experiment], f"tags.`{FOLDER}` = '{folder}'", max_results=1)
+        before = self._client.search_runs([experiment], f"tags.`{ID}` = '{run.id}'", max_results=1)
         if before:
             self._run_id = before[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        self._run_id = self._client.create_run(experiment, run_name=run_dir.name, tags={FOLDER: folder}).info.run_id
-        params = [Param(key, str(value)) for key, value in run_config(run_dir).items()]
+        tags = {FOLDER: folder, ID: run.id}
+        self._run_id = self._client.create_run(experiment, run_name=run.folder.name, tags=tags).info.run_id
+        params = [Param(key, str(value)) for key, value in run_config(run.folder).items()]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run_id, [self._metric(key, value, now, step) for key, value in values.items()])
+        told = {REFUSED.sub("_", name): value for name, value in values.items()}
+        self._client.log_batch(self._run_id, [self._metric(name, value, now, step) for name, value in told.items()])
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
         self._client.log_dict(self._run_id, {"samples": [dict(s) for s in samples]}, f"completions/step-{step}.json")

@@ -5,12 +5,11 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from cluster.files import writing
 from cluster.ray_metrics import RayMetrics, metrics_address
-from cluster.trackers.tracker import Sample
+from cluster.trackers.tracker import Sample, TrackedRun
 
 TARGETS = "prometheus.json"  # of the run folder, for Prometheus' file_sd_configs
 AGAIN_S = 1.0  # after which the newest values are told again: Ray forgets a gauge after two of its reports, 20 s
@@ -49,12 +48,12 @@ class Prometheus:
     """Gauges of the newest step, and counters, at the address where Ray's agent of the driver's node shows metrics;
     `prometheus.json` of the run folder says where that is, while the run lives."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run, self._folder = {"run": run_dir.name}, run_dir
+    def __init__(self, run: TrackedRun) -> None:
+        self._run, self._folder = {"run": run.folder.name}, run.folder
         self._metrics, self._values = RayMetrics(), dict[str, float]()
         targets = [{"targets": [metrics_address()], "labels": {"job": "gleaner"}}]
-        with writing(run_dir / TARGETS):
-            (run_dir / TARGETS).write_text(json.dumps(targets) + "\n")
+        with writing(run.folder / TARGETS):
+            (run.folder / TARGETS).write_text(json.dumps(targets) + "\n")
         self._telling, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._tell_again, name="tracker-prometheus-again", daemon=True)
         self._thread.start()

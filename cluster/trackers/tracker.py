@@ -1,19 +1,46 @@
 """What a tracker is."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cluster.dotted import dotted
+from cluster.files import writing
 
 Sample = Mapping[str, Any]  # of an evaluation: prompt, completion, reward
+ID = "tracker_id"  # of the run folder
+
+
+class TrackedRun(NamedTuple):
+    """A run as a tracker knows it.
+
+    id: a run that goes on from a checkpoint keeps it; one that begins anew, in the same folder or in one of the same
+    path elsewhere, has another. finished: steps before this start; later ones may have been told already, if the run
+    goes back to a checkpoint.
+    """
+
+    folder: Path
+    id: str
+    finished: int
+
+
+def tracked(folder: Path, finished: int) -> TrackedRun:
+    """The run of this folder, with the id that lies there, or a new one."""
+    file = folder / ID
+    kept = file.read_text().strip() if finished > 0 and file.exists() else ""
+    if not kept:
+        kept = secrets.token_hex(8)
+        with writing(file):
+            file.write_text(kept + "\n")
+    return TrackedRun(folder, kept, finished)
 
 
 class Tracker(Protocol):
     """One place that shows metrics. All of its methods run in a thread of its own, and what they raise ends it, not
     the run. A class may name what has to be installed for it: PACKAGE."""
 
-    def __init__(self, run_dir: Path) -> None: ...
+    def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The metrics of one step by name; finite ones only."""

@@ -2,26 +2,25 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from cluster.trackers.tracker import Sample, run_config
+from cluster.trackers.tracker import Sample, TrackedRun, run_config
 
 
 class Trackio:
     """A run of the project of TRACKIO_PROJECT, or gleaner, in trackio's own folder (TRACKIO_DIR); `trackio show` shows
-    it. A resumed run goes on in it."""
+    it. Its name is that of the run folder with a part of the id: trackio finds a resumed run by its name."""
 
     PACKAGE = "trackio"
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         self._trackio: Any = trackio
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "gleaner"),
-            name=run_dir.name,
-            config=run_config(run_dir),
+            name=f"{run.folder.name}-{run.id[:6]}",
+            config=run_config(run.folder),
             resume="allow",
             embed=False,
         )

@@ -40,23 +40,22 @@ async def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest]
     where this process finds something else there, CheckpointError is raised and nothing is committed.
 
     The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
-    all but the `keep` newest whole ones are deleted. Checkpoints of later steps belong to a lineage that was left by
-    resuming from an earlier one, and go too: else the next automatic resume would take them for the newest.
+    all but the `keep` newest whole ones are deleted.
 
     Files are hashed and put on the disk in a thread, gigabytes of them in full mode: generators are served meanwhile.
     """
-    folder = await _to_its_end(_begin, root, step)
+    folder = await to_its_end(_begin, root, step)
     try:
         yield folder
-        await _to_its_end(_seal, folder, step, written or {})
+        await to_its_end(_seal, folder, step, written or {})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # what went wrong matters more; the next commit removes the rest
         raise
-    await _to_its_end(_name, folder, root / name_of(step))
-    await _to_its_end(_prune, root, step, keep)
+    await to_its_end(_name, folder, root / name_of(step))
+    await to_its_end(_prune, root, step, keep)
 
 
-async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
+async def to_its_end(work: Callable[..., T], *args: Any) -> T:
     """The result of work(*args), done in a thread. A caller that is cancelled waits for it all the same: the next
     commit must not find this one still writing."""
     task = asyncio.create_task(asyncio.to_thread(work, *args))
@@ -67,11 +66,28 @@ async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
         raise
 
 
-def _begin(root: Path, step: int) -> Path:
-    """A new temporary folder in `root`, without those of writers that were killed."""
-    root.mkdir(parents=True, exist_ok=True)
+def set_aside_after(root: Path, step: int) -> None:
+    """Of a run that goes on from a checkpoint of this step, or from the start (0): later ones are of a line of steps
+    that it leaves, and the next automatic resume would take them for the newest. To be called before the records of
+    those steps are deleted. The next commit or start deletes what is set aside."""
+    later = [folder for folder in reversed(listing(root)) if step_of(folder) > step]
+    for folder in later:
+        log.warning("checkpoint %s is set aside: the run goes on from step %d", folder, step)
+        folder.rename(root / f"{TEMPORARY}left-{folder.name}-{uuid.uuid4().hex[:8]}")
+    if later:
+        fsync(root)
+
+
+def forget_leftovers(root: Path) -> None:
+    """Deletes what writers that were killed left, and what was set aside."""
     for leftover in root.glob(f"{TEMPORARY}*"):
         _delete(leftover)
+
+
+def _begin(root: Path, step: int) -> Path:
+    """A new temporary folder in `root`, the only one there."""
+    root.mkdir(parents=True, exist_ok=True)
+    forget_leftovers(root)
     folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
@@ -79,7 +95,7 @@ def _begin(root: Path, step: int) -> Path:
 
 def _name(folder: Path, final: Path) -> None:
     """Makes the sealed folder a checkpoint."""
-    if final.exists():  # one that did not verify, or one of an abandoned lineage: a rename cannot replace a full folder
+    if final.exists():  # one that did not verify: a rename cannot replace a full folder
         final.rename(final.with_name(f"{TEMPORARY}replaced-{final.name}"))
     folder.rename(final)
     fsync(final.parent)
@@ -213,12 +229,10 @@ def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Di
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints up to `step`, which has just been committed."""
+    """Delete all but the `keep` newest whole checkpoints. step: of the one that has just been committed."""
     kept = 0
     for folder in reversed(listing(root)):
-        if step_of(folder) > step:
-            log.warning("checkpoint %s is of a later step than the one just written (%d): deleted", folder, step)
-        elif step_of(folder) == step or (kept < keep and verify(folder) is None):
+        if step_of(folder) == step or (kept < keep and verify(folder) is None):
             kept += 1
             continue
         # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.

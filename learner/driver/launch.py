@@ -47,6 +47,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
             progress.note(f"checkpoint skipped: {skipped}")
         for changed in prepared.changed:
             progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
+        checkpoint.forget_leftovers(config.run_dir / "checkpoints")
         _publish(prepared, progress)
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(
@@ -102,8 +103,7 @@ async def _attempt(
                 phases.split(sinks.timeline, "other")
         return loop
     except Exception as error:
-        saved = loop.checkpoints.saved if loop is not None else None  # lost in the rehearsal, it has saved nothing
-        if stop.is_set() or not restarts.after(error, saved):
+        if stop.is_set() or not restarts.after(error, begun=loop is not None):
             raise
         return None
     finally:
@@ -131,9 +131,10 @@ def _inputs(prepared: Prepared) -> Inputs:
 
 
 def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
-    """From here on the run folder exists."""
+    """From here on the run folder exists, and holds nothing of steps that are taken again."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.set_aside_after(folder / "checkpoints", prepared.finished_steps)
     with writing(folder / "config.yaml"):
         (folder / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(folder / "timeline.json", prepared.finished_steps)

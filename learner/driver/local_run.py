@@ -15,6 +15,7 @@ from rich.console import Console
 from cluster.actor import Actor, Local, RevivableActor
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
+from learner.driver import checkpoint
 from learner.driver.console import Progress
 from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.fingerprints import Fingerprints
@@ -91,6 +92,7 @@ def local_run(
         generators = [Local(f"generator-{rank}", FakeWorker, [FakeEngine(VOCAB), rank]) for rank in range(2)]
     trainer = trainer or Local("learner", FakeTrainer, [VOCAB])
     problems = problems or MadeUpProblems(1000, counting_problem)
+    checkpoint.set_aside_after(folder / "checkpoints", resumed_step)
     sinks = Sinks(
         folder,
         Metrics(folder, [], resumed_step),

@@ -1,7 +1,5 @@
 """Everything that can be wrong is found before anything expensive starts: one clear line each, nothing written."""
 
-import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settl
 from learner.driver.model_checks import check_weights, follow_adapter, load_chat
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
+from learner.driver.run_length import total_steps
 from learner.driver.run_lock import RunFolderInUse
 from learner.driver.step_record import read_policies
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
@@ -39,7 +38,6 @@ from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
 from rollout.architecture import ArchitectureError
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
-from rollout.data.cursor import Cursor
 from rollout.data.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
@@ -134,13 +132,13 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     problems, heldout = data
     fingerprints = fingerprints_of(config, problems.rows())
     changed = check_same_run(config, fingerprints, resume_from) if resume_from is not None else []
-    total_steps = _total_steps(config, len(problems), resume_from)
+    steps = total_steps(config, len(problems), resume_from)
     finished = 0 if resume_from is None else checkpoint.step_of(resume_from)
     return Prepared(
         config=config,
         problems=problems,
         heldout=heldout,
-        total_steps=total_steps,
+        total_steps=steps,
         resume_from=resume_from,
         finished_steps=finished,
         skipped_checkpoints=skipped,
@@ -150,7 +148,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         notes=(
             *notes,
             *of_memory,
-            *_other_rate(config, total_steps, finished),
+            *_other_rate(config, steps, finished),
             *_fewer_held_out(config, len(heldout)),
         ),
     )
@@ -170,16 +168,16 @@ def _sized(
     return config, budgets, notes
 
 
-def _other_rate(config: RunConfig, total_steps: int, step: int) -> tuple[str, ...]:
+def _other_rate(config: RunConfig, steps: int, step: int) -> tuple[str, ...]:
     """A line if a run that goes on after this step was planned for another number of steps, and so learns at another
     rate: warm-up and decay are shares of all steps."""
-    then = next((line.total_steps for line in read_policies(config.run_dir) if line.step == step), total_steps)
+    then = next((line.total_steps for line in read_policies(config.run_dir) if line.step == step), steps)
     schedule = config.learner.schedule
-    planned, now = rate_factor(step, then, schedule), rate_factor(step, total_steps, schedule)
-    if now == planned or not 0 < step < total_steps:
+    planned, now = rate_factor(step, then, schedule), rate_factor(step, steps, schedule)
+    if now == planned or not 0 < step < steps:
         return ()
     told = (
-        f"learner.schedule: is made for {total_steps} steps now and was for {then}, so step {step + 1} learns at "
+        f"learner.schedule: is made for {steps} steps now and was for {then}, so step {step + 1} learns at "
         f"{now:.3g} times learner.learning_rate, where step {step} had {rate_factor(step - 1, then, schedule):.3g}"
     )
     return (told,)
@@ -235,21 +233,3 @@ class Untokenised:
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """The text instead of token ids: of no length that counts, and different for different prompts."""
         return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
-
-
-def _total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:
-    """Steps of the run. With epochs: as many as it takes if no group is replaced; none more than the checkpoint has if
-    enough problems were consumed by then."""
-    if config.num_steps is not None:
-        return config.num_steps
-    needed = config.num_problems(num_problems)
-    if resume_from is not None:
-        consumed = Cursor()
-        consumed.restore(**json.loads((resume_from / "state.json").read_text())["cursor"])
-        step, left = checkpoint.step_of(resume_from), needed - consumed.consumed
-        if left <= 0:
-            return step
-        then = json.loads((resume_from / "config.json").read_text())["learner"]["groups_per_step"]
-        if then != config.learner.groups_per_step:  # resume_allow_changed
-            return step + math.ceil(left / config.learner.groups_per_step)
-    return math.ceil(needed / config.learner.groups_per_step)

@@ -21,16 +21,17 @@ class Restarts:
         self.prepared, self._note = prepared, note
         self._allowed, self._used = prepared.config.learner.restarts, 0
 
-    def after(self, error: BaseException, saved: int | None) -> bool:
-        """True if the run goes on after this error. saved: the step of the newest checkpoint of the attempt. What is
-        lost with its node on the way to a generator is a policy, and the learner with it."""
+    def after(self, error: BaseException, *, begun: bool) -> bool:
+        """True if the run goes on after this error. begun: the attempt came as far as its loop, so that the newest
+        checkpoint on the disk is one that it would go on from. What is lost with its node on the way to a generator is
+        a policy, and the learner with it."""
         lost = first_of(error)
         if not isinstance(lost, LearnerLost | ValueLost) or self._used == self._allowed:
             return False
         self._used += 1
-        if saved is not None and saved != self.prepared.finished_steps:
-            folder = self.prepared.config.run_dir / "checkpoints" / checkpoint.name_of(saved)
-            self.prepared = replace(self.prepared, resume_from=folder, finished_steps=saved)
+        newest = checkpoint.newest(self.prepared.config.run_dir / "checkpoints")[0] if begun else None
+        if newest is not None:
+            self.prepared = replace(self.prepared, resume_from=newest, finished_steps=checkpoint.step_of(newest))
         where = f"step {self.prepared.finished_steps}" if self.prepared.resume_from else "the start"
         self._note(f"{sentence_of(lost)}; restart {self._used} of {self._allowed}, with fresh processes, from {where}")
         return True

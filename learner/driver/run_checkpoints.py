@@ -4,10 +4,10 @@ A checkpoint is one folder: the learner's part (weights, optimizer, random state
 evaluations so far, and what the run was made from (configuration and fingerprints of its inputs).
 """
 
-import asyncio
 import json
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cluster.actor import Actor
@@ -19,16 +19,28 @@ from learner.driver.fingerprints import FILE, Fingerprints
 from learner.driver.publishing import TRAINER, publish
 from learner.driver.step_metrics import Sinks
 from learner.trainer.service import TrainerService
+from rollout import ledger
 from rollout.producer import Pipes
+
+SEEN = ".seen-"
 
 
 class RunCheckpoints:
-    """Saves and restores the learner and the pipes. Waits for the learner, by its deadline for a step."""
+    """Saves and restores the learner and the pipes. Waits for the learner, by its deadline for a step.
+
+    total_steps: that the run is planned for.
+    """
 
     def __init__(
-        self, config: RunConfig, fingerprints: Fingerprints, trainer: Actor[TrainerService], pipes: Pipes, sinks: Sinks
+        self,
+        config: RunConfig,
+        total_steps: int,
+        fingerprints: Fingerprints,
+        trainer: Actor[TrainerService],
+        pipes: Pipes,
+        sinks: Sinks,
     ) -> None:
-        self._config, self._fingerprints = config, fingerprints
+        self._config, self._total_steps, self._fingerprints = config, total_steps, fingerprints
         self._trainer, self._pipes, self._sinks = trainer, pipes, sinks
         self.deadline_s = config.cluster.deadlines.step
         self.saved: int | None = None  # step of the newest checkpoint
@@ -36,7 +48,9 @@ class RunCheckpoints:
     async def check_shared(self) -> None:
         """Raises CheckpointError if the learner's process does not see the run folder: better now than at the first
         checkpoint."""
-        mark = self._sinks.folder / f".seen-{uuid.uuid4().hex[:8]}"
+        for left in self._sinks.folder.glob(f"{SEEN}*"):  # by a start that was killed
+            left.unlink()
+        mark = self._sinks.folder / f"{SEEN}{uuid.uuid4().hex[:8]}"
         mark.touch()
         try:
             seen = await self._trainer.call(TrainerService.sees, self._config.cluster.deadlines.push, mark)
@@ -53,19 +67,21 @@ class RunCheckpoints:
         """Commits a checkpoint, then publishes its adapter or model; killed between the two, the next start does."""
         with self._sinks.timeline.span("checkpoint", "loop", step=step):
             await self._commit(step, evaluations)
+            self.saved = step
             folder = self._root / checkpoint.name_of(step)
             whole = self._config.learner.mode == "full"
-            await asyncio.to_thread(publish, folder, self._sinks.folder, whole_model=whole)
-        self.saved = step
+            await checkpoint.to_its_end(partial(publish, folder, self._sinks.folder, whole_model=whole))
         self._sinks.progress.note(f"checkpoint of step {step}")
 
     async def _commit(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         written: dict[str, Digest] = {}
+        await checkpoint.to_its_end(ledger.settle, self._sinks.folder / "rollouts", self.saved or 0)
         async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
             theirs = await self._trainer.call(TrainerService.save, self.deadline_s, folder / TRAINER)
             written |= {f"{TRAINER}/{name}": digest for name, digest in theirs.items()}
             state = {
                 "step": step,
+                "total_steps": self._total_steps,
                 "cursor": self._pipes.cursor.state(),
                 "dropped_stale": self._pipes.buffer.dropped_stale,
                 "evaluations": [e.to_dict() for e in evaluations],

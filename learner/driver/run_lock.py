@@ -21,6 +21,7 @@ from pathlib import Path
 from cluster.files import writing
 
 NAME = ".lock"
+MOST_TRIES = 100
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 log = logging.getLogger(__name__)
@@ -54,11 +55,15 @@ def _dangles(path: Path) -> bool:
 
 def _take(path: Path) -> int:
     """A descriptor of the folder's lock file, locked."""
+    tries = 0
     while True:
+        tries += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # a run that ended without leaving anything has just removed its folder
+            if tries == MOST_TRIES:  # no: a file system that makes no folders, as /proc
+                raise
             continue
         except FileExistsError:  # it has removed it while we made it; or there is a file of that name
             if (path.parent.exists() and not path.parent.is_dir()) or any(map(_dangles, path.parents)):

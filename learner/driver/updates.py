@@ -84,8 +84,8 @@ class Updates:
     async def _train(
         self, groups: Sequence[pa.Table], useless: Sequence[pa.Table], tasks: asyncio.TaskGroup
     ) -> tuple[dict[str, float], Push]:
-        """Metrics and ledger cover all that was generated for the batch. The ledger is written meanwhile, and is on
-        disk before this returns, hence before any checkpoint counts these problems."""
+        """Metrics and ledger cover all that was generated for the batch. The ledger is written meanwhile, and has
+        its file before this returns, hence before any checkpoint counts these problems."""
         generated = [*groups, *useless]
         at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, generated))
         try:

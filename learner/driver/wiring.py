@@ -77,7 +77,7 @@ def wire(
         Updates(trainer, deadlines.step, pipes, sync, turns, metrics, record, reward_models),
         sync,
         HeldOut(producers, inputs.heldout, config, sinks.timeline),
-        RunCheckpoints(config, inputs.fingerprints, trainer, pipes, sinks),
+        RunCheckpoints(config, inputs.total_steps, inputs.fingerprints, trainer, pipes, sinks),
         metrics,
         MismatchGuard(config.guard),
     )

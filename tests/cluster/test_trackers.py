@@ -6,9 +6,11 @@ from math import nan
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from cluster.telemetry import Metrics
-from cluster.trackers import TRACKERS, Sample
+from cluster.trackers import TRACKERS, Sample, TrackedRun, tracked
 from learner.driver.config_io import ConfigError, load
 
 REQUIRED = ("model.path=m", "data.path=d.jsonl", "rewards=[{use: number}]")
@@ -17,8 +19,8 @@ REQUIRED = ("model.path=m", "data.path=d.jsonl", "rewards=[{use: number}]")
 class Lines:
     """A tracker that writes `step name value`."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = (run_dir / "lines.txt").open("w")
+    def __init__(self, run: TrackedRun) -> None:
+        self._file = (run.folder / "lines.txt").open("w")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -49,6 +51,23 @@ def test_a_row_of_the_table_is_enough_for_a_new_tracker(tmp_path: Path, monkeypa
     metrics.close()
     assert (tmp_path / "lines.txt").read_text() == "1 reward/mean 0.5\n1 4\n"
     assert list((tmp_path / "tensorboard").iterdir()) != []
+
+
+def test_a_run_that_goes_back_takes_its_later_steps_out_of_tensorboard(tmp_path: Path) -> None:
+    for finished, steps in ((0, (0, 1, 2, 3)), (2, (3, 4))):
+        metrics = Metrics(tmp_path, ["tensorboard"], finished)
+        for step in steps:
+            metrics.log(step, {"reward/mean": step + 0.5 * (finished > 0)})
+        metrics.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("reward/mean")
+    assert [(one.step, make_ndarray(one.tensor_proto)) for one in found] == [(0, 0), (1, 1), (2, 2), (3, 3.5), (4, 4.5)]
+
+
+def test_a_run_that_begins_anew_is_another_to_its_trackers(tmp_path: Path) -> None:
+    ids = [tracked(tmp_path, finished).id for finished in (0, 3, 0, 7)]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    (tmp_path / "tracker_id").write_text("")  # cut short by a kill
+    assert tracked(tmp_path, 7).id not in {*ids, ""}
 
 
 def test_a_tracker_that_is_not_there_is_refused_by_name() -> None:

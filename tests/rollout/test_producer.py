@@ -224,6 +224,16 @@ async def test_a_process_that_is_lost_with_its_first_policy_gets_it_again(tmp_pa
     assert [event for event in story.events if isinstance(event, str)] == ["fresh", "fresh", "life 3: v3"]
 
 
+async def test_the_end_of_a_run_ends_the_replacement_of_a_process_lost_with_its_first_policy(tmp_path: Path) -> None:
+    story = Story(take_policy=lambda life, version: "die" if life == 1 else "slow")
+    async with producing(story, 1, tmp_path) as producer:
+        while story.lives < 2:
+            await asyncio.sleep(0)
+        assert producer.worker.away
+    assert not producer.worker.away
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
 @pytest.mark.parametrize("where", ["take_policy", "probe"])
 async def test_what_ends_a_process_twice_in_the_same_words_is_not_tried_a_third_time(
     tmp_path: Path, where: str

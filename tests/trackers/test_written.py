@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from cluster.telemetry import Metrics
+from cluster.trackers import tracked
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those libraries' own
 SAMPLES = [{"prompt": [{"role": "user", "content": "2+2="}], "completion": "<b>4</b>", "reward": 1.0}]
@@ -19,18 +20,19 @@ SAMPLES = [{"prompt": [{"role": "user", "content": "2+2="}], "completion": "<b>4
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "my-run"
-    folder.mkdir()
+    folder = tmp_path / "it's" / "my-run"
+    folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "learner": {"lora": {"rank": 8}}}))
     return folder
 
 
 def two_steps(run_dir: Path, name: str) -> None:
-    """Two steps, and a resumed run that takes the second again and a third."""
+    """Two steps, and a resumed run that takes the second again, with another result, and a third."""
     for first, resumed in ((1, 0), (2, 1)):
         metrics = Metrics(run_dir, [name], resumed)
         for step in (first, first + 1):
-            metrics.log(step, {"reward/mean": step / 4, "loss/total": float("nan")})
+            values = {"reward/mean": step / 4 + resumed, "env/pass@1": 0.5, "loss/total": float("nan")}
+            metrics.log(step, values)
         metrics.completions(first + 1, SAMPLES)
         metrics.close()
 
@@ -60,7 +62,8 @@ def test_mlflow_has_curves_settings_and_completions_in_one_run(run_dir: Path, mo
     assert (run.info.run_name, run.info.status) == ("my-run", "FINISHED")
     assert run.data.params == {"seed": "3", "learner.lora.rank": "8"}
     found = {(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward/mean")}
-    assert found == {(1, 0.25), (2, 0.5), (3, 0.75)}
+    assert found == {(1, 0.25), (2, 0.5), (2, 1.5), (3, 1.75)}
+    assert run.data.metrics["env/pass_1"] == 0.5  # MLflow takes no @
     assert json.loads((next(run_dir.glob("mlflow/**/step-3.json"))).read_text()) == {"samples": SAMPLES}
 
 
@@ -71,9 +74,9 @@ def test_trackio_has_curves_and_settings(run_dir: Path, monkeypatch: pytest.Monk
     with sqlite3.connect(run_dir / "trackio" / "gleaner.db") as db:
         rows = db.execute("select run_name, step, metrics from metrics order by id").fetchall()
     told = [(step, json.loads(text)) for _, step, text in rows]
-    steps = {step: values["reward/mean"] for step, values in told if "reward/mean" in values}
-    assert {name for name, _, _ in rows} == {"my-run"}
-    assert steps == {1: 0.25, 2: 0.5, 3: 0.75}
+    steps = [(step, values["reward/mean"]) for step, values in told if "reward/mean" in values]
+    assert {name for name, _, _ in rows} == {f"my-run-{tracked(run_dir, 3).id[:6]}"}
+    assert steps == [(1, 0.25), (2, 0.5), (2, 1.5), (3, 1.75)]
     assert any("completions" in values for _, values in told)
 
 
@@ -91,7 +94,8 @@ def test_wandb_offline_has_curves_and_a_table(run_dir: Path, monkeypatch: pytest
             record.ParseFromString(data)
             history.append({"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item})
             settings |= {i.key: i.value_json for i in record.run.config.update}
-    assert [float(h["reward/mean"]) for h in history if "reward/mean" in h] == [0.25, 0.5, 0.5, 0.75]
+    curve = [(int(h["step"]), float(h["reward/mean"])) for h in history if "reward/mean" in h]
+    assert curve == [(1, 0.25), (2, 0.5), (2, 1.5), (3, 1.75)]
     assert settings["learner.lora.rank"] == "8"
     (table, _) = sorted(run_dir.glob("wandb/offline-run-*/files/media/table/**/*.json"))
     assert json.loads(table.read_text())["data"][0][2:] == ["<b>4</b>", 1.0]

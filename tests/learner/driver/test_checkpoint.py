@@ -165,7 +165,11 @@ def test_a_resume_from_an_earlier_step_leaves_the_old_lineage_behind(tmp_path: P
     for step in (10, 20, 30):
         save(tmp_path, step)
     flip_a_bit(tmp_path / "step-000020" / "state.json")
-    again = save(tmp_path, 20)  # the run went back to 10; its new step 20 replaces the broken one, 30 is of the past
+    checkpoint.set_aside_after(tmp_path, 10)
+    # A kill before the next commit does not bring the others back.
+    assert [path.name for path in checkpoint.listing(tmp_path)] == ["step-000010"]
+    assert len(names(tmp_path)) == 3
+    again = save(tmp_path, 20)
     assert names(tmp_path) == ["step-000010", "step-000020"]
     assert checkpoint.verify(again) is None
     assert checkpoint.newest(tmp_path) == (again, [])

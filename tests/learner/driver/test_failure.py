@@ -18,6 +18,7 @@ from learner.driver.watched_learner import LearnerError, LearnerLost, WatchedLea
 from learner.trainer.service import TrainerService
 from rollout.service import RolloutService
 from rollout.supervised_worker import GivenUp
+from tests.learner.checkpoints import commit
 from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
 
 
@@ -193,17 +194,18 @@ def test_a_lost_learner_is_replaced_as_often_as_is_allowed_and_nothing_else_is(t
     prepared = Prepared(config, absent, [], 40, old, 20, [], [], absent, absent)
     restarts = Restarts(prepared, notes.append)
     lost = ExceptionGroup("g", [LearnerLost("learner: step died\nmore")])
-    assert not restarts.after(LearnerError("learner: step failed"), 24)
-    assert not restarts.after(GivenUp("generator-0: lost"), 24)
+    assert not restarts.after(LearnerError("learner: step failed"), begun=True)
+    assert not restarts.after(GivenUp("generator-0: lost"), begun=True)
     went_on = []
-    for saved in (20, 24, 24):  # at first nothing was saved since the start
-        assert restarts.after(lost, saved)
+    for begun in (True, False, True):  # at first nothing was saved since the start
+        assert restarts.after(lost, begun=begun)
         went_on.append((restarts.prepared.resume_from, restarts.prepared.finished_steps))
-    newest = tmp_path / "r" / "checkpoints" / "step-000024"
-    assert went_on == [(old, 20), (newest, 24), (newest, 24)]
-    assert not restarts.after(lost, 26)
-    assert notes[1] == "learner: step died; restart 2 of 3, with fresh processes, from step 24"
+        newest = commit(tmp_path / "r" / "checkpoints", 24, {})
+    assert went_on == [(old, 20), (old, 20), (newest, 24)]
+    assert not restarts.after(lost, begun=True)
+    assert notes[2] == "learner: step died; restart 3 of 3, with fresh processes, from step 24"
     assert len(notes) == 3
     fresh = Restarts(replace(prepared, resume_from=None, finished_steps=0), notes.append)
-    assert fresh.after(ValueLost("generator-0: take_policy: what it was sent is gone with the node that had it"), None)
+    gone = ValueLost("generator-0: take_policy: what it was sent is gone with the node that had it")
+    assert fresh.after(gone, begun=False)
     assert notes[-1].endswith("restart 1 of 3, with fresh processes, from the start")

@@ -141,6 +141,7 @@ def test_a_vocabulary_that_does_not_fit(config: dict[str, Any], capsys: pytest.C
 def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[str, Any]) -> None:
     from learner.driver.config_io import load
     from learner.driver.preflight import prepare
+    from learner.driver.run_length import total_steps
 
     Path("config.yaml").write_text(yaml.safe_dump(config))  # 27 problems, 8 a step
     assert [prepare(load("config.yaml", [f"epochs={n}"])).total_steps for n in (0.1, 1, 2)] == [1, 4, 7]
@@ -150,6 +151,15 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
         commit(same.run_dir / "checkpoints", 3, {"config.json": same.model_dump_json(), "state.json": state})
         prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
         assert (prepared.finished_steps, prepared.total_steps) == (3, total)
+    changed = same.model_copy(update={"learner": same.learner.model_copy(update={"groups_per_step": 2})})
+    for then, planned, total in ((same, 9, 9), (same, 4, 4), (changed, 9, 3 + 1)):  # 22 of 27 are consumed
+        state = json.dumps({"cursor": {"low": 20, "done": [22, 24]}, "total_steps": planned})
+        folder = commit(same.run_dir.with_name("planned") / "checkpoints", 3, {
+            "config.json": then.model_dump_json(), "state.json": state,
+        })  # fmt: skip
+        again = load("config.yaml", ["epochs=1", "name=planned"])
+        assert total_steps(again, 27, folder) == total
+        assert total_steps(again.model_copy(update={"epochs": 2.0}), 27, folder) == (7 if planned == 4 else 3 + 4)
     fewer = ["epochs=1", "name=low-2", "learner.groups_per_step=1", "resume_allow_changed=[learner.groups_per_step]"]
     assert prepare(load("config.yaml", fewer)).total_steps == 3 + 27 - 22
 

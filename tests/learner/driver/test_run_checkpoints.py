@@ -44,6 +44,16 @@ async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_n
     assert fresh.trainer._object.version == 5  # type: ignore[attr-defined]
 
 
+async def test_a_checkpoint_that_cannot_be_published_is_a_checkpoint_all_the_same(tmp_path: Path) -> None:
+    loop = build(tmp_path, configure(), 4)
+    (tmp_path / "adapter").write_text("in its way")
+    with pytest.raises(ExceptionGroup) as raised:
+        await finish(loop)
+    assert raised.group_contains(FileExistsError)
+    assert loop.checkpoints.saved == 2  # not committed and published once more by the end of the run
+    assert [path.name for path in checkpoint.listing(tmp_path / "checkpoints")] == ["step-000002"]
+
+
 class Asked(Local[Any]):
     """Notes what is asked of the learner, and for how long at most."""
 
@@ -61,7 +71,7 @@ async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_
     inputs = Fingerprints({"rows": "a"}, {"vowels": "b"}, {"model": "c"})
     evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(4, {}, [])]
     learner, loop = Asked(), build(tmp_path, config, 6)
-    checkpoints = run_checkpoints.RunCheckpoints(config, inputs, learner, loop.pipes, loop.sinks)
+    checkpoints = run_checkpoints.RunCheckpoints(config, 8, inputs, learner, loop.pipes, loop.sinks)
     assert checkpoints.saved is None
     await checkpoints.check_shared()
     await checkpoints.save(4, evaluations)

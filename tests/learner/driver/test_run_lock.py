@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,17 @@ from learner.driver import run_lock
 with run_lock.held(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
+"""
+COPY = """
+import os, sys, time
+from pathlib import Path
+from learner.driver.run_lock import held
+from rollout.data.bounded import fails_within
+def hang():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+with held(Path(sys.argv[1])):
+    fails_within(600, hang)
 """
 RACE = """
 import pathlib, sys
@@ -97,3 +109,22 @@ def test_a_link_to_a_disk_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "not-mounted")
     with pytest.raises(FileExistsError, match="runs"), run_lock.held(tmp_path / "runs" / "one"):
         pytest.fail("there is no such folder")
+
+
+def test_a_file_system_that_makes_no_folders_is_an_error() -> None:
+    with pytest.raises(OSError, match="/proc/no"), run_lock.held(Path("/proc/no/run")):
+        pytest.fail("there is no such folder")
+
+
+def test_a_killed_process_leaves_no_copy_that_holds_its_lock(tmp_path: Path) -> None:
+    copying = [sys.executable, "-c", COPY, str(tmp_path)]
+    with subprocess.Popen(copying, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        copy = Path("/proc") / owner.stdout.readline().strip()
+        owner.kill()
+    deadline = time.monotonic() + 30
+    while copy.exists():
+        assert time.monotonic() < deadline, "it goes on without the process that would have ended it"
+        time.sleep(0.01)
+    with run_lock.held(tmp_path):
+        pass
