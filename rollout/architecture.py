@@ -62,6 +62,16 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
         )
 
 
+def check_unquantised(config: Mapping[str, Any], path: str) -> None:
+    """Raises ArchitectureError if the weights in the model's files are not numbers of 16 or 32 bits."""
+    if found := config.get("quantization_config"):
+        method = found.get("quant_method", "another type") if isinstance(found, Mapping) else found
+        raise ArchitectureError(
+            f"model.path: must be trained from weights of 16 or 32 bits, and those of {path} are quantised ({method}); "
+            "give the model that it was made from, with model.base=nf4 for 4 bits"
+        )
+
+
 def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
     """Raises ArchitectureError if vLLM does not compute the model in this type."""
     kind = config.get("model_type")

@@ -86,12 +86,15 @@ class Producer:
 
     async def run(self, workers: int) -> None:
         """Produces until cancelled; returns only by exception (a fault that restarts do not cure)."""
-        first = await self.feed.first()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.feed.follow(first))
-            tasks.create_task(self.worker.keep())
-            for _ in range(ceil(self.pipes.buffer.slots / workers)):
-                tasks.create_task(self._lane())
+        try:
+            first = await self.feed.first()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.feed.follow(first))
+                tasks.create_task(self.worker.keep())
+                for _ in range(ceil(self.pipes.buffer.slots / workers)):
+                    tasks.create_task(self._lane())
+        finally:
+            await self.worker.replaced_no_more()
 
     async def _lane(self) -> None:
         buffer, cursor = self.pipes.buffer, self.pipes.cursor

@@ -130,13 +130,14 @@ class SupervisedWorker:
         """Replaces the process whenever it is lost, for ever, also while nobody asks anything of it. One that hangs is
         lost, too: its event loop answers while it generates and while it takes a policy."""
         silence_s = self.deadlines.heartbeat / 2
-        try:
-            while True:
-                await self.attempt(partial(self.actor.until_ended, silence_s))
-        finally:
-            if self._revival is not None:
-                self._revival.cancel()
-                await asyncio.gather(self._revival, return_exceptions=True)
+        while True:
+            await self.attempt(partial(self.actor.until_ended, silence_s))
+
+    async def replaced_no_more(self) -> None:
+        """Gives up the fresh process that is being started, if one is."""
+        if self._revival is not None:
+            self._revival.cancel()
+            await asyncio.gather(self._revival, return_exceptions=True)
 
     async def certainly(self, method: Callable[[RolloutService], Awaitable[None]]) -> None:
         """Calls a method that has no arguments and no answer; if the process is lost, once more on a fresh one."""

@@ -19,6 +19,7 @@ KEPT = 700 * 10**6
 # On a CPU: the process before it has a model, measured as in cluster.memory.learner. What malloc keeps grows, ever more
 # slowly: with local_cpu.yaml 0.9 GB at first, 1.1 after 30 steps, 1.3 after 60.
 ENGINE_PROCESS = 1050 * 10**6
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PREFILL_TOKENS = 4096  # of one engine step, as rollout.vllm.convert asks for; bounds the activations of prefill
 
 
@@ -43,7 +44,8 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     """What vLLM holds while it generates; with shards, what one of its cards does.
 
     weights: the base, or an even share of it; nf4 with float32 scales. kv_cache: what it is given
-      (kv_cache_memory_bytes). lora_slots: b n for each adapter version (max_loras buffers of the highest rank).
+      (kv_cache_memory_bytes). lora_slots: b n for each adapter version (max_loras buffers of the highest rank), also for
+      the matrices that vLLM computes in one with an adapted one.
     workspace: activations of one engine step of up to 4096 tokens, b (2 f + 4 h) each, of a shard f / shards; and 16 V
       per sequence for float32 logits and what sampling makes of them (estimate).
     graphs: CUDA graphs, none on a CPU. push: on a CPU, weights that arrive (cluster.memory.weight_push); on CUDA they
@@ -65,11 +67,17 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
         "kv_cache": here * serving.kv_bytes // shards,
-        "lora_slots": here * serving.adapters * b * shape.lora_params(serving.rank, serving.targets, shards),
+        "lora_slots": here * serving.adapters * b * shape.lora_params(serving.rank, _in_one(serving.targets), shards),
         "workspace": here * (activations + matrix + 16 * serving.sequences * shape.vocab),
         **extra,
         "context": ENGINE_CONTEXT if serving.cuda else processes * ENGINE_PROCESS,
     }
+
+
+def _in_one(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets, and what vLLM has in one layer with them (vllm/lora/layers/column_parallel_linear.py)."""
+    alike = {name for layer in FUSED if set(layer) & set(targets) for name in layer}
+    return tuple(name for name in LINEAR if name in targets or name in alike)
 
 
 def engine_processes(shards: int) -> int:

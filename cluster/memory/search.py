@@ -166,7 +166,10 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
     if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
-        changes.append(("learner.mode=lora", work, replace(wish, mode="lora", base="none", reference="none")))
+        optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # that one is for whole models
+        lora = replace(wish, mode="lora", base="none", reference="none", optimizer=optimizer)
+        other = "" if optimizer == wish.optimizer else f" with learner.optimizer.kind={optimizer}"
+        changes.append((f"learner.mode=lora{other}", work, lora))
     half = max(1, work.completion // 2)
     changes.append((f"rollout.max_completion_length={half}", replace(work, completion=half), wish))
     yield from (text for text, w, asked in changes if _search(shape, device_bytes, w, asked) is not None)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.memory.windows import windowed_layers
+
 # Kind of layer by `model_type`: (RMS norms of width `hidden` per layer, norms of width `head_dim` per layer).
 NORMS = {
     "llama": (2, 0),
@@ -55,6 +57,7 @@ class Shape:
     mlp_bias: bool = False  # on gate, up and down
     softcap: float | None = None  # of the final logits (Gemma 2)
     activation: str = "silu"  # of the feed-forward block's gate, by transformers' name; Gemma has its own
+    windowed: tuple[int, int] = (0, 0)  # layers that attend to a window of the last tokens alone, and its tokens
 
     @property
     def norms(self) -> tuple[int, int]:
@@ -148,6 +151,7 @@ class Shape:
             mlp_bias=bool(text.get("mlp_bias", False)),
             softcap=text.get("final_logit_softcapping"),
             activation=str(text.get("hidden_act") or "silu"),
+            windowed=windowed_layers(text, kind, int(text["num_hidden_layers"])),
         )
 
     def to_config(self) -> dict[str, Any]:
@@ -166,6 +170,7 @@ class Shape:
             "mlp_bias": self.mlp_bias,
             "final_logit_softcapping": self.softcap,
             "max_position_embeddings": 32768,
+            "sliding_window": self.windowed[1] or None,
         } | ({} if self.gemma else {"hidden_act": self.activation})
 
 
@@ -199,38 +204,40 @@ def hub_name(model: str, shape: Shape) -> str:
 
 
 def _table(rows: str) -> dict[str, Shape]:
-    """One model a line, in the order of Shape's first ten fields; `softcap` follows where there is one."""
+    """One model a line, in the order of Shape's first ten fields; `softcap` and the tokens of a window follow where
+    there are such."""
     shapes = {}
     for row in rows.strip().splitlines():
-        name, kind, *numbers, tied, softcap = row.split()
+        name, kind, *numbers, tied, softcap, window = row.split()
         hidden, ffn, layers, heads, kv_heads, head_dim, vocab = map(int, numbers)
         shapes[name] = Shape(
             name, kind, hidden, ffn, layers, heads, kv_heads, head_dim, vocab, tied == "tied",
             attention_bias=kind == "qwen2", softcap=None if softcap == "-" else float(softcap),
+            windowed=(0, 0) if window == "-" else windowed_layers({"sliding_window": int(window)}, kind, layers),
         )  # fmt: skip
     return shapes
 
 
 SHAPES = _table("""
-SmolLM2-135M  llama        576  1536 30  9  3  64  49152 tied   -
-SmolLM2-360M  llama        960  2560 32 15  5  64  49152 tied   -
-SmolLM2-1.7B  llama       2048  8192 24 32 32  64  49152 tied   -
-Qwen2.5-0.5B  qwen2        896  4864 24 14  2  64 151936 tied   -
-Qwen2.5-1.5B  qwen2       1536  8960 28 12  2 128 151936 tied   -
-Qwen2.5-3B    qwen2       2048 11008 36 16  2 128 151936 tied   -
-Qwen2.5-7B    qwen2       3584 18944 28 28  4 128 152064 untied -
-Qwen2.5-14B   qwen2       5120 13824 48 40  8 128 152064 untied -
-Qwen3-0.6B    qwen3       1024  3072 28 16  8 128 151936 tied   -
-Qwen3-1.7B    qwen3       2048  6144 28 16  8 128 151936 tied   -
-Qwen3-4B      qwen3       2560  9728 36 32  8 128 151936 tied   -
-Qwen3-8B      qwen3       4096 12288 36 32  8 128 151936 untied -
-Qwen3-14B     qwen3       5120 17408 40 40  8 128 151936 untied -
-Llama-3.2-1B  llama       2048  8192 16 32  8  64 128256 tied   -
-Llama-3.2-3B  llama       3072  8192 28 24  8 128 128256 tied   -
-Llama-3.1-8B  llama       4096 14336 32 32  8 128 128256 untied -
-Mistral-7B-v0.3 mistral   4096 14336 32 32  8 128  32768 untied -
-Gemma-2-2B    gemma2      2304  9216 26  8  4 256 256000 tied   30
-Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30
-Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -
-Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -
+SmolLM2-135M  llama        576  1536 30  9  3  64  49152 tied   -  -
+SmolLM2-360M  llama        960  2560 32 15  5  64  49152 tied   -  -
+SmolLM2-1.7B  llama       2048  8192 24 32 32  64  49152 tied   -  -
+Qwen2.5-0.5B  qwen2        896  4864 24 14  2  64 151936 tied   -  -
+Qwen2.5-1.5B  qwen2       1536  8960 28 12  2 128 151936 tied   -  -
+Qwen2.5-3B    qwen2       2048 11008 36 16  2 128 151936 tied   -  -
+Qwen2.5-7B    qwen2       3584 18944 28 28  4 128 152064 untied -  -
+Qwen2.5-14B   qwen2       5120 13824 48 40  8 128 152064 untied -  -
+Qwen3-0.6B    qwen3       1024  3072 28 16  8 128 151936 tied   -  -
+Qwen3-1.7B    qwen3       2048  6144 28 16  8 128 151936 tied   -  -
+Qwen3-4B      qwen3       2560  9728 36 32  8 128 151936 tied   -  -
+Qwen3-8B      qwen3       4096 12288 36 32  8 128 151936 untied -  -
+Qwen3-14B     qwen3       5120 17408 40 40  8 128 151936 untied -  -
+Llama-3.2-1B  llama       2048  8192 16 32  8  64 128256 tied   -  -
+Llama-3.2-3B  llama       3072  8192 28 24  8 128 128256 tied   -  -
+Llama-3.1-8B  llama       4096 14336 32 32  8 128 128256 untied -  -
+Mistral-7B-v0.3 mistral   4096 14336 32 32  8 128  32768 untied -  -
+Gemma-2-2B    gemma2      2304  9216 26  8  4 256 256000 tied   30 4096
+Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30 4096
+Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -  512
+Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -  512
 """)

@@ -78,7 +78,8 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
     """What the settings fix, and what they leave to the planner."""
     model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
     targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
-    known = tuple(LINEAR) if targets == "all-linear" else tuple(t for t in LINEAR if t in targets)
+    names = LINEAR if targets == "all-linear" else {name.rpartition(".")[2] for name in targets}
+    known = tuple(name for name in LINEAR if name in names)
     return Wish(
         mode=learner.mode,
         push=learner.push,

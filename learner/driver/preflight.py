@@ -36,7 +36,7 @@ from learner.model.reference_config import ReferenceConfigError
 from learner.model.weight_files import WeightsError
 from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
-from rollout.architecture import ArchitectureError
+from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
@@ -117,6 +117,8 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     config, notes = followed or (absolute(config), ())
     chat = found.of(load_chat, config)
     found.of(check_weights, config, adapters=followed is not None)
+    if chat is not None:
+        found.of(check_unquantised, chat.config, config.model.path)
     found.of(check_scored_adapters, config)
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from learner.config import ModelConfig
 from learner.model.mapped_base import MappedBase
 from learner.model.meta_base import without_weights
-from rollout.architecture import ArchitectureError, check_architecture
+from rollout.architecture import ArchitectureError, check_architecture, check_unquantised
 
 
 def load_base(
@@ -31,6 +31,7 @@ def load_base(
     """
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
+    check_unquantised(config.to_dict(), model.path)
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
             setattr(config, name, 0.0)  # the sampler has none, so neither may the learner
@@ -39,8 +40,6 @@ def load_base(
     quantization = nf4(dtype) if model.base == "nf4" else None
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # sdpa leaves the cap out without a word
-    if quantization is not None and getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"model.base: {model.path} is quantised already; give the unquantised model, or base: none")
     if device.type == "meta":  # no weights: learner.tools.meta_run asks what a step of this model would need
         return without_weights(config, dtype, quantization).requires_grad_(False)
     if mapped is not None:

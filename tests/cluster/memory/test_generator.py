@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, generator_bytes
+from cluster.memory.kv_cache import cache_bytes, cached_sequences
 from cluster.memory.learner import learner_bytes
 from cluster.memory.learning import Learning, Micro
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
-from cluster.memory.shape import SHAPES
+from cluster.memory.shape import SHAPES, Shape
 
 LLAMA = SHAPES["Llama-3.2-1B"]  # 16 layers, h 2048, f 8192, keys 512, V 128256
 CONTEXT, ENGINE_CONTEXT = 500 * 10**6, 800 * 10**6  # of the learner, of vLLM
@@ -61,3 +62,29 @@ def test_two_processes_on_one_card_pay_for_two_contexts() -> None:
     ]
     assert found.device_peak == sum(tensors) + CONTEXT + ENGINE_CONTEXT
     assert learner_bytes(LLAMA, Learning(), Micro(2048, 1000, 2048))["context"] == CONTEXT
+
+
+def test_layers_with_a_window_have_blocks_of_their_own() -> None:
+    """As vLLM 0.32 cuts it: a Gemma 3 of 26 layers has 22 with a window, in six groups of the 4 that have none, of which
+    two places stay empty; a window of all tokens may still begin amid a block."""
+    one, two = SHAPES["Gemma-3-1B"], SHAPES["Gemma-2-2B"]
+    assert (one.windowed, two.windowed, LLAMA.windowed) == ((22, 512), (13, 4096), (0, 0))
+    block = 16 * 4 * 2 * 256 * 2
+    assert cache_bytes(one, "bfloat16", 1024, 3, cuda=True) == (3 * (64 + 6 * 65) + 1) * block
+    assert cached_sequences(one, "bfloat16", 1024, 3 * 454 * block, cuda=True) == 2
+    # Of 20,000 tokens a window of 4096 keeps that many and two engine steps: 768 blocks, and one.
+    assert cache_bytes(two, "bfloat16", 20_000, 1, cuda=True) == (1250 + 769 + 1) * 16 * 13 * 2 * 1024 * 2
+    mistral = {"model_type": "mistral", "sliding_window": 4096, "hidden_size": 64, "intermediate_size": 64,
+               "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 8}  # fmt: skip
+    assert Shape.from_config(mistral).windowed == (4, 4096)
+    assert Shape.from_config(mistral | {"sliding_window": None}).windowed == (0, 0)
+    qwen = mistral | {"model_type": "qwen2", "max_window_layers": 3}
+    assert Shape.from_config(qwen | {"use_sliding_window": False}).windowed == (0, 0)
+    assert Shape.from_config(qwen | {"use_sliding_window": True}).windowed == (1, 4096)
+
+
+def test_what_vllm_computes_in_one_layer_has_slots_as_one() -> None:
+    slots = {targets: generator_bytes(LLAMA, Serving(targets=targets))["lora_slots"] for targets in (
+        ("q_proj",), ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj"), ("up_proj",), ("o_proj",),
+    )}  # fmt: skip
+    assert list(slots.values()) == [2 * 2 * 16 * 16 * ends for ends in (*[4096 + 2 * 2560] * 3, 2 * 10240, 4096)]

@@ -94,6 +94,16 @@ def test_a_reference_of_a_whole_model_is_planned_and_8_bits_are_advised() -> Non
     assert "model.reference_dtype=int8" in misfit.advice
 
 
+def test_advice_to_train_an_adapter_comes_with_an_optimizer_that_it_takes() -> None:
+    wish = Wish(mode="full", optimizer="adamw_rounded", base="none", layouts=("slices",))
+    misfit = plan(SHAPES["Llama-3.2-3B"], 24 * GIB, PUBLISHED, wish)
+    assert isinstance(misfit, Misfit)
+    assert "learner.mode=lora with learner.optimizer.kind=adamw" in misfit.advice
+    misfit = plan(SHAPES["Llama-3.2-3B"], 24 * GIB, PUBLISHED, replace(wish, optimizer="adamw_8bit"))
+    assert isinstance(misfit, Misfit)
+    assert "learner.mode=lora" in misfit.advice
+
+
 def test_alternating_holds_less_than_two_slices_and_separate_less_still() -> None:
     shape = SHAPES["Qwen2.5-3B"]
     peaks = []

@@ -18,6 +18,7 @@ from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
 from learner.driver.memory_budget import MemoryPlanError, settle
 from learner.driver.plan_file import PlanFile
+from learner.driver.plan_request import layouts, wish_of
 from learner.driver.processes import worker_spec
 from learner.model.adapter_config import HEAD
 from rollout.config import DEFAULT_KV
@@ -228,6 +229,15 @@ def test_merged_weights_are_counted_where_they_lie() -> None:
     assert budgets.plan.generator["lora_slots"] == 0
     assert "push" not in budgets.plan.generator | budgets.plan.learner  # of the host's memory
     assert worker_spec(config, 0, budgets).engine.max_lora_rank == 0
+
+
+def test_targets_count_by_the_last_part_of_their_name() -> None:
+    for targets, known in (
+        (["q_proj", "mlp.down_proj"], ("q_proj", "down_proj")),
+        (["model.layers.3.self_attn.q_proj", "v_proj"], ("q_proj", "v_proj")),
+    ):
+        config, _ = run(learner={"lora": {"targets": targets}})
+        assert wish_of(config, layouts(config)).targets == known
 
 
 def test_what_is_given_stays() -> None:
