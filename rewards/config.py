@@ -9,7 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 from rewards.base import ADAPTER
 from rewards.secret_values import Arguments
 
-TAKEN = frozenset({"mean", "std", "failed", "ms", "zero_variance_groups"})  # what metrics are called beside rewards
+ENV_COUNTS = frozenset({"turns", "turns_max", "calls", "malformed", "seconds", "observation_tokens", "errors"})
+"""What the driver counts of trajectories, as env/<name> and eval/<name>; besides these outcome_<...>."""
+TAKEN = ENV_COUNTS | {"mean", "std", "failed", "ms", "zero_variance_groups", "unscored"}
+"""What reward/<name> and eval/<name> are called beside rewards."""
 
 
 def _no_truth(value: Any) -> Any:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +14,7 @@ from rich.text import Text
 from learner.driver.evaluate import Evaluation
 from learner.driver.phases import Phases, sentence
 from learner.driver.publishing import learned_in
+from learner.driver.terminal_text import escaped
 
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
@@ -27,6 +29,7 @@ COLUMNS = {
 }
 ROWS = 12
 RECENT = 20  # steps whose median says how long those to come will take
+COUNTED = "eval/unscored"  # an evaluation without it has counted none
 
 
 class Progress:
@@ -88,17 +91,12 @@ class Progress:
         """Before and after: scores, three completions, where the time went, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
-            later = [f"step {last.step}", "change"] if last is not first else []
-            table = Table("held-out", f"step {first.step}", *later, title="summary")
-            for key in sorted(last.metrics):
-                before, after = first.metrics.get(key, float("nan")), last.metrics[key]
-                table.add_row(key, *[f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"][: 1 + len(later)])
-            self.console.print(table)
+            self.console.print(_before_after(first, last))
             for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
-                lines = Text(f"prompt  {old['prompt']}\n", style="bold")
-                lines.append(f"before  {old['completion']}  (reward {_short(old['reward'])})\n", style="not bold")
+                lines = Text(f"prompt  {escaped(str(old['prompt']))}\n", style="bold")
+                lines.append(_said("before", old), style="not bold")
                 if last is not first:  # a run stopped before its second evaluation has no after
-                    lines.append(f"after   {new['completion']}  (reward {_short(new['reward'])})\n", style="not bold")
+                    lines.append(_said("after", new), style="not bold")
                 self.console.print(lines, soft_wrap=True)
         self.note(f"time     {sentence(phases.seconds)}")
         if advice is not None:
@@ -114,6 +112,27 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _before_after(first: Evaluation, last: Evaluation) -> Table:
+    """What an evaluation does not have is a dash; a run stopped before its second one has one column."""
+    both = last is not first
+    table = Table("held-out", f"step {first.step}", *([f"step {last.step}", "change"] if both else []), title="summary")
+    for key in sorted({*first.metrics, *last.metrics}):
+        none = 0.0 if key == COUNTED else None
+        before, after = first.metrics.get(key, none), last.metrics.get(key, none)
+        change = None if before is None or after is None else after - before
+        cells = [_cell(before, ".3f"), _cell(after, ".3f"), _cell(change, "+.3f")]
+        table.add_row(Text(escaped(key)), *cells[: 3 if both else 1])
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _said(when: str, sample: Mapping[str, Any]) -> str:
+    return f"{when:6}  {escaped(str(sample['completion']))}  (reward {_short(sample['reward'])})\n"
 
 
 def _short(reward: float | None) -> str:

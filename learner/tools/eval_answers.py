@@ -1,5 +1,7 @@
 """What a completion answers, for the vote of majority@k."""
 
+from decimal import Decimal
+
 from rewards.number import last_number, parse_number
 from rewards.text import tagged
 
@@ -15,7 +17,14 @@ def answer_of(text: str) -> str:
         number = parse_number(said)
     else:
         said, number = text.strip(), last_number(text)
-    return said if number is None else str(number.normalize())
+    return said if number is None else _shortest(number)
+
+
+def _shortest(number: Decimal) -> str:
+    """Digits without zeros at the end, and 0 without a sign: one text for all that are equal. Of Decimal's own,
+    normalize rounds to 28 digits."""
+    text = f"{number:f}"  # no longer than what was said, which has no exponent
+    return (text.rstrip("0").rstrip(".") if "." in text else text) if number else "0"
 
 
 def _boxed(text: str) -> str | None:

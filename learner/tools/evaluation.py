@@ -45,8 +45,9 @@ class Evaluated:
         problems: that were asked. samples: completions of each, beside the greedy one.
         metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with a bootstrap interval of
             95 %.
-        unscored: problems without a score, which count nowhere. failed: completions that a reward function failed on;
-            where it is the one that counts, they count as 0.
+        unscored: problems with a completion without a score, which counts nowhere: each metric says over how many
+            problems it is. failed: completions that a reward function failed on; where it is the one that counts,
+            they count as 0.
         seconds: start and end of the processes included.
         rows: every completion, in rollout.schema; attempt 0 is greedy, 1 sampled.
     """
@@ -177,17 +178,15 @@ def _sampling(config: RunConfig, samples: int, problem: Problem) -> Sampling:
 def metrics_of(
     tables: list[list[pa.Table]], name: str | None, threshold: float, seed: int
 ) -> tuple[dict[str, Estimate], int]:
-    """The metrics, and how many problems have a completion without a score, and so count nowhere. Where a reward
-    function failed, the score is 0."""
+    """The metrics, each over the problems that have scores enough for it, and how many problems have a completion
+    without a score. Where a reward function failed, the score is 0."""
     scored = [_by_problem(several, name) for several in tables]
-    kept = [i for i in range(len(scored[0])) if not any(None in several[i] for several in scored)]
-    values = [[[_number(score) for score in several[i]] for i in kept] for several in scored]
+    unscored = sum(any(None in own for own in both) for both in zip(*scored, strict=True))
     sampled = []
     if len(tables) > 1:
-        texts = [said_in(whole(tables[1][i])) for i in kept]
-        sampled = [Sampled([*map(answer_of, said)], own) for said, own in zip(texts, values[1], strict=True)]
-    metrics = summary([own[0] for own in values[0]], sampled, threshold, seed) if kept else {}
-    return metrics, len(scored[0]) - len(kept)
+        texts = [said_in(whole(rows)) for rows in tables[1]]
+        sampled = [Sampled([*map(answer_of, said)], own) for said, own in zip(texts, scored[1], strict=True)]
+    return summary([own[0] for own in scored[0]], sampled, threshold, seed), unscored
 
 
 def said_in(rows: pa.Table) -> list[str]:
@@ -196,12 +195,12 @@ def said_in(rows: pa.Table) -> list[str]:
     return [text if turns is None else text_of(json.loads(turns)) for text, turns in zip(texts, played, strict=True)]
 
 
-def _number(score: float | None) -> float:
-    return 0.0 if score is None or math.isnan(score) else score
+def _number(score: float | None) -> float | None:
+    return 0.0 if score is not None and math.isnan(score) else score
 
 
 def _by_problem(tables: Sequence[pa.Table], name: str | None) -> list[list[float | None]]:
     """The scores of each table's completions. Asked of all at once: that no problem has this reward is a mistake."""
     rows = [whole(table) for table in tables]
     scores = iter(scores_of(pa.concat_tables(rows), name))
-    return [list(islice(scores, own.num_rows)) for own in rows]
+    return [[*map(_number, islice(scores, own.num_rows))] for own in rows]

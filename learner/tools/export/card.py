@@ -106,11 +106,14 @@ def _results(source: Source, scores: Scores | None) -> str:
             + table(("metric", f"step {first.step}", f"step {last.step}"), _before_after(first, last))
         )
     if scores is not None:
-        rows = [(name, f"{one.value:.3f}", f"{one.low:.3f} to {one.high:.3f}") for name, one in scores.metrics.items()]
+        rows = [
+            (name, f"{one.value:.3f}", f"{one.low:.3f} to {one.high:.3f}", str(one.problems))
+            for name, one in scores.metrics.items()
+        ]
         told = (
             f"`gleaner eval`: {scores.reward} on `{named(scores.data)}`, {scores.problems} problems, intervals of 95 %"
         )
-        parts.append(f"{told}:\n\n{table(('metric', 'value', 'interval'), rows)}")
+        parts.append(f"{told}:\n\n{table(('metric', 'value', 'interval', 'problems'), rows)}")
     return "\n\n".join(parts)
 
 

@@ -22,7 +22,8 @@ def read_scores(file: Path) -> Scores:
     """Raises ExportError."""
     try:
         found = json.loads(file.read_text())
-        metrics = {str(name): Estimate(**one) for name, one in found["metrics"].items()}
+        told = {"problems": found["problems"] - found.get("unscored", 0)}  # earlier versions: of all alike
+        metrics = {str(name): Estimate(**told | one) for name, one in found["metrics"].items()}
         return Scores(str(found["data"]), str(found["reward"] or "reward"), int(found["problems"]), metrics)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(

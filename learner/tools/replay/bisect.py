@@ -7,7 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from learner.driver.terminal_text import escaped
 from learner.tools.replay.change_point import ENOUGH, LEAST, Change, change_of, worse
 from learner.tools.replay.recorded import ReplayError
 from learner.tools.report.run_folder import ReportError, Run, read_run
@@ -76,7 +78,7 @@ def _show(folder: Path, metric: str, change: Change, others: dict[str, Change]) 
     if others:
         table = Table("what else", "when", "how")
         for name, one in others.items():
-            table.add_row(name, _when(one), _said(one))
+            table.add_row(Text(escaped(name)), _when(one), _said(one))
         console.print(table)
     console.print(f"what it wrote   gleaner rollouts show {folder} --step {change.first} --worst", markup=False)
     if change.first - change.last > 1:

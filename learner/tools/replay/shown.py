@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from learner.driver.step_record import POLICIES
+from learner.driver.terminal_text import escaped
 from learner.tools.replay.recorded import Recorded, Step
 from learner.tools.replay.same import Compared
 from learner.tools.replay.taking import Taken
@@ -47,7 +49,7 @@ def difference(recorded: Recorded, found: Compared) -> None:
     table = Table("metric", "recorded", "now")
     rows = sorted(found.metrics.items(), key=lambda row: -_relative(*row[1]))
     for name, (then, now) in rows[:MOST]:
-        table.add_row(name, "none" if then is None else f"{then:.9g}", f"{now:.9g}")
+        table.add_row(Text(escaped(name)), "none" if then is None else f"{then:.9g}", f"{now:.9g}")
     if rows:
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
         console.print(table)

@@ -5,17 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.base import counts, said
-from rewards.config import TAKEN
+from rewards.config import ENV_COUNTS, TAKEN
 from rollout.env.plain import DEEPEST, is_text, too_deep
 from rollout.env.program import Asked
 from rollout.env.protocol import Message, Start, Step
 from rollout.env.trajectory import TURNS
 
 OBSERVED = ("tool", "user")  # roles that may answer a turn
-COUNTED = frozenset({
-    "turns", "turns_max", "calls", "malformed", "seconds", "observation_tokens", "errors", "accuracy", "failed",
-    "unscored",
-})  # fmt: skip
+COUNTED = ENV_COUNTS | {"accuracy", "failed", "unscored"}
 """What the driver counts itself as env/<name> or eval/<name>; besides these outcome_<...>."""
 
 
