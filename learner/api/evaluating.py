@@ -46,8 +46,8 @@ def evaluate(
         threshold: the score from which on a completion is correct for pass@k.
 
     Returns:
-        `metrics` by name (greedy, mean@K, pass@k, majority@K), each with `value`, `low` and `high` of a bootstrap
-        interval of 95 %; `rows`, an Arrow table of every completion; and what learner.tools.evaluation.Evaluated says.
+        `metrics` by name (greedy, mean@K, pass@k, majority@K), each with `value`, the mean over so many `problems`, and
+        `low` and `high`, its 95 % interval; `rows`, an Arrow table; and what learner.tools.evaluation.Evaluated says.
 
     Raises:
         InputError, RunFailed, KeyboardInterrupt: as `train`.

@@ -80,16 +80,19 @@ def _check_save(file: Path | None) -> None:
 
 def show(result: Evaluated) -> None:
     """The table of a person."""
-    table = Table("metric", "value", "95 % interval")
+    table = Table("metric", "value", "95 % interval", "problems")
     for name, one in result.metrics.items():
-        table.add_row(name, f"{one.value:.3f}", f"{one.low:.3f} .. {one.high:.3f}")
+        table.add_row(name, f"{one.value:.3f}", f"{one.low:.3f} .. {one.high:.3f}", str(one.problems))
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     on = f" with {result.adapter}" if result.adapter else ""
     console.print(f"{result.model}{on}, {result.data}, problems: {result.problems}", markup=False)
     console.print(f"score: {result.reward or 'the rewards of the environment'}, {result.seconds:.0f} s", markup=False)
     console.print(table)
     if result.unscored:
-        console.print(f"{result.unscored} problems have a completion without a score and count nowhere")
+        console.print(
+            f"{result.unscored} problems have a completion without a score, which counts nowhere: each metric is over "
+            "the problems with scores enough for it"
+        )
     if result.failed:
         console.print(
             f"a reward function failed on {result.failed} completions; where it is the score, they count as 0"

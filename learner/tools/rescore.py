@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from learner.driver.config_io import ConfigError, parse_value, sentences
-from learner.tools.rollout_view import escaped
+from learner.driver.terminal_text import escaped
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards

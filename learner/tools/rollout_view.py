@@ -1,7 +1,6 @@
 """Completions in a terminal. What a model wrote is shown, never obeyed: neither markup nor control characters are."""
 
 import json
-import unicodedata
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -11,21 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from learner.driver.terminal_text import escaped
+
 NARROW = 44  # columns that a completion wants beside another
-# Categories of Unicode: control, format (among them the marks that turn text around), lone halves of a pair, private,
-# separators of lines and paragraphs.
-HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-
-
-def escaped(text: str) -> str:
-    """The text with each character that a terminal would obey, or not show, as its escape; line feeds stay."""
-    if text.isprintable():
-        return text
-    return "".join(c if c == "\n" or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    return ascii(character)[1:-1]
 
 
 def show(rows: Sequence[dict[str, Any]], source: str) -> None:

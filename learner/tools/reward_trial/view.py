@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from typing import Any
 
+from learner.driver.terminal_text import escaped
 from learner.tools.reward_trial.scoring import Scored
-from learner.tools.rollout_view import escaped
 
 PROMPT, TEXT = 240, 100  # characters that are shown
 SENTENCES = 3  # of failures of one reward function

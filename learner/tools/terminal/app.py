@@ -11,9 +11,9 @@ from textual.containers import Horizontal
 from textual.widgets import DataTable, Footer, Input, Static
 
 from learner.driver.phases import sentence
+from learner.driver.terminal_text import escaped
 from learner.tools.report.run_folder import ReportError, Run, read_run
 from learner.tools.report.starts import starts_of
-from learner.tools.rollout_view import escaped
 from learner.tools.rollouts import RolloutsError
 from learner.tools.terminal.curves import Curves, number
 from learner.tools.terminal.group_screen import GroupScreen

@@ -5,9 +5,9 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Sparkline, Static
 
+from learner.driver.terminal_text import escaped
 from learner.tools.report.figures import is_score
 from learner.tools.report.run_folder import Run
-from learner.tools.rollout_view import escaped
 
 CURVES = (
     "reward/mean", "eval/accuracy", "reward/failed", "rollout/completion_length", "policy/entropy", "policy/kl",

@@ -171,7 +171,7 @@ def test_the_examples_of_the_documents_are_calls_that_are_accepted(
 class Found:
     """Any score."""
 
-    metrics = dict.fromkeys(("greedy", "mean@4", "pass@4"), Estimate(0.5, 0.0, 1.0))
+    metrics = dict.fromkeys(("greedy", "mean@4", "pass@4"), Estimate(0.5, 0.0, 1.0, 4))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from learner.driver.console import Progress, duration
+from learner.driver.evaluate import Evaluation
+from learner.driver.phases import Phases
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,30 @@ def test_the_time_left_is_that_of_a_usual_step_for_each_one_to_come() -> None:
     first, *later = said.getvalue().splitlines()
     assert first == "step 0/13 accuracy 0.250"
     assert [line.split(", ")[-1] for line in later] == ["6 min left", "3 min left", "50 s left"]
+
+
+def summary(run_dir: Path, *evaluations: Evaluation) -> str:
+    said = io.StringIO()
+    Progress(total_steps=4, console=Console(file=said, width=200)).summary(evaluations, run_dir, Phases(), None)
+    return said.getvalue()
+
+
+def test_what_one_of_two_evaluations_lacks_is_a_dash_and_uncounted_is_none(tmp_path: Path) -> None:
+    first = Evaluation(0, {"eval/accuracy": 0.25, "eval/gone": 0.5}, [])
+    last = Evaluation(4, {"eval/accuracy": 0.75, "eval/unscored": 2.0, "eval/x[/y]": 1.0}, [])
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in summary(tmp_path, first, last).splitlines()]
+    assert [row for row in rows if row] == [
+        ["eval/accuracy", "0.250", "0.750", "+0.500"],
+        ["eval/gone", "0.500", "-", "-"],
+        ["eval/unscored", "0.000", "2.000", "+2.000"],
+        ["eval/x[/y]", "-", "1.000", "-"],
+    ]
+
+
+def test_the_terminal_gets_no_command_of_a_model_s(tmp_path: Path) -> None:
+    sample = {"prompt": "\x1b[2Jsum?", "completion": "\x1b]0;pwned\x07\u202e[red]4", "reward": 1.0}
+    said = summary(tmp_path, Evaluation(0, {"eval/\x1b[31m": 1.0}, [sample]), Evaluation(4, {}, [sample]))
+    assert not set(said) & set("\x1b\x07\u202e")
+    assert r"prompt  \x1b[2Jsum?" in said
+    assert r"before  \x1b]0;pwned\x07\u202e[red]4  (reward 1)" in said
+    assert r"after   \x1b]0;pwned\x07\u202e[red]4  (reward 1)" in said

@@ -7,7 +7,7 @@ import pytest
 
 from learner.driver.batch_metrics import batch_metrics
 from learner.driver.env_metrics import env_metrics
-from rollout.env.processes.wire import BadAnswer, step_to_json
+from rollout.env.processes.wire import BadAnswer, parts, step_to_json
 from rollout.env.protocol import Step
 from rollout.fake_groups import make_group
 from rollout.types import Completion
@@ -55,6 +55,9 @@ def test_means_over_trajectories() -> None:
     for name in found.keys() - {"env/solved"}:
         with pytest.raises(BadAnswer, match="step: a metric is named .* already"):
             step_to_json(Step(done=True, metrics={name.removeprefix("env/"): 1.0}))
+    for name in [name for name in found if "solved" not in name and "outcome" not in name]:  # as eval/ it is a reward's
+        with pytest.raises(BadAnswer, match="score: a reward is named .* already"):
+            parts({name.removeprefix("env/"): 1.0})
     assert step_to_json(Step(done=True, metrics={"mean": 1.0}))["metrics"] == {"mean": 1.0}  # a reward's name alone
 
 

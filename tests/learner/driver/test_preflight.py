@@ -83,6 +83,7 @@ WRONG = {
     "memory that is too small": (["memory.device=1GiB"], "memory.device: .* needs .* GiB .*: .*memory.device of"),
     "layout that cannot be": (["memory.device=8GiB", "memory.layout=separate"], "memory.layout: separate needs a card"),
     "reward named as a metric": (["rewards.0.name=mean"], "a metric is named so already.*got mean"),
+    "reward named as a number of an evaluation": (["rewards.0.name=turns"], "a metric is named so already.*got turns"),
     "reference that is no model": (
         ["learner.mode=full", "learner.loss.beta=0.1", "model.reference=."],
         "model.reference: must be a model's folder or hub name, got .*; give another, or null",

@@ -49,7 +49,7 @@ def broken(tmp_path: Path) -> Path:
     reward[40:] -= 0.5
     mismatch[38:] += 2e-3
     lines = [
-        {"step": step, "at": 0.0, "reward/mean": r, "policy/mismatch_k3": k}
+        {"step": step, "at": 0.0, "reward/mean": r, "policy/mismatch_k3": k, "env/a[/b]": k}
         for step, r, k in zip(STEPS, reward, mismatch, strict=True)
     ]
     for line in lines[9::10]:
@@ -67,6 +67,7 @@ def test_what_broke_before_it_is_shown_with_it(broken: Path, capsys: pytest.Capt
     assert main(["replay", str(broken), "--bisect", "reward/mean"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "reward/mean fell from 0.8" in out
+    assert "env/a[/b]" in out
     assert f"gleaner rollouts show {broken} --step 41 --worst" in out
 
 

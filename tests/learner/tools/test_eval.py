@@ -48,10 +48,12 @@ def test_the_majority_by_hand() -> None:
     assert majority(Sampled(["4", "5", "5"], [1.0, 0.0, 0.0])) == 0.0
     assert majority(Sampled(["4", "5"], [1.0, 0.0])) == 0.5  # a tie is drawn
     assert majority(Sampled(["4", "4", "6"], [1.0, 0.5, 0.0])) == 0.75  # the same answer, one of them in bad form
+    assert majority(Sampled(["4", "4", "6"], [1.0, None, 0.0])) == 1.0  # a vote needs no score
+    assert majority(Sampled(["4", "4", "6"], [None, None, 0.0])) is None
 
 
 def test_an_interval_is_as_wide_as_the_normal_one_of_a_large_sample() -> None:
-    assert interval([0.25] * 9, seed=0) == (0.25, 0.25, 0.25)
+    assert interval([0.25] * 9, seed=0) == (0.25, 0.25, 0.25, 9)
     found = interval([0.0, 1.0] * 200, seed=0)
     half = 1.96 * np.sqrt(0.25 / 400)
     assert found.value == 0.5
@@ -84,6 +86,11 @@ def test_a_score_of_the_threshold_is_enough_as_rollouts_keep_it() -> None:
         ("no idea", "no idea"),
         ("", ""),
         (r"\boxed{12", "12"),
+        ("9" * 40, "9" * 40),
+        ("<answer>-0.00</answer>", "0"),
+        ("<answer>100</answer>", "100"),
+        ("<answer>.00000000</answer> 5", "0"),
+        ("<answer>1e999999999</answer>", "1e999999999"),
     ],
 )
 def test_what_a_completion_answers(text: str, answer: str) -> None:
@@ -96,12 +103,14 @@ def test_what_has_no_score_counts_nowhere_and_what_failed_is_wrong() -> None:
         status = ["error" if value != value else "ok" for value in parts]
         return make_group(position, rewards=[0.0] * len(parts), reward_parts=rows, reward_status=status, **how)
 
-    greedy = [group(0, [1.0]), group(1, [float("nan")]), group(2, [None])]
-    sampled = [group(i, [1.0, 0.0], attempt=1, completion=["4", "5"]) for i in range(3)]
+    greedy = [group(i, [score]) for i, score in enumerate((1.0, float("nan"), None, 1.0))]
+    scores: list[list[float | None]] = [[1.0, 0.0], [1.0, None], [0.0, 0.0], [None, None]]
+    sampled = [group(i, own, attempt=1, completion=["4", "5"]) for i, own in enumerate(scores)]
     found, unscored = metrics_of([greedy, sampled], "good", threshold=1.0, seed=0)
-    assert unscored == 1
-    assert {name: one.value for name, one in found.items()} == {
-        "greedy": 0.5, "mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0, "majority@2": 0.5,
+    assert unscored == 3
+    assert {name: (one.value, one.problems) for name, one in found.items()} == {
+        "greedy": (pytest.approx(2 / 3), 3), "mean@2": (0.5, 3), "pass@1": (0.5, 3), "pass@2": (0.5, 2),
+        "majority@2": (0.25, 2),
     }  # fmt: skip
 
 

@@ -161,16 +161,18 @@ def test_rounding_that_takes_away_what_was_learned_is_refused(
 
 
 def test_what_gleaner_eval_measured_is_in_the_card(made: Path, tmp_path: Path) -> None:
-    interval = {"value": 0.75, "low": 0.6, "high": 0.9}
-    scores = {"data": "hub/sums", "reward": "number", "problems": 40, "metrics": {"mean@8": interval}}
+    one = {"value": 0.75, "low": 0.6, "high": 0.9}
+    scores = {"data": "hub/sums", "reward": "number", "problems": 40, "unscored": 2}
+    scores["metrics"] = {"mean@8": one, "pass@8": one | {"problems": 31}}  # the first as earlier versions wrote it
     (tmp_path / "scores.json").write_text(json.dumps(scores))
     words = ["export", str(made), str(tmp_path / "out"), "--adapter-only", "--scores", str(tmp_path / "scores.json")]
     assert main(words) == 0
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "number on `hub/sums`, 40 problems, intervals of 95 %" in card.text
-    assert "| mean@8 | 0.750 | 0.600 to 0.900 |" in card.text
+    assert "| mean@8 | 0.750 | 0.600 to 0.900 | 38 |\n| pass@8 | 0.750 | 0.600 to 0.900 | 31 |" in card.text
     assert [(one.dataset_name, one.metric_value) for one in card.data.eval_results] == [
         ("train.jsonl", 0.8),
+        ("hub/sums", 0.75),
         ("hub/sums", 0.75),
     ]
 

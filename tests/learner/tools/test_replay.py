@@ -19,8 +19,10 @@ import yaml
 
 from learner.driver import mismatch_files
 from learner.tools.cli import main
+from learner.tools.replay import shown
 from learner.tools.replay.changes import changes_of, check_possible
-from learner.tools.replay.recorded import ReplayError
+from learner.tools.replay.recorded import ReplayError, read_recorded
+from learner.tools.replay.same import Compared
 from learner.tools.report.build import blocks_of
 from learner.trainer import float32_products
 from rollout import ledger
@@ -100,6 +102,11 @@ def test_a_changed_ledger_is_found_at_its_step(run: Path, capsys: pytest.Capture
     assert replayed(capsys, run, "--to", "2")["same"]
     assert main(["replay", str(run)]) == 1
     assert "step 3 is the first that differs" in capsys.readouterr().out
+
+
+def test_a_metric_is_shown_under_its_name(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown.difference(read_recorded(recorded), Compared(1, (None, "now"), {"env/a[/b]": (None, 1.0)}))
+    assert "env/a[/b]" in capsys.readouterr().out
 
 
 def test_a_run_that_recorded_no_digests_is_compared_by_its_metrics(

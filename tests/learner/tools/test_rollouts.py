@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from learner.driver.terminal_text import escaped
 from learner.tools.cli import main
-from learner.tools.rollout_view import escaped
 from rollout import ledger
 from rollout.fake_groups import make_group
 
