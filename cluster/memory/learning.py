@@ -61,6 +61,12 @@ class Learning:
         """Whether norms keep float32 copies of their inputs: transformers' own do, and Gemma's are never fused."""
         return shape.gemma or not self.fused
 
+    @property
+    def repeats(self) -> bool:
+        """Whether attention has each key once for each query head: on a card, where it is not FlashAttention, which
+        takes neither float32 nor a card below compute capability 8, whose type of 16 bits is float16."""
+        return self.cuda and self.dtype != "bfloat16"
+
     def keeps_gates(self, shape: Shape) -> bool:
         """Whether MLPs keep their gate's activation: all but the SwiGLU of a card."""
         return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda

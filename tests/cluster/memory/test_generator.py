@@ -65,8 +65,8 @@ def test_two_processes_on_one_card_pay_for_two_contexts() -> None:
 
 
 def test_layers_with_a_window_have_blocks_of_their_own() -> None:
-    """As vLLM 0.32 cuts it: a Gemma 3 of 26 layers has 22 with a window, in six groups of the 4 that have none, of which
-    two places stay empty; a window of all tokens may still begin amid a block."""
+    """As vLLM 0.32 cuts it: a Gemma 3 of 26 layers has 22 with a window, in six groups of as many as the 4 that have
+    none, where two places stay empty; a window of all tokens may still begin amid a block."""
     one, two = SHAPES["Gemma-3-1B"], SHAPES["Gemma-2-2B"]
     assert (one.windowed, two.windowed, LLAMA.windowed) == ((22, 512), (13, 4096), (0, 0))
     block = 16 * 4 * 2 * 256 * 2
