@@ -146,7 +146,7 @@ def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, flo
         full=learning.mode == "full",
         keeps_floats=learning.keeps_floats(shape),
         keeps_gates=learning.keeps_gates(shape),
-        repeats=learning.repeats,
+        segments=learning.segments,
     )
 
 

@@ -62,8 +62,8 @@ class Learning:
         return shape.gemma or not self.fused
 
     @property
-    def repeats(self) -> bool:
-        """Whether attention has each key once for each query head: on a card, where it is not FlashAttention, which
+    def segments(self) -> bool:
+        """Whether a card's attention goes segment by segment, with each key once for each query head. FlashAttention
         takes neither float32 nor a card below compute capability 8, whose type of 16 bits is float16."""
         return self.cuda and self.dtype != "bfloat16"
 

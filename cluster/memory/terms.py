@@ -35,7 +35,10 @@ KEPT_ATTENTION = (
     Term(4, "N q", "queries and attention's output"),
     Term(4, "N heads", "logsumexp of attention, float32"),
     Term(4, "S k", "keys and values, gathered with the prompt's"),
-    Term(4, "S q repeated", "the same, once for each query head, where attention is not FlashAttention"),
+    Term(4, "S q repeated", "in their place the same once for each query head, where attention is not FlashAttention"),
+    Term(-4, "S k repeated", "as above"),
+    Term(4, "N k segments", "keys and values before they are gathered, there"),
+    Term(1.7, "N q segments", "attention's output of each segment, there; measured"),
     Term(2, "N rank lora", "what each adapter's first matrix gives"),
     Term(2, "N q head_norms", "inputs of the norms of queries"),
     Term(2, "N k head_norms", "the same of keys"),
@@ -112,7 +115,7 @@ def letters(
     full: bool,
     keeps_floats: bool,
     keeps_gates: bool,
-    repeats: bool,
+    segments: bool,
 ) -> Mapping[str, float]:
     """The value of each letter of a unit; `lora_rank` times the number of its targets."""
     wide, narrow = shape.norms
@@ -125,7 +128,7 @@ def letters(
         "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that norms of a layer multiply
         "further_norms": wide - 2,  # their number
         "lora": not full, "full": full, "gemma": wide > 2, "head_norms": narrow > 0, "grouped": w["kv"] != w["q"],
-        "repeated": repeats and w["kv"] != w["q"],
+        "segments": segments, "repeated": segments and w["kv"] != w["q"],
         "keeps_floats": keeps_floats, "keeps_gates": keeps_gates,
     }  # fmt: skip
 

@@ -41,6 +41,7 @@ class Evaluated:
     """What an evaluation found.
 
     Attributes:
+        adapter_digest: sha256 of the adapter's weights, as they were served; None without an adapter.
         reward: name of the reward function that counts; None: the environment's own rewards.
         problems: that were asked. samples: completions of each, beside the greedy one.
         metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with a bootstrap interval of
@@ -54,6 +55,7 @@ class Evaluated:
 
     model: str
     adapter: str | None
+    adapter_digest: str | None
     data: str
     reward: str | None
     problems: int
@@ -113,8 +115,10 @@ def evaluate(
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)
     rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
     return Evaluated(
-        model=config.model.source, adapter=adapter, data=config.data.path, reward=name, problems=len(problems),
-        samples=samples, temperature=config.rollout.temperature, metrics=metrics, unscored=unscored,
+        model=config.model.source, adapter=adapter,
+        adapter_digest=policy.digest if isinstance(policy, Adapter) else None,
+        data=config.data.path, reward=name, problems=len(problems), samples=samples,
+        temperature=config.rollout.temperature, metrics=metrics, unscored=unscored,
         failed=int(failed(whole(rows)).sum()), seconds=time.perf_counter() - begun, rows=rows,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import json
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ def footprint(
         ValueError: the learner refuses the model or the settings.
     """
     settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
-    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
+    attention = VARLEN if cuda and dtype == "bfloat16" else SEGMENTS  # float16: of cards that have no FlashAttention
+    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda, attention):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
         with torch.device("meta"):  # for the adapters that peft makes, too
             trainer = Trainer(
@@ -94,7 +95,7 @@ def footprint(
                 total_steps=2,
                 seed=0,
                 device="meta",
-                attention=VARLEN if cuda else SEGMENTS,
+                attention=attention,
             )
         built = ledger.now
         _warm(trainer)
@@ -205,15 +206,15 @@ KERNEL_BYTES: dict[Any, Callable[..., int]] = {
 
 
 @contextmanager
-def _as_on(cuda: bool) -> Iterator[None]:
-    """Inside of it meta tensors take the branches that they would take on a card, or on a CPU."""
-    if cuda:
-        with _Cuda():
-            yield
-    else:
-        with torch.library._scoped_library("aten", "IMPL") as library:  # what is computed twice passes it, too
+def _as_on(cuda: bool, attention: str) -> Iterator[None]:
+    """Inside of it meta tensors take the branches that they would take on a card, or on a CPU, with this attention."""
+    with ExitStack() as entered:
+        if attention == SEGMENTS:  # what is computed twice passes it, too
+            library = entered.enter_context(torch.library._scoped_library("aten", "IMPL"))
             library.impl("scaled_dot_product_attention", _cpu_attention, "AutogradMeta")
-            yield
+        if cuda:
+            entered.enter_context(_Cuda())
+        yield
 
 
 class _Cuda(TorchFunctionMode):
@@ -235,7 +236,7 @@ def _cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The CPU's flash kernel, which a meta tensor would not choose."""
+    """The CPU's flash kernel, which a meta tensor would not choose; as much is kept by a card's efficient one."""
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out

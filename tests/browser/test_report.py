@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,6 +224,27 @@ def test_two_runs_whose_rewards_differ_are_not_on_one_scale(run: Path, tmp_path:
     assert "same problems" not in told  # how often is no other problem
     assert texts(driver, "#completions h2") == ["Completions of run"]
     assert texts(driver, "#differences td") == ["data.eval.every", "—", "2", "rewards.format", "—", "use format"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ("seed: 0\ndata: {path: 'rg:chain_sum'}", "seed: 1\ndata: {path: 'rg:chain_sum'}", "seeds"),
+        ("seed: 0\ndata: {path: a/b, eval: {split: test}}", "seed: 1\ndata: {path: a/b, eval: {split: test}}", None),
+        ("seed: 0\nenv: {use: a}", "seed: 1\nenv: {use: b}", "settings of env and seeds"),
+        ("env: {memory: 1}", "env: {memory: 2}", None),
+    ],
+)
+def test_two_runs_with_other_held_out_problems_are_told_apart(
+    one: str, other: str, why: str | None, run: Path, visit: Visit
+) -> None:
+    second = shutil.copytree(run, run.parent / "other")
+    for folder, settings in ((run, one), (second, other)):
+        with (folder / "config.yaml").open("a") as file:
+            file.write(settings + "\n")
+    report(run, None, second, 2**20)
+    said = f" Held-out accuracy is not of the same problems, since {why} differ." if why else ""
+    assert texts(visit(run / "report.html"), "#lines") == [f"Solid: run. Dashed: other.{said}"]
 
 
 def test_where_the_time_of_each_start_went_is_drawn(run: Path, scheme: str, visit: Visit) -> None:

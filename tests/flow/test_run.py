@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.files import digest_of
 from examples.random_model import make_tiny_model
 from learner.driver import checkpoint
 from learner.tools.cli import main
@@ -79,6 +80,7 @@ def _evaluated_alone_it_scores_as_in_the_run(run: Run, accuracy: float) -> None:
     )  # fmt: skip
     found = json.loads(told.stdout)
     assert found["metrics"]["greedy"]["value"] == pytest.approx(accuracy, abs=1e-6)
+    assert found["adapter_digest"] == digest_of(run.folder / "adapter" / "adapter_model.safetensors")["sha256"]
     assert {"mean@2", "pass@1", "pass@2", "majority@2"} < set(found["metrics"])
     assert (found["problems"], ledger.read(rows).num_rows) == (2, 2 + 4)
     rows.unlink()

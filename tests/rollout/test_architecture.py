@@ -79,9 +79,7 @@ def test_layers_that_are_no_linear_ones_are_refused_in_both_modes(lora: bool, wh
 
 def test_quantised_weights_are_not_trained() -> None:
     check_unquantised(LLAMA, "m")
-    with pytest.raises(
-        ArchitectureError, match=r"those of m are quantised \(awq\); give the model"
-    ):
+    with pytest.raises(ArchitectureError, match=r"those of m are quantised \(awq\); give the model"):
         check_unquantised(LLAMA | {"quantization_config": {"quant_method": "awq"}}, "m")
 
 

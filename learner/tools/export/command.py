@@ -17,7 +17,7 @@ from learner.tools.export import gguf
 from learner.tools.export.card import Exported, card
 from learner.tools.export.errors import ExportError, ExportFailed
 from learner.tools.export.room import Needed, check_disk, needed
-from learner.tools.export.scores import Scores, read_scores
+from learner.tools.export.scores import Scores, check_whose, read_scores
 from learner.tools.export.source import Source, check_base, find
 from learner.tools.export.windows import recorded
 from learner.tools.reported import reported
@@ -94,7 +94,7 @@ def _checked(asked: Asked) -> Job:
     source = find(asked.run, asked.step, asked.model)
     if source.whole_model and asked.adapter_only:
         raise ExportError(f"--adapter-only: {source.name} trained all weights and has no adapter; leave it out")
-    scores = None if asked.scores is None else read_scores(asked.scores)
+    scores = None if asked.scores is None else _scores(asked.scores, source)
     _check_new(asked.out)
     path, converter = source.config.model.path, None
     if asked.push_to is not None:
@@ -111,6 +111,13 @@ def _checked(asked: Asked) -> Job:
     size = needed(source, dtype, outtype if asked.gguf else None)
     check_disk(size, asked.out)
     return Job(source, asked.out, dtype, size, scores, converter, outtype)
+
+
+def _scores(file: Path, source: Source) -> Scores:
+    scores = read_scores(file)
+    if not check_whose(scores, source):
+        print(f"scores   of {scores.adapter or scores.model}: not known to be those of {source.checkpoint.name}")
+    return scores
 
 
 def _check_options(asked: Asked) -> None:

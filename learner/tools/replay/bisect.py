@@ -31,13 +31,14 @@ def bisect(folder: Path, metric: str, *, as_json: bool) -> int:
         raise ReplayError(
             f"--bisect: needs at least {FEWEST} values of {metric}, and {folder} has {len(values)}; wait for more steps"
         )
-    change = change_of(steps, values, worse(metric))
+    direction = worse(metric, run.metrics)
+    change = change_of(steps, values, direction)
     others = {} if change is None else _shortly_before(run, metric, change)
     if as_json:
         told = {name: asdict(one) for name, one in others.items()}
         print(json.dumps({"metric": metric, "change": change and asdict(change), "others": told}, indent=2))
     elif change is None:
-        way = {-1: "fell", 0: "changed", 1: "rose"}[worse(metric)]
+        way = {-1: "fell", 0: "changed", 1: "rose"}[direction]
         print(
             f"{metric} has {len(values)} values from {min(values):.4g} to {max(values):.4g}, and at no step it {way} "
             f"by {ENOUGH:g} standard errors; gleaner report {folder} shows its curve"

@@ -1,10 +1,12 @@
 """Where a series of noisy values changes its level for the worse. Pure numpy."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from rollout.env.trajectory import FAULTS
 
 WINDOW = 8  # values on each side, fewer at the ends
 LEAST = 2  # of which there must be so many
@@ -16,7 +18,9 @@ RISING = (
     "eval/failed", "eval/unscored", "eval/errors", "reward/failed", "reward/status_", "reward/ms",
     "reward/zero_variance_groups",
 )  # fmt: skip
-EITHER = ("rollout/completion_length", "reward/std", "loss/total", "value/mean", "env/turns", "env/calls")
+EITHER = ("rollout/completion_length", "reward/std", "loss/total", "value/mean")
+# Of env/; nobody can say it of its other names, most of which are the environment's own.
+ENV_RISING = ("malformed", "seconds", "errors", *(f"outcome_{fault}" for fault in FAULTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,14 @@ class Change:
     errors: float
 
 
-def worse(metric: str) -> int:
-    """-1: the metric is worse where it falls, 1: where it rises, 0: nobody can say."""
+def worse(metric: str, known: Container[str]) -> int:
+    """-1: the metric is worse where it falls, 1: where it rises, 0: nobody can say.
+
+    known: the metrics of the run, which tell an environment's eval/<name> from a reward function's: by its env/<name>.
+    """
+    part, _, name = metric.partition("/")
+    if part == "env" or (part == "eval" and (name.startswith("outcome_") or f"env/{name}" in known)):
+        return 1 if name in ENV_RISING else 0
     if metric.startswith(RISING):
         return 1
     if metric.startswith(EITHER):

@@ -30,6 +30,7 @@ from learner.tools.replay.same import compared
 from learner.tools.replay.scoring import try_on
 from learner.tools.replay.taking import Learner
 from learner.tools.replay.what_if import Question, answer, bound_of
+from learner.tools.report.run_folder import REPLAY
 from learner.tools.reported import reported
 
 
@@ -105,7 +106,7 @@ def _what_if(
     far = asyncio.run(answer(question, lambda taken: None if asked.as_json else shown.other(taken, rescored=scores)))
     bound = bound_of(config)
     if asked.as_json:
-        facts = json.loads((place / "replay.json").read_text())
+        facts = json.loads((place / REPLAY).read_text())
         print(json.dumps({"folder": str(place)} | facts | {"bound": bound, "far_from_step": far}, indent=2))
     else:
         print(shown.far(far, bound))

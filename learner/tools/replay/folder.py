@@ -18,6 +18,7 @@ from learner.driver.publishing import ADAPTER_FILES
 from learner.model.adapter_config import MODEL
 from learner.tools.replay.recorded import ReplayError
 from learner.tools.replay.taking import Learner, Taken
+from learner.tools.report.run_folder import REPLAY
 from rollout import ledger
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a run
@@ -34,7 +35,7 @@ class ReplayFolder:
         rollouts.mkdir(parents=True)
         with writing(path):
             (path / "config.yaml").write_text(to_yaml(config))
-            (path / "replay.json").write_text(json.dumps(facts, indent=1))
+            (path / REPLAY).write_text(json.dumps(facts, indent=1))
         self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
 
     def add(self, taken: Taken) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from learner.algo.advantage import ADVANTAGES
 from learner.tools.report.completions import read_step
 from learner.tools.report.packing import Block, packed
-from learner.tools.report.run_folder import Run, read_run
+from learner.tools.report.run_folder import Run, read_runs
 from learner.tools.report.sample import sampled
 from learner.tools.report.summary import summary
 from learner.tools.report.words import Words
@@ -20,7 +20,7 @@ def blocks_of(folder: Path, against: Path | None, limit: int) -> tuple[str, dict
 
     limit: bytes that the steps may take. Raises ReportError.
     """
-    runs = [read_run(one) for one in (folder, *([against] if against else []))]
+    runs = read_runs(folder, against)
     run = runs[0]
     words = Words(model_of(run))
     found = sampled(

@@ -104,7 +104,7 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
     if row["messages"] is not None:
         made["messages"] = _json(row["messages"], [])
     if row["turns"]:
-        made["turns"] = [{key: _finite(value) for key, value in turn.items()} for turn in row["turns"]]
+        made["turns"] = [_turn(turn) for turn in row["turns"]]
     if row["env_metrics"]:
         made["env"] = [[part["name"], _finite(part["value"])] for part in row["env_metrics"]]
     if tokens:
@@ -115,6 +115,11 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
         if row["loss_mask"] is not None:
             made["observed"] = _runs([not sampled for sampled in row["loss_mask"]])
     return made
+
+
+def _turn(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Whole numbers as they are: start and stop are places of tokens."""
+    return {key: value if isinstance(value, int) else _finite(value) for key, value in row.items()}
 
 
 def mismatch_file(file: Path) -> Path:

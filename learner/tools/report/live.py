@@ -18,7 +18,7 @@ from learner.tools.report.build import advantage_of, head_of, model_of, title_of
 from learner.tools.report.completions import Step, mismatch_file, read_step
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.page import page
-from learner.tools.report.run_folder import ReportError, Run, read_run
+from learner.tools.report.run_folder import ReportError, Run, read_run, read_runs
 from learner.tools.report.sample import Sample, sampled
 from learner.tools.report.words import Words
 
@@ -26,6 +26,7 @@ HEADERS = {
     "Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'none'", "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }  # fmt: skip
+DIGITS = 18  # of a step, at most; int() refuses thousands
 
 
 class Watched:
@@ -57,10 +58,10 @@ class Watched:
                 known = self._words.known
                 return packed(self._words.pieces(sorted(self._sample.token_ids)) if known else {})
             step = name.removeprefix("step-")
-            return self._sample.blocks.get(int(step)) if step.isdecimal() else None
+            return self._sample.blocks.get(int(step)) if step.isdecimal() and len(step) <= DIGITS else None
 
     def _runs(self) -> list[Run]:
-        return [read_run(one) for one in (self._folder, *([self._against] if self._against else []))]
+        return read_runs(self._folder, self._against)
 
     def _read(self, run: Run) -> None:
         known, before = self._words.known, self._steps

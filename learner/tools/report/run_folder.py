@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from learner.driver import phases, run_lock
 from rollout import ledger
 
+REPLAY = "replay.json"  # in the folder of a replay
 Column = list[float | None]
 
 
@@ -23,10 +24,10 @@ class Run:
     """One run folder, as far as it can be read. Letters: S steps in metrics.jsonl.
 
     Attributes:
-        name: of the folder.
+        name: of the folder, behind those above it where another run of the report has the same.
         steps: [S] ascending, each once.
         metrics: name -> [S] values, None where a step has none or it was not finite. `at` is seconds since 1970.
-        config: config.yaml; plan: plan.json. Both empty where the file is missing or not whole.
+        config: config.yaml; plan: plan.json; replay: replay.json. Empty where the file is missing or not whole.
         rollouts: the step files, oldest first.
         phases: of each start of the run that came to its end, seconds of each phase (learner.driver.phases.read).
         remarks: sentences on what is missing or was left out.
@@ -37,14 +38,32 @@ class Run:
     metrics: dict[str, Column]
     config: dict[str, Any]
     plan: dict[str, Any]
+    replay: dict[str, Any]
     rollouts: list[Path]
     phases: list[dict[str, float]]
     remarks: list[str]
+
+    @property
+    def of(self) -> Any:
+        """Its last step, as far as one knows before: a run by epochs does not say."""
+        return self.replay.get("to", self.config.get("steps"))
 
 
 def begun(folder: Path) -> bool:
     """Whether a run has left anything there to report on."""
     return (folder / "metrics.jsonl").exists() or bool(ledger.steps(folder / "rollouts"))
+
+
+def read_runs(folder: Path, against: Path | None) -> list[Run]:
+    """A run, and the one that it is compared with, told apart by their names. Raises ReportError."""
+    folders = [folder] if against is None else [folder, against]
+    runs = [read_run(one) for one in folders]
+    parts = [one.resolve().parts for one in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = [str(Path(*one[-depth:])) for one in parts]
+        if len({*names}) == len(runs):
+            return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return runs  # one run against itself
 
 
 def read_run(folder: Path) -> Run:
@@ -61,14 +80,27 @@ def read_run(folder: Path) -> Run:
     steps = sorted(rows)
     names = sorted({name for row in rows.values() for name in row} - {"step"})
     metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}
-    config, plan = _mapping(folder / "config.yaml", remarks), _mapping(folder / "plan.json", remarks)
-    if not run_lock.is_held(folder):
-        remarks.extend(_early(steps[-1] if steps else 0, config.get("steps")))
-    return Run(folder.resolve().name, steps, metrics, config, plan, rollouts, phases.read(folder), remarks)
+    replayed = (folder / REPLAY).exists()
+    config, replay = _mapping(folder / "config.yaml", remarks), _mapping(folder / REPLAY, remarks) if replayed else {}
+    plan = {} if replayed else _mapping(folder / "plan.json", remarks)  # a replay makes none
+    run = Run(folder.resolve().name, steps, metrics, config, plan, replay, rollouts, phases.read(folder), remarks)
+    if replayed:
+        remarks.append(_replayed(run))
+    elif not run_lock.is_held(folder):
+        remarks.extend(_early(run))
+    return run
 
 
-def _early(done: int, of: Any) -> list[str]:
-    """Of a run that goes on no longer. of: its steps; a run by epochs does not say how many."""
+def _replayed(run: Run) -> str:
+    """Nothing tells a replay that goes on from one that was stopped."""
+    done = run.steps[-1] if run.steps else 0
+    of = run.replay.get("of", "a run")
+    return f"This is a replay of {of}, at step {done} of {run.of}. The completions are that run's."
+
+
+def _early(run: Run) -> list[str]:
+    """Of a run that goes on no longer."""
+    done, of = run.steps[-1] if run.steps else 0, run.of
     if not isinstance(of, int) or done >= of:
         return []
     where = f"at step {done} of {of}" if done else "before its first step"

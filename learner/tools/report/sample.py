@@ -1,6 +1,6 @@
 """Which steps go into a page that has a limit: first and last, then ever closer between them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,14 @@ class Sample:
     remarks: list[str] = field(default_factory=list)
 
 
-def spread(count: int) -> Iterator[int]:
-    """0 .. count - 1, each once, so that every beginning of the sequence lies evenly: spread(5) is 0, 4, 2, 1, 3."""
-    yield from range(min(count, 1))
-    if count > 1:
-        yield count - 1
-    gaps = [(0, count - 1)]
-    while gaps:
-        wide = [(a, b) for a, b in gaps if b - a > 1]
-        yield from ((a + b) // 2 for a, b in wide)
-        gaps = [half for a, b in wide for half in ((a, (a + b) // 2), ((a + b) // 2, b))]
+def spread(steps: Sequence[int]) -> list[int]:
+    """The steps in an order of which every beginning lies evenly: of 1 to 5 it is 1, 5, 3, 2, 4.
+
+    steps: ascending. Behind the first and the last, a step has its place by its own number, whatever others there are:
+    as a run goes on, its report keeps what it has read.
+    """
+    between = sorted(steps[1:-1], key=lambda step: f"{step - 1:064b}"[::-1])  # the van der Corput sequence
+    return [*dict.fromkeys((*steps[:1], *steps[-1:])), *between]
 
 
 def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], limit: int) -> Sample:
@@ -49,11 +47,12 @@ def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], lim
     kept: list[Step] = []
     made = Sample()
     room = limit
-    for place in spread(len(files)):
+    by_step = {int(file.stem.removeprefix("step-")): file for file in files}
+    for number in spread(sorted(by_step)):
         try:
-            step = read(files[place], None)
+            step = read(by_step[number], None)
             while len(step.block) > room and not kept and len(step.lines) > 1:
-                step = read(files[place], len(step.lines) // 2)
+                step = read(by_step[number], len(step.lines) // 2)
         except ReportError as error:
             made.remarks.append(f"{error}.")
             continue

@@ -10,6 +10,7 @@ from learner.tools.report.figures import figures
 from learner.tools.report.run_folder import Run
 from learner.tools.report.starts import starts_of
 
+PLACE = ("name", "output_dir")  # of a replay, which nobody has set
 CHANGE = {"eval/accuracy": "held-out accuracy", "reward/mean": "reward", "rollout/completion_length": "length"}
 
 
@@ -18,7 +19,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "runs": [_run(run) for run in runs],
         "figures": figures({name for run in runs for name in run.metrics}),
-        "differences": _differences(runs[0].config, runs[1].config) if len(runs) == 2 else [],
+        "differences": _differences(*runs) if len(runs) == 2 else [],
     }
 
 
@@ -33,7 +34,7 @@ def _run(run: Run) -> dict[str, Any]:
         "training": f"{seconds:.0f} s" if seconds else None,
     }
     return {
-        "name": run.name, "done": run.steps[-1] if run.steps else 0, "of": run.config.get("steps"),
+        "name": run.name, "done": run.steps[-1] if run.steps else 0, "of": run.of,
         "facts": [[name, str(value)] for name, value in facts.items() if value is not None],
         "changes": [found for name, label in CHANGE.items() if (found := _change(run, name, label))],
         "steps": run.steps, "metrics": run.metrics, "memory": _memory(run.plan), "remarks": run.remarks,
@@ -93,7 +94,7 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:
-    here, there = _flat(one), _flat(other)
-    names = sorted({*here, *there})
+def _differences(one: Run, other: Run) -> list[list[str]]:
+    here, there = _flat(one.config), _flat(other.config)
+    names = sorted({*here, *there} - {*(PLACE if one.replay or other.replay else ())})
     return [[n, here.get(n, "—"), there.get(n, "—")] for n in names if here.get(n) != there.get(n)]

@@ -86,7 +86,7 @@ class RunApp(App[int]):
             self._tell(str(error))
             return
         self._files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
-        done = f"{run.name}  step {run.steps[-1] if run.steps else 0} of {run.config.get('steps') or '?'}"
+        done = f"{run.name}  step {run.steps[-1] if run.steps else 0} of {run.of or '?'}"
         self.query_one("#run", Static).update(Text(escaped(done), style="bold", no_wrap=True))
         spent = [f"{start.steps}  {sentence(start.phases)}" for start in reversed(starts_of(run))]
         for place, said in (("#remarks", " ".join(run.remarks)), ("#time", "\n".join(spent))):

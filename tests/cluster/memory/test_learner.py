@@ -109,6 +109,24 @@ def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("name", "policy", "dtype"),
+    [
+        ("Qwen2.5-0.5B", "none", "float16"),
+        pytest.param("SmolLM2-1.7B", "none", "float16", marks=pytest.mark.long),
+        pytest.param("Llama-3.2-1B", "mlp", "float32", marks=pytest.mark.long),
+    ],
+)
+def test_on_a_card_without_flash_attention(name: str, policy: Checkpointing, dtype: str) -> None:
+    shape = replace(SHAPES[name], layers=4)
+    settings = {"checkpointing": policy, "token_budget": 3396}
+    groups = [(256, [786] * 4), (257, [785] * 4)]
+    fake = footprint(shape, LearnerConfig.model_validate(settings), groups, dtype=dtype)
+    learning = Learning(checkpointing=policy, dtype=dtype)
+    planned = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))
+    assert planned == pytest.approx(fake.peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
     ("name", "layers", "policy", "reference", "optimizer"),
     [
         ("Llama-3.1-8B", 2, "full", "none", "adamw"),

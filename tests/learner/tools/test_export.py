@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.random_families import make_family
 from learner.driver.checkpoint import name_of
 from learner.tools.cli import main
+from learner.tools.export.paths import shortened
 from tests.learner.tools.exports import STEP, run_folder
 
 IDS = torch.tensor([[5, 9, 200, 33, 71, 8]])
@@ -160,13 +162,30 @@ def test_rounding_that_takes_away_what_was_learned_is_refused(
     assert main([*words, "float32"]) == 0
 
 
-def test_what_gleaner_eval_measured_is_in_the_card(made: Path, tmp_path: Path) -> None:
-    one = {"value": 0.75, "low": 0.6, "high": 0.9}
-    scores = {"data": "hub/sums", "reward": "number", "problems": 40, "unscored": 2}
-    scores["metrics"] = {"mean@8": one, "pass@8": one | {"problems": 31}}  # the first as earlier versions wrote it
-    (tmp_path / "scores.json").write_text(json.dumps(scores))
-    words = ["export", str(made), str(tmp_path / "out"), "--adapter-only", "--scores", str(tmp_path / "scores.json")]
-    assert main(words) == 0
+@pytest.fixture
+def scored(made: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command with scores of the run's adapter, but for what is given."""
+
+    def words(**other: object) -> list[str]:
+        trainer = made / "checkpoints" / name_of(STEP) / "trainer"
+        digest = hashlib.sha256((trainer / "adapter_model.safetensors").read_bytes()).hexdigest()
+        whose = {"model": "somewhere/base", "adapter": "runs/mine/adapter", "adapter_digest": digest}
+        interval = {"value": 0.75, "low": 0.6, "high": 0.9}
+        scores = {"data": "hub/sums", "reward": "number", "problems": 40, "unscored": 2}
+        scores["metrics"] = {"mean@8": interval, "pass@8": interval | {"problems": 31}}  # the first as it was before
+        (tmp_path / "scores.json").write_text(json.dumps(scores | whose | other))
+        return [
+            "export", str(made), str(tmp_path / "out"), "--adapter-only", "--scores", str(tmp_path / "scores.json"),
+        ]  # fmt: skip
+
+    return words
+
+
+def test_what_gleaner_eval_measured_is_in_the_card(
+    scored: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(scored()) == 0
+    assert "not known" not in capsys.readouterr().out
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "number on `hub/sums`, 40 problems, intervals of 95 %" in card.text
     assert "| mean@8 | 0.750 | 0.600 to 0.900 | 38 |\n| pass@8 | 0.750 | 0.600 to 0.900 | 31 |" in card.text
@@ -175,6 +194,47 @@ def test_what_gleaner_eval_measured_is_in_the_card(made: Path, tmp_path: Path) -
         ("hub/sums", 0.75),
         ("hub/sums", 0.75),
     ]
+
+
+def test_scores_of_something_else_are_refused(
+    scored: Callable[..., list[str]], made: Path, tiny_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link, other = tmp_path / "link", tmp_path / "other"
+    link.symlink_to(tiny_path)
+    (other / "checkpoints").mkdir(parents=True)
+    old = {"adapter_digest": None}
+    for whose, told in (
+        ({"adapter_digest": "0" * 64}, "another adapter (runs/mine/adapter), or of another step of it; leave them out"),
+        ({"model": str(link), "adapter": None, **old}, f"the base alone ({link})"),
+        ({"adapter": str(other / "adapter"), **old}, str(other / "adapter")),
+    ):
+        assert main(scored(**whose)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --scores: must be of mine, step-000008, and are of {told}")
+        assert line.endswith(f"gleaner eval --run {made} --adapter {made}/checkpoints/step-000008/trainer --json")
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "own").symlink_to(made)
+    assert main(scored(adapter=str(tmp_path / "own" / "adapter"), **old)) == 0  # as older versions wrote it
+    assert f"of {tmp_path}/own/adapter: not known to be those of step-000008" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("/home/john doe/proj/my_rewards.py:acc", "my_rewards.py:acc"),
+        ("file:///home/me/x", "x"),
+        ("~/x/y", "y"),
+        ("model=/home/me/private/x", "model=x"),
+        ("/home/me/data/", "data"),
+        ("adapter:/home/me/judge", "adapter:judge"),
+        ("--a /home/me/x --b ['/home/me/y']", "--a x --b ['y']"),
+        ("/no_think Give km/h and/or m/s", "/no_think Give km/h and/or m/s"),
+        ("https://host/v1/chat", "https://host/v1/chat"),
+        ("org/name", "org/name"),
+    ],
+)
+def test_of_a_path_the_last_part_stays(text: str, left: str) -> None:
+    assert shortened(text) == left
 
 
 CONVERTER = """

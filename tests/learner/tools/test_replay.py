@@ -24,6 +24,7 @@ from learner.tools.replay.changes import changes_of, check_possible
 from learner.tools.replay.recorded import ReplayError, read_recorded
 from learner.tools.replay.same import Compared
 from learner.tools.report.build import blocks_of
+from learner.tools.report.packing import unpacked
 from learner.trainer import float32_products
 from rollout import ledger
 from rollout.env.config import EnvConfig
@@ -151,6 +152,7 @@ def test_another_rate_differs_from_the_policy_of_the_first_step_on(
     assert told["changed"] == {"learner.learning_rate": {"run": 1e-3, "replay": 5e-2}}
     _, blocks = blocks_of(place, recorded, 2**20)
     assert "step-4" in blocks
+    assert [key for key, *_ in unpacked(blocks["head"])["differences"]] == ["learner.learning_rate"]
 
 
 def test_other_rewards_are_those_of_the_functions(

@@ -2,8 +2,10 @@
 
 import base64
 import hashlib
+import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from learner.tools.report.token_bytes import bytes_of
 from learner.tools.report.words import Words
 from learner.tools.report.write import report
 from rollout import ledger
+from rollout.env.trajectory import Played
 from rollout.fake_groups import make_group
 from tests.learner.tools.reports import HOSTILE, MODEL, blocks, report_run
 
@@ -145,6 +148,28 @@ def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_two_runs_of_one_name_are_told_apart_by_the_folders_above_them(run: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(run, tmp_path / "b" / "x" / run.name)
+    shutil.copytree(run, tmp_path / "a" / "x" / run.name)
+    head = blocks(page_of(tmp_path / "a" / "x" / run.name, "--against", str(other)))["head"]
+    assert head["title"] == "a/x/a<b>run against b/x/a<b>run"
+    assert [one["name"] for one in head["runs"]] == ["a/x/a<b>run", "b/x/a<b>run"]
+
+
+def test_the_page_of_a_replay_says_so_and_takes_its_end(run: Path, tmp_path: Path) -> None:
+    replay = shutil.copytree(run, tmp_path / "other")
+    (replay / "plan.json").unlink()
+    facts = {"of": str(run), "from": 0, "to": 2, "changed": {}}
+    (replay / "replay.json").write_text(json.dumps(facts))
+    for folder in (run, replay):
+        with (folder / "config.yaml").open("a") as file:
+            file.write(f"name: {folder.name}\noutput_dir: {folder.parent}/{folder.name[0]}\n")
+    head = blocks(page_of(replay, "--against", str(run)))["head"]
+    assert (head["runs"][0]["of"], head["differences"]) == (2, [])
+    said = f"This is a replay of {run}, at step 2 of 2. The completions are that run's."
+    assert head["runs"][0]["remarks"] == [said]
+
+
 def test_a_page_with_a_limit_keeps_steps_that_lie_evenly(run: Path) -> None:
     files = [ledger.write(run / "rollouts", step, [make_group(step)]) for step in range(1, 6)]
     one = len(read_step(files[0], advantage="none", tokens=True).block)
@@ -169,10 +194,22 @@ def test_advantages_are_those_of_the_groups_that_were_trained_on(tmp_path: Path)
     assert not any("advantage" in one for one in replaced)
 
 
-def test_steps_are_taken_from_coarse_to_fine() -> None:
-    assert list(spread(5)) == [0, 4, 2, 1, 3]
-    for count in range(40):
-        assert sorted(spread(count)) == list(range(count))
+def test_steps_are_taken_from_coarse_to_fine_and_stay_as_the_run_goes_on() -> None:
+    assert spread(range(1, 6)) == [1, 5, 3, 2, 4]
+    before: list[int] = []
+    for last in range(40):
+        steps = spread(range(last))
+        assert sorted(steps) == list(range(last))
+        assert all({*steps[:most]} <= {*before[:most], last - 1} for most in range(2, 40))
+        before = steps
+
+
+def test_a_token_s_place_in_a_turn_is_exact(tmp_path: Path) -> None:
+    turn = Played(104321, 104322, generate_ms=1234.567).as_row()
+    group = make_group(0, turns=[[turn], []])
+    step = read_step(ledger.write(tmp_path, 1, [group]), advantage="none", tokens=False)
+    (shown,) = unpacked(step.block)[0]["completions"][0]["turns"]
+    assert (shown["start"], shown["stop"], shown["generate_ms"]) == (104321, 104322, 1234.6)
 
 
 def test_pieces_of_tokens_make_the_text() -> None:

@@ -4,12 +4,14 @@ import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from learner.driver import mismatch_files, run_lock
 from learner.tools.cli import main
+from learner.tools.report.completions import Step, read_step
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.packing import unpacked
 from rollout import ledger
@@ -59,6 +61,7 @@ def test_a_run_is_served_while_it_goes_on(run: Path, served: LiveServer) -> None
     assert unpacked(asked(served, f"/{served.key}/index")[1])["step"] == [1, 1, 2, 2, 3]
     assert unpacked(asked(served, f"/{served.key}/step-3")[1])[0]["problem"] == "train-9"
     assert asked(served, f"/{served.key}/step-4")[0] == 404
+    assert asked(served, f"/{served.key}/{'9' * 5000}")[0] == 404
 
 
 def test_the_mismatch_of_a_step_is_shown_once_it_was_trained(run: Path, served: LiveServer) -> None:
@@ -71,6 +74,23 @@ def test_the_mismatch_of_a_step_is_shown_once_it_was_trained(run: Path, served: 
     assert not shown()
     mismatch_files.write(run, 1, groups, pa.array([[0.5, 0.25]] * 4, pa.list_(pa.float16())))
     assert shown()
+
+
+def test_past_the_limit_a_new_step_is_all_that_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(file: Path, *rest: Any, **more: Any) -> Step:
+        read.append(file.stem)
+        return read_step(file, *rest, **more)
+
+    monkeypatch.setattr("learner.tools.report.live.read_step", counted)
+    files = [ledger.write(run / "rollouts", step, [make_group(0)]) for step in (1, 2)]
+    watched = Watched(run, None, 9 * len(read_step(files[0], advantage="none", tokens=True).block))
+    for step in range(3, 60):
+        ledger.write(run / "rollouts", step, [make_group(0)])
+        watched.block("head")
+    assert len(unpacked(str(watched.block("index")))["step"]) == 9
+    assert sorted({*read}) == sorted(read)
 
 
 def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -> None:

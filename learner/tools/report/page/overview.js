@@ -39,14 +39,24 @@ function headline(run) {
     ...run.remarks.map((remark) => hostile("p", remark, {class: "remark"})));
 }
 
+// Settings of data and env that leave the held-out problems as they are.
+const SAME_PROBLEMS = ["data.eval.every", "env.concurrency", "env.memory", "env.start_timeout_s", "env.step_timeout_s",
+  "env.timeout_s", "env.variables"];
+
 // Of two runs, what their curves are not to be compared by.
-function unlike({differences}) {
-  const measured = {
-    rewards: "The reward is not on one scale, since rewards differ; nor is held-out accuracy, if another function decides it.",
-    data: "Held-out accuracy is not of the same problems, since settings of data differ.",
-  };
-  const found = Object.keys(measured).filter((part) => differences.some(([key]) => key.startsWith(part + ".") && key !== "data.eval.every"));
-  return found.map((part) => " " + measured[part]).join("");
+function unlike({differences, runs}) {
+  const keys = differences.map(([key]) => key).filter((key) => !SAME_PROBLEMS.includes(key));
+  const others = ["data", "env"].filter((part) => keys.some((key) => key.startsWith(part + "."))).map((part) => "settings of " + part);
+  if (keys.includes("seed") && runs.every(seeded)) others.push("seeds");
+  return (keys.some((key) => key.startsWith("rewards."))
+    ? " The reward is not on one scale, since rewards differ; nor is held-out accuracy, if another function decides it." : "")
+    + (others.length ? ` Held-out accuracy is not of the same problems, since ${others.join(" and ")} differ.` : "");
+}
+
+// Whether the seed makes a run's held-out problems, or chooses them among those of training (rollout/data/problems.py).
+function seeded({config}) {
+  const [every, own, split, path] = ["eval.every", "eval.path", "eval.split", "path"].map((key) => config["data." + key] || "null");
+  return every !== "0" && ((own === "null" ? path : own).startsWith("rg:") || (own === "null" && split === "null"));
 }
 
 function line(run, metric, colour, dashed, label) {
