@@ -13,6 +13,7 @@ from torch import Tensor
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig
+from learner.model.packed_attention import VARLEN
 from learner.tools.meta_run import _as_on, footprint
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_group, uniform
@@ -74,7 +75,7 @@ def test_tensors_without_content_are_on_a_card_inside_of_autograd_functions_too(
             seen.append(x.is_cuda)
             return x.clone()
 
-    with _as_on(cuda=True):
+    with _as_on(cuda=True, attention=VARLEN):
         x = torch.empty(1, device="meta")
         Look.apply(x)
         assert [x.is_cuda, *seen] == [True, True]
