@@ -25,13 +25,13 @@ def cached_sequences(shape: Shape, dtype: str, tokens: int, kv_bytes: int, *, cu
 def _blocks(shape: Shape, dtype: str, tokens: int, cuda: bool) -> tuple[int, int]:
     """(blocks of one sequence, bytes of a block). Layers with a window and others have blocks of their own, each of as
     many layers: vLLM fills up what is left over (v1/core/kv_cache_utils.py). A window may begin amid a block, and keeps
-    what is scheduled: two engine steps."""
+    what is scheduled: two engine steps, on a CPU as many tokens as there are."""
     block = BLOCK if cuda else BLOCK_CPU
     windowed, window = shape.windowed
     whole = shape.layers - windowed
     counts = [count for count in (whole, windowed) if count]
     layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-    kept = ceil(min(window + 2 * PREFILL_TOKENS, tokens) / block) + 1
+    kept = ceil((min(window + 2 * PREFILL_TOKENS, tokens) if cuda else tokens) / block) + 1
     blocks = ceil(whole / layers) * ceil(tokens / block) + ceil(windowed / layers) * kept
     return blocks, block * layers * kv_token_bytes(shape, dtype) // shape.layers
 

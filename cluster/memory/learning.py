@@ -64,7 +64,8 @@ class Learning:
     @property
     def segments(self) -> bool:
         """Whether a card's attention goes segment by segment, with each key once for each query head. FlashAttention
-        takes neither float32 nor a card below compute capability 8, whose type of 16 bits is float16."""
+        takes neither float32 nor a card below compute capability 8, whose type of 16 bits is float16: with that type on
+        a newer card the plan is too large."""
         return self.cuda and self.dtype != "bfloat16"
 
     def keeps_gates(self, shape: Shape) -> bool:

@@ -10,7 +10,7 @@ from cluster.trackers.tracker import Sample, TrackedRun, run_config
 
 FOLDER, ID = "gleaner.run_dir", "gleaner.run_id"  # tags; by the second a resumed run finds its own
 MOST_PARAMS = 100  # that one request takes
-REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the name of a metric
+REFUSED, LONGEST = re.compile(r"[^\w\-. :/]"), 250  # in the name of a metric
 
 
 class MLflow:
@@ -43,7 +43,7 @@ class MLflow:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        told = {REFUSED.sub("_", name): value for name, value in values.items()}
+        told = {_taken(name): value for name, value in values.items()}
         self._client.log_batch(self._run_id, [self._metric(name, value, now, step) for name, value in told.items()])
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
@@ -51,3 +51,9 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _taken(name: str) -> str:
+    """The name of a metric as MLflow takes it: as a path without detours."""
+    parts = REFUSED.sub("_", name).split("/")
+    return "/".join(part for part in parts if part.strip("."))[:LONGEST].rstrip("/")

@@ -1,5 +1,6 @@
 """What a tracker is."""
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,11 +27,13 @@ class TrackedRun(NamedTuple):
 
 
 def tracked(folder: Path, finished: int) -> TrackedRun:
-    """The run of this folder, with the id that lies there, or a new one."""
+    """The run of this folder, with the id that lies there, or a new one; one that began before there were such goes on
+    by the digest of its path."""
     file = folder / ID
     kept = file.read_text().strip() if finished > 0 and file.exists() else ""
     if not kept:
-        kept = secrets.token_hex(8)
+        begun = finished > 0 and not file.exists()
+        kept = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] if begun else secrets.token_hex(8)
         with writing(file):
             file.write_text(kept + "\n")
     return TrackedRun(folder, kept, finished)

@@ -82,6 +82,7 @@ class RunCheckpoints:
             state = {
                 "step": step,
                 "total_steps": self._total_steps,
+                "problems": len(self._pipes.problems),
                 "cursor": self._pipes.cursor.state(),
                 "dropped_stale": self._pipes.buffer.dropped_stale,
                 "evaluations": [e.to_dict() for e in evaluations],

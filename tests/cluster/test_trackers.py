@@ -1,5 +1,6 @@
 """A tracker is one class and one row: nothing else has to know of it."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from math import nan
@@ -64,6 +65,9 @@ def test_a_run_that_goes_back_takes_its_later_steps_out_of_tensorboard(tmp_path:
 
 
 def test_a_run_that_begins_anew_is_another_to_its_trackers(tmp_path: Path) -> None:
+    assert (
+        tracked(tmp_path, 3).id == hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
+    )  # begun before there was one
     ids = [tracked(tmp_path, finished).id for finished in (0, 3, 0, 7)]
     assert ids[0] == ids[1] != ids[2] == ids[3]
     (tmp_path / "tracker_id").write_text("")  # cut short by a kill

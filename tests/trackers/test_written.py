@@ -31,7 +31,13 @@ def two_steps(run_dir: Path, name: str) -> None:
     for first, resumed in ((1, 0), (2, 1)):
         metrics = Metrics(run_dir, [name], resumed)
         for step in (first, first + 1):
-            values = {"reward/mean": step / 4 + resumed, "env/pass@1": 0.5, "loss/total": float("nan")}
+            values = {
+                "reward/mean": step / 4 + resumed,
+                "env/pass@1": 0.5,
+                "env//../数/": 1.0,
+                "env/" + 300 * "x": 2.0,
+                "loss/total": float("nan"),
+            }
             metrics.log(step, values)
         metrics.completions(first + 1, SAMPLES)
         metrics.close()
@@ -63,7 +69,8 @@ def test_mlflow_has_curves_settings_and_completions_in_one_run(run_dir: Path, mo
     assert run.data.params == {"seed": "3", "learner.lora.rank": "8"}
     found = {(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward/mean")}
     assert found == {(1, 0.25), (2, 0.5), (2, 1.5), (3, 1.75)}
-    assert run.data.metrics["env/pass_1"] == 0.5  # MLflow takes no @
+    assert run.data.metrics["env/pass_1"] == 0.5  # MLflow takes no @, no detours and no name that is too long
+    assert (run.data.metrics["env/数"], run.data.metrics["env/" + 246 * "x"]) == (1.0, 2.0)
     assert json.loads((next(run_dir.glob("mlflow/**/step-3.json"))).read_text()) == {"samples": SAMPLES}
 
 

@@ -46,7 +46,8 @@ def worse(metric: str, known: Container[str]) -> int:
     known: the metrics of the run, which tell an environment's eval/<name> from a reward function's: by its env/<name>.
     """
     part, _, name = metric.partition("/")
-    if part == "env" or (part == "eval" and (name.startswith("outcome_") or f"env/{name}" in known)):
+    own = f"env/{name}" in known or (name.startswith("outcome_") and f"reward/{name}" not in known)
+    if part == "env" or (part == "eval" and own):
         return 1 if name in ENV_RISING else 0
     if metric.startswith(RISING):
         return 1

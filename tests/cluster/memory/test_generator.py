@@ -74,6 +74,7 @@ def test_layers_with_a_window_have_blocks_of_their_own() -> None:
     assert cached_sequences(one, "bfloat16", 1024, 3 * 454 * block, cuda=True) == 2
     # Of 20,000 tokens a window of 4096 keeps that many and two engine steps: 768 blocks, and one.
     assert cache_bytes(two, "bfloat16", 20_000, 1, cuda=True) == (1250 + 769 + 1) * 16 * 13 * 2 * 1024 * 2
+    assert cache_bytes(two, "bfloat16", 20_000, 1, cuda=False) == (625 + 626 + 1) * 32 * 13 * 2 * 1024 * 2
     mistral = {"model_type": "mistral", "sliding_window": 4096, "hidden_size": 64, "intermediate_size": 64,
                "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 8}  # fmt: skip
     assert Shape.from_config(mistral).windowed == (4, 4096)

@@ -154,13 +154,19 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
         assert (prepared.finished_steps, prepared.total_steps) == (3, total)
     changed = same.model_copy(update={"learner": same.learner.model_copy(update={"groups_per_step": 2})})
     for then, planned, total in ((same, 9, 9), (same, 4, 4), (changed, 9, 3 + 1)):  # 22 of 27 are consumed
-        state = json.dumps({"cursor": {"low": 20, "done": [22, 24]}, "total_steps": planned})
+        state = json.dumps({"cursor": {"low": 20, "done": [22, 24]}, "total_steps": planned, "problems": 27})
         folder = commit(same.run_dir.with_name("planned") / "checkpoints", 3, {
             "config.json": then.model_dump_json(), "state.json": state,
         })  # fmt: skip
         again = load("config.yaml", ["epochs=1", "name=planned"])
         assert total_steps(again, 27, folder) == total
         assert total_steps(again.model_copy(update={"epochs": 2.0}), 27, folder) == (7 if planned == 4 else 3 + 4)
+        assert total_steps(again, 100, folder) == 3 + 10  # more rows, as resume_allow_changed allows
+    steps = commit(same.run_dir.with_name("steps") / "checkpoints", 3, {
+        "config.json": same.model_copy(update={"epochs": None}).model_dump_json(),
+        "state.json": json.dumps({"cursor": {"low": 20, "done": [22, 24]}, "total_steps": 60, "problems": 27}),
+    })  # fmt: skip
+    assert total_steps(again, 27, steps) == 4  # planned for 60 steps before, for epochs now
     fewer = ["epochs=1", "name=low-2", "learner.groups_per_step=1", "resume_allow_changed=[learner.groups_per_step]"]
     assert prepare(load("config.yaml", fewer)).total_steps == 3 + 27 - 22
 

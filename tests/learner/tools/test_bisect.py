@@ -39,11 +39,16 @@ def test_a_fall_is_found_at_its_step_and_nothing_where_there_is_none() -> None:
         ("reward/mean", -1), ("reward/failed", 1), ("policy/mismatch_k3", 1), ("eval/accuracy", -1), ("loss/total", 0),
         ("env/found", 0), ("eval/found", 0), ("eval/lost", -1), ("env/malformed", 1), ("eval/malformed", 1),
         ("eval/turns", 0), ("eval/seconds", 1), ("eval/outcome_done", 0), ("eval/outcome_env_killed", 1),
+        ("eval/outcome_correct", -1),
     ],
 )  # fmt: skip
 def test_which_way_is_worse(metric: str, way: int) -> None:
-    """Of a run whose environment counts what was found, and with a reward function called lost."""
-    known = {"reward/lost", *(f"env/{name}" for name in ("found", "turns", "malformed", "seconds"))}
+    """Of a run whose environment counts what was found, and with reward functions called lost and outcome_correct."""
+    known = {
+        "reward/lost",
+        "reward/outcome_correct",
+        *(f"env/{name}" for name in ("found", "turns", "malformed", "seconds")),
+    }
     assert worse(metric, known) == way
 
 
