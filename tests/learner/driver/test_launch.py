@@ -111,7 +111,7 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
 
 async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the config's whole micro-batch on the card for the first time: a likely moment to be killed."""
-    told: list[tuple[BaseException, int | None]] = []
+    told: list[tuple[BaseException, bool]] = []
 
     async def processes(*_: Any) -> Any:
         raise LearnerLost("learner: process died during rehearse")
@@ -122,15 +122,15 @@ async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypat
     class Allowed:
         prepared = None
 
-        def after(self, error: BaseException, saved: int | None) -> bool:
-            told.append((error, saved))
+        def after(self, error: BaseException, *, begun: bool) -> bool:
+            told.append((error, begun))
             return len(told) == 1
 
     monkeypatch.setattr(launch, "start_processes", processes)
     session, progress = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside)), SimpleNamespace(note=print)
     arguments = cast(Any, (Allowed(), session, progress, Phases(0.0), asyncio.Event()))
     assert await launch._attempt(*arguments) is None
-    assert [(type(error), saved) for error, saved in told] == [(LearnerLost, None)]
+    assert [(type(error), begun) for error, begun in told] == [(LearnerLost, False)]
     with pytest.raises(LearnerLost):
         await launch._attempt(*arguments)
 
