@@ -28,7 +28,10 @@ CODE = (
 NOT_OF_A_CLASS = {  # what Python adds to a class that is written in a file
     "__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl",
     "__abstractmethods__",
+    # What pydantic makes of the annotations of a model.
+    "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__", "__signature__",
 }  # fmt: skip
+CACHED = type(functools.lru_cache(len))
 INSTALLED = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -87,6 +90,11 @@ class _Digest:
             return self._all("property", value.fget, value.fset, value.fdel)
         if isinstance(value, CellType):
             return self._all("cell", value.cell_contents)
+        if isinstance(value, CACHED):
+            return self._all("cached", value.__wrapped__, value.cache_parameters())
+        if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return self._all("tensor", str(value.dtype), list(value.shape), content)
         if isinstance(value, functools.partial):
             return self._all("partial", value.func, value.args, value.keywords)
         reduce = copyreg.dispatch_table.get(type(value))
@@ -95,7 +103,9 @@ class _Digest:
         except Exception:  # cloudpickle has ways of its own for some types, and refuses the others with a good word
             return _hash("pickle", hashlib.sha256(cloudpickle.dumps(value)).hexdigest())
         if isinstance(made, str):
-            return _hash("name", getattr(value, "__module__", "") or "", made)
+            module = getattr(value, "__module__", "") or ""
+            own = _file_digest(sys.modules[module]) if module in sys.modules else ""
+            return _hash("name", module, made, *([own] if own else []))
         return self._all("object", *(list(part) if isinstance(part, Iterator) else part for part in made))
 
     def _all(self, kind: str, *parts: Any) -> bytes:

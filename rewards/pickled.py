@@ -4,6 +4,7 @@ of one, and `use: path/file.pickle:name` reads.
 Its first line is JSON, the rest a pickle. It is code as a .py file is: whoever loads it runs it.
 """
 
+import functools
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from rewards.described import described
 
 SUFFIX = ".pickle"
 LARGEST = 256 * 2**20  # bytes; each reward process holds them
+CACHED = type(functools.lru_cache(len))
 FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 PYTHON = ".".join(map(str, sys.version_info[:2]))  # whose bytecode it is
 
@@ -81,14 +83,21 @@ def digest_in(file: Path) -> str:
         return ""
 
 
+def _cached(function: Any, maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
 def _dumps(value: Any) -> bytes:
-    """Its pickle. Open files are refused: cloudpickle would send a copy of what they hold, without a word."""
+    """Its pickle. Open files are refused: cloudpickle would send a copy of what they hold, without a word. A cached
+    function of a main script goes with an empty cache; by itself it would be sent by its name, which is not there."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, one: Any) -> Any:
             if isinstance(one, FILES) and one not in (sys.stdout, sys.stderr):
                 raise pickle.PicklingError("an open file stays in its process")
+            if isinstance(one, CACHED) and (one.__module__ == "__main__" or "<locals>" in one.__qualname__):
+                return _cached, (one.__wrapped__, *one.cache_parameters().values())
             return super().reducer_override(one)
 
     stream = io.BytesIO()

@@ -1,6 +1,7 @@
 """evaluate(): a model or an adapter on data, as `gleaner eval` does it."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,9 @@ def evaluate(
     from learner.api.settings import checked, tree_of
 
     _check_numbers(samples, limit, threshold)
+    for name, value in (("run", None if isinstance(run, TrainResult) else run), ("adapter", adapter)):
+        if value is not None and not isinstance(value, str | os.PathLike):
+            raise InputError(f"{name}: must be a folder, got {type(value).__name__}")
     if run is not None:
         folder = run.run_dir if isinstance(run, TrainResult) else Path(run)
         config = _configuration(folder, config)
@@ -102,7 +106,7 @@ def _check_numbers(samples: int, limit: int | None, threshold: float) -> None:
         raise InputError(f"samples: must be a whole number from 0, got {samples!r}")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise InputError(f"limit: must be a whole number from 1, or None for all, got {limit!r}")
-    if not isinstance(threshold, int | float):
+    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
         raise InputError(f"threshold: must be a number, got {threshold!r}")
 
 

@@ -4,6 +4,7 @@ in a folder named by its content, so that the same call finds the same files."""
 import hashlib
 import json
 import os
+import re
 import sys
 import uuid
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from rewards.base import RewardLoadError
 
 HERE = "<inputs>/"  # stands for the folder until it is known where that is
 SHORT = 12  # letters of a digest in a name
+FUNCTIONS = re.compile(r"rewards\.\d+\.use|learner\.loss\.ratio|env\.use|env\.args\..+")  # keys that take one
 
 
 class Inputs:
@@ -46,6 +48,11 @@ class Inputs:
                 f"{where}: args are values that a configuration file can hold, got {_type(function)}; bind it: "
                 f"functools.partial(..., {key}=...) in the place of the function whose args these are"
             )
+        if not FUNCTIONS.fullmatch(where):
+            raise InputError(
+                f"{where}: takes no function, got {_type(function)}; functions stand in rewards, learner.loss.ratio, "
+                "env.use and env.args"
+            )
         try:
             packed = pickled.pack(function)
         except RewardLoadError as error:
@@ -59,6 +66,8 @@ class Inputs:
             return os.fspath(dataset)
         library = sys.modules.get("datasets")  # without it nobody has made one of its objects
         if library is not None and isinstance(dataset, library.Dataset):
+            if dataset.format["type"] == "custom":
+                raise InputError(f"{key}: has a transform (set_transform), which is not written; give {key}.map(...)")
             stream = BytesIO()
             dataset.to_parquet(stream)
             return self._file(f"{name}.parquet", stream.getvalue())

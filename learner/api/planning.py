@@ -1,5 +1,6 @@
 """plan(): what a run with these settings takes on a card, as data."""
 
+import numbers
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +36,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, to_dict
 
     try:
-        card = card_size.parse(f"{gpu:g}" if isinstance(gpu, float) else str(gpu))
+        card = card_size.parse(f"{float(gpu):g}" if isinstance(gpu, numbers.Real) else str(gpu))
     except ValueError as error:
         raise InputError(f"gpu: {error}") from None
     old = no_bfloat16(card)

@@ -33,7 +33,7 @@ class RunProcess:
         """`given` goes to its standard input and not into a file: a configuration may hold secrets."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
-        self._read, self._tail = 0, ""
+        self._read, self._tail, self._interrupted = 0, "", 0
         command = [sys.executable, "-u", "-m", module, str(os.getpid()), *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -66,7 +66,7 @@ class RunProcess:
             except KeyboardInterrupt:
                 interrupts += 1
                 print(words[interrupts - 1] if interrupts < KILL_AT else "killed", flush=True)
-                self.interrupt() if interrupts < KILL_AT else self._process.kill()
+                self.interrupt(interrupts) if interrupts < KILL_AT else self._process.kill()
         return interrupts
 
     def wait(self, seconds: float) -> bool:
@@ -77,9 +77,12 @@ class RunProcess:
             return False
         return True
 
-    def interrupt(self) -> None:
-        """The first: finish the step, write a checkpoint, leave. The second: leave at once."""
-        self._process.send_signal(signal.SIGINT)
+    def interrupt(self, times: int) -> None:
+        """Sees to it that it has been interrupted so often. Once: finish the step, write a checkpoint, leave. Twice:
+        leave at once, which neither a function of the user's nor one Ctrl-C means, nor both."""
+        while self._interrupted < times:
+            self._interrupted += 1
+            self._process.send_signal(signal.SIGINT)
 
     def relay(self) -> None:
         """Prints what it has written since the last call."""

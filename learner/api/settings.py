@@ -34,6 +34,11 @@ def tree_of(
     Raises:
         InputError: one line for each mistake.
     """
+    if config is not None and not isinstance(config, str | os.PathLike):
+        raise InputError(
+            f"config: must be the path of a YAML file, got {type(config).__name__}; give keys as arguments: "
+            "train(..., **settings)"
+        )
     try:
         tree = {} if config is None else read_yaml(Path(config))
         _forget_own_data(tree, _by_key(datasets))

@@ -22,6 +22,7 @@ OnStep = Callable[[Metrics], bool | None]
 CHILD = "learner.api.child"
 WORDS = ("interrupted: finishing the step and writing a checkpoint", "stopping at once")
 METRICS = "metrics.jsonl"
+NO_COROUTINE = "on_step: must be a plain function of the metrics of a step; run coroutines inside of it"
 
 
 def train(
@@ -60,7 +61,7 @@ def train(
     if wrong := called_from.hidden_package():
         raise InputError(wrong)
     if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
-        raise InputError("on_step: must be a plain function of the metrics of a step; run coroutines inside of it")
+        raise InputError(NO_COROUTINE)
     from learner.api.settings import checked, tree_of
 
     inputs = Inputs()
@@ -126,22 +127,24 @@ def _where(failure: TrainError | None) -> str:
 
 
 class _Steps:
-    """Hands each step's metrics to the user's function; what that says or raises asks the run to stop, once."""
+    """Hands each step's metrics to the user's function; what that says or raises asks the run to stop."""
 
     def __init__(self, on_step: OnStep | None, process: RunProcess) -> None:
         self.error: BaseException | None = None
-        self._on_step, self._process, self._asked = on_step, process, False
+        self._on_step, self._process = on_step, process
 
     def take(self, line: Metrics) -> None:
         if self._on_step is None or self.error is not None:
             return
         try:
             answer = self._on_step(line)
+            if inspect.iscoroutine(answer):
+                answer.close()
+                raise InputError(NO_COROUTINE)
             stop = is_bool(answer) and not answer
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit() in it is its author's wish to leave, too
             self.error, stop = error, True
-        if stop and not self._asked:
-            self._asked = True
-            self._process.interrupt()
+        if stop:
+            self._process.interrupt(1)

@@ -1,6 +1,7 @@
 """What the command line of gleaner eval means, and what is printed."""
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def run(asked: Asked) -> int:
 def _evaluate(asked: Asked) -> None:
     config, adapter = _meant(asked)
     _check_save(asked.save)
+    if not math.isfinite(asked.threshold):
+        raise config_io.ConfigError(f"--threshold: must be a number, got {asked.threshold}")
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
     with EvalProgress() as progress:
         result = evaluate(
@@ -76,6 +79,8 @@ def _check_save(file: Path | None) -> None:
     folder = file.absolute().parent
     if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise config_io.ConfigError(f"--save: must be a file in a folder that is there and writable, got {file}")
+    if file.suffix != ".parquet":
+        raise config_io.ConfigError(f"--save: writes Parquet, got {file}; give a name that ends in .parquet")
 
 
 def show(result: Evaluated) -> None:

@@ -47,10 +47,13 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Exit code: 0; 2 if something given is wrong, or too much for the machine."""
+    made = not asked.out.exists()
     try:
         train, held_out = _data(asked)
         _train(asked, train, held_out)
     except (PairsError, ProblemsError, ChatError, ValueError, OSError, FloatingPointError) as error:
+        if made and asked.out.is_dir() and not any(asked.out.iterdir()):
+            asked.out.rmdir()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

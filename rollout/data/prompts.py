@@ -1,6 +1,7 @@
 """A row of the data -> the messages of a prompt: a column, a part of one, or a template over columns."""
 
 import logging
+import math
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
     where: names the row in messages.
     """
     value = _prompt(row, config.prompt)
+    if isinstance(value, float) and math.isnan(value):  # as pandas says that a text is not there
+        value = None
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else _turns(value, where)
     said = [bool(turn["content"].strip()) for turn in _asking(turns or [])]
     if not turns or not all(said):

@@ -70,6 +70,29 @@ def test_a_function_arrives_in_a_process_that_has_only_the_file(tmp_path: Path) 
     assert score(load(sent(partial, tmp_path)), group, {}, built_in=False).values == [8, 4]
 
 
+CACHED = """
+import functools, pydantic, torch
+
+class Gold(pydantic.BaseModel):
+    words: list[str] = pydantic.Field(default_factory=list)
+    most: int = 3
+
+@functools.lru_cache(maxsize=8)
+def length(text): return 1 + length(text[1:]) if text else 0
+
+WEIGHTS = torch.arange(3.0)
+def scored(completions, **columns):
+    return [length(c) * float(WEIGHTS[2]) + Gold(words=["a"]).most for c in completions]
+"""
+
+
+def test_a_cached_function_of_a_script_goes_along(tmp_path: Path) -> None:
+    use = sent(cell(CACHED)["scored"], tmp_path)
+    code = f"from rewards.loader import load\nprint(load({use!r})(completions=['red', '']))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "[9.0, 3.0]\n"
+
+
 def test_it_finds_the_modules_that_its_author_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_helper.py").write_text("VALUE = 7")
     monkeypatch.chdir(tmp_path)
@@ -98,10 +121,19 @@ def test_its_digest_is_that_of_what_it_does(old: str, new: str, same: bool) -> N
     assert (digest(cell("\n\n" + CELL.replace(old, new))["accuracy"]) == before) is same
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("1 + length", "2 + length"), ("arange(3.0)", "arange(4.0)"), ("most: int = 3", "most: int = 4")]
+)
+def test_so_it_is_of_cached_functions_tensors_and_models(old: str, new: str) -> None:
+    assert old in CACHED
+    assert digest(cell(CACHED)["scored"]) != digest(cell(CACHED.replace(old, new))["scored"])
+
+
 def test_its_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Sets of texts are in another order there."""
     code = (
-        f"from rewards.function_digest import digest\n{CELL}\nprint(digest(accuracy), digest(Judge(1)), digest(even))"
+        f"from rewards.function_digest import digest\n{CELL}\n{CACHED}\n"
+        "print(digest(accuracy), digest(Judge(1)), digest(even), digest(scored))"
     )
     (tmp_path / "cell.py").write_text(code)
     told = {
@@ -121,6 +153,13 @@ def test_a_module_of_the_users_counts_by_its_file(tmp_path: Path, monkeypatch: p
         (tmp_path / "my_gold.py").write_text(f"VALUE = {value}")
         sys.modules.pop("my_gold", None)
         found.append(digest(cell("import my_gold\ndef f(completions): return [my_gold.VALUE]")["f"]))
+    assert (found[0] == found[1], found[1] == found[2]) == (True, False)
+    found = []
+    for value in (1, 1, 2):
+        text = f"import functools\n@functools.cache\ndef half(n): return n / {value}"
+        (tmp_path / "my_half.py").write_text(text)
+        sys.modules.pop("my_half", None)
+        found.append(digest(cell("from my_half import half\ndef f(completions): return [half(1)]")["f"]))
     assert (found[0] == found[1], found[1] == found[2]) == (True, False)
 
 

@@ -34,7 +34,8 @@ def train(
     epochs: Annotated[int, typer.Option(parser=positive, metavar="N", help="Passes over the pairs.")] = 1,
     batch: Annotated[int, typer.Option(parser=positive, metavar="N", help="Pairs per update.")] = 32,
     learning_rate: Annotated[
-        float, typer.Option(parser=rate, metavar="RATE", help="At the start; it falls to 0 evenly.")
+        float,
+        typer.Option(parser=rate, metavar="RATE", help="Reached in a twentieth of the steps; then it falls evenly."),
     ] = 2e-4,
     rank: Annotated[LoraRank, typer.Option(help="Of the adapter.")] = 16,
     dtype: Annotated[

@@ -128,6 +128,13 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
         ({"eval_dataset": [{"at": datetime.date.min}]}, "^eval_dataset.0.at: must be what JSON holds .*, got date"),
         ({"dataset": [{"meta": {1: 2}}]}, "^dataset.0.meta: keys must be text, got 1; write '1'"),
         ({"config": "gone.yaml"}, "^--config gone.yaml: No such file"),
+        ({"config": {"steps": 1}}, "^config: must be the path of a YAML file, got dict; give keys as arguments"),
+        ({"data": {"system": accuracy}}, "^data.system: takes no function, got function; functions stand in rewards"),
+        ({"rewards": [(accuracy, 2.0)]}, "^rewards.0.use.0: takes no function"),
+        (
+            {"dataset": datasets.Dataset.from_list(ROWS).with_transform(dict)},
+            r"^dataset: has a transform \(set_transform\), which is not written; give dataset.map",
+        ),
         ({"output_dir": "/dev/null/x"}, "^output_dir: /dev/null/x/run cannot be written"),
         ({"on_step": 3}, "^on_step: must be a plain function"),
         ({"data.path": "other.jsonl"}, "^data.path: is what the argument dataset gives as well; leave one of them out"),
@@ -180,6 +187,9 @@ class Found:
         ({"samples": -1}, "^samples: must be a whole number from 0, got -1"),
         ({"limit": 0}, "^limit: must be a whole number from 1, or None for all, got 0"),
         ({"threshold": "1"}, "^threshold: must be a number, got '1'"),
+        ({"threshold": float("nan")}, "^threshold: must be a number, got nan"),
+        ({"run": 3}, "^run: must be a folder, got int"),
+        ({"adapter": object()}, "^adapter: must be a folder, got object"),
         ({"run": "gone"}, "^run: must be what train returned, or a run folder .*, got gone"),
         ({"run": "gone", "config": "my.yaml"}, "^run: does not go with config"),
         ({"rewards": ["number"], "dataset": ROWS}, "^model: required, but not given"),
@@ -235,7 +245,7 @@ def test_a_plan_is_rows() -> None:
     assert rows[0]["method"] == "chosen"
     assert rows[0]["fits"] is True
     assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
-    assert {row["method"] for row in plan("Llama-3.2-1B", gpu=24.0, **{"learner.algorithm": "ppo"})} == {
+    assert {row["method"] for row in plan("Llama-3.2-1B", gpu=np.float32(24), **{"learner.algorithm": "ppo"})} == {
         "chosen", "LoRA", "LoRA + ckpt", "QLoRA"
     }  # fmt: skip
     in_32 = plan("Llama-3.2-1B", gpu="t4", **{"learner.mode": "full"})

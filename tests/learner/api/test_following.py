@@ -62,6 +62,24 @@ def test_ctrl_c_finishes_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == said
 
 
+def test_a_stop_that_is_asked_for_and_ctrl_c_are_one_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def on_step(metrics: dict[str, Any]) -> bool:
+        if metrics["step"] == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return False
+
+    with pytest.raises(KeyboardInterrupt, match="the run has stopped with a checkpoint"):
+        run(tmp_path, on_step=on_step)
+    assert capsys.readouterr().out.endswith("asked 1 times\n")
+
+
+def test_a_coroutine_is_no_answer(tmp_path: Path) -> None:
+    async def on_step(metrics: dict[str, Any]) -> None: ...
+
+    with pytest.raises(InputError, match="must be a plain"):
+        run(tmp_path, on_step=lambda metrics: on_step(metrics))
+
+
 @pytest.mark.parametrize(
     ("code", "said", "kind", "sentence"),
     [

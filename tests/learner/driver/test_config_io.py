@@ -79,7 +79,11 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("steps", "'steps': an override is written key=value, for example learner.learning_rate=1e-4"),
+        ("steps", "'steps': an override is written key=value; did you mean steps=...?"),
+        (
+            "--learner.lora.rank",
+            "'--learner.lora.rank': an override is written key=value; did you mean learner.lora.rank=...?",
+        ),
         ("--bogus", "'--bogus': an override is written key=value, for example learner.learning_rate=1e-4"),
         ("my.yaml", "'my.yaml': an override is written key=value; did you mean --config my.yaml?"),
         ("--dryrun", "'--dryrun': an override is written key=value; did you mean --dry-run?"),

@@ -162,6 +162,10 @@ async def test_a_lost_generator_comes_back_with_the_policy_and_no_group_is_missi
         (["--model", "{model}", "--data", "absent.jsonl", "--reward", "format"], "absent.jsonl"),
         (["--model", "{model}", "--data", "rg:chain_sum", "--reward", "format", "--save", "no/such/file.parquet"],
          "--save: must be a file in a folder that is there and writable, got no/such/file.parquet"),
+        (["--model", "{model}", "--data", "rg:chain_sum", "--reward", "format", "--save", "rows.csv"],
+         "--save: writes Parquet, got rows.csv; give a name that ends in .parquet"),
+        (["--model", "{model}", "--data", "rg:chain_sum", "--reward", "format", "--threshold", "nan"],
+         "--threshold: must be a number, got nan"),
         (["--reward", "format"], "--model, --data: required where no configuration names it; give one"),
     ],
 )  # fmt: skip

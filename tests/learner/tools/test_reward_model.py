@@ -197,6 +197,7 @@ def test_the_command_from_pairs_to_a_folder(
     assert "error: --out: must be a folder that can be made" in told("--out", f"{pairs}/below")
     words += ["--out", str(tmp_path / "newer")]
     assert "--max-length: must leave pairs" in told("--max-length", "3")
+    assert not (tmp_path / "newer").exists()
     assert "lower --learning-rate" in told("--learning-rate", "1e38")
     monkeypatch.setattr(PairLearner, "_difference", _out_of_memory)
     assert re.search("--max-length: two answers of [0-9]+ tokens .* must fit in memory", told())

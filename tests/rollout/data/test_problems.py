@@ -214,11 +214,11 @@ def test_a_file_without_rows(tmp_path: Path, chat: Chat, content: str) -> None:
 SYSTEM = {"role": "system", "content": ""}
 
 
-@pytest.mark.parametrize("value", ["", "  ", None, [], [{"role": "user", "content": ""}], [SYSTEM]])
+@pytest.mark.parametrize("value", ["", "  ", None, float("nan"), [], [{"role": "user", "content": ""}], [SYSTEM]])
 def test_a_row_without_a_prompt_is_left_out_and_named(
     tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture, value: object
 ) -> None:
-    fine: object = "2+2?" if isinstance(value, str) or value is None else [{"role": "user", "content": "2+2?"}]
+    fine: object = "2+2?" if isinstance(value, str | float) or value is None else [{"role": "user", "content": "2+2?"}]
     rows = [{"question": fine}, {"question": value}, {"question": fine}]
     problems, _ = load(DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL), chat, 256, seed=0)
     assert sorted(problems.at(i).id for i in range(2)) == ["train-0", "train-2"]
