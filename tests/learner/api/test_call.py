@@ -245,7 +245,7 @@ def test_a_plan_is_rows() -> None:
     assert rows[0]["method"] == "chosen"
     assert rows[0]["fits"] is True
     assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
-    assert {row["method"] for row in plan("Llama-3.2-1B", gpu=np.float32(24), **{"learner.algorithm": "ppo"})} == {
+    assert {row["method"] for row in plan("Llama-3.2-1B", gpu=float(np.float32(24)), **{"learner.algorithm": "ppo"})} == {
         "chosen", "LoRA", "LoRA + ckpt", "QLoRA"
     }  # fmt: skip
     in_32 = plan("Llama-3.2-1B", gpu="t4", **{"learner.mode": "full"})
