@@ -8,7 +8,8 @@ written for TRL or open-r1 work unchanged:
 * It is called with keyword arguments only: `prompts`, `completions`, `completion_ids` (token ids of each completion)
   and one list per data column, each already repeated once per completion. All lists have the same length.
 * A function without `**kwargs` receives only the parameters that it names; one with `**kwargs` receives every column.
-  The columns `prompt`, `completion` and `completion_ids` of the data are not passed on, as in TRL.
+  The columns `prompt`, `completion` and `completion_ids` of the data are not passed on, as in TRL, less a `prompt` or
+  `completion` that an arg of a built-in names (`column: completion`).
 * Where the model has a chat template a prompt is a list of messages, also where the data gives a text, and a completion
   is `[{"role": "assistant", "content": "..."}]`. Without one both are strings. `text.text_of` reads both.
 * `args` of the configuration are passed on every call and win over a column of the same name.

@@ -161,6 +161,8 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_i
         taken = ", ".join(sorted(allowed - {*_OWN})) or "none"
         raise RewardError(f"args: unknown {', '.join(unknown)}; this reward takes {taken}")
     given: dict[str, Any] = {n: v for n, v in group.columns.items() if n not in _OWN and n not in settings}
+    if built_in:
+        given |= _named_columns(args, group, names)
     given |= {"prompts": group.prompts, "completions": group.completions, "completion_ids": group.completion_ids}
     given |= args
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
@@ -168,6 +170,20 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_i
     if missing:
         raise RewardError(_missing(missing, group, settings))
     return given if open_ended else {n: v for n, v in given.items() if n in names}
+
+
+def _named_columns(args: Mapping[str, Any], group: Group, names: set[str]) -> dict[str, Sequence[Any]]:
+    """The columns that a built-in's args name (`column`, `setup_column`) although they are not passed on otherwise.
+    Raises RewardError if a parameter of the built-in, or the group itself, has the name of one."""
+    found: dict[str, Sequence[Any]] = {}
+    for arg, value in args.items():
+        column = value.partition("[")[0] if arg.endswith("column") and isinstance(value, str) else ""
+        if column not in group.columns:
+            continue
+        if column in names or column in ("prompts", "completion_ids"):
+            raise RewardError(f"args.{arg}: cannot be {column!r}, which is no column to this reward; rename the column")
+        found[column] = group.columns[column]
+    return found
 
 
 def _missing(names: Sequence[str], group: Group, settings: set[str]) -> str:

@@ -5,6 +5,7 @@
 It imports nothing of ours, since a trajectory waits for its start.
 """
 
+import _posixsubprocess
 import ctypes
 import linecache
 import os
@@ -12,13 +13,15 @@ import resource
 import signal
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_AF_UNIX = 1  # linux/socket.h
 # What Python says before it does it (docs.python.org, audit events), by its beginning.
 _STARTS_PROCESSES = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn")
-_OPENS_NETWORK = ("socket.__new__", "socket.getaddrinfo", "socket.gethostby", "socket.getnameinfo")
+_OPENS_NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostby",
+                  "socket.getnameinfo")  # fmt: skip
 
 
 def confine(seconds: int, memory_bytes: int, file_bytes: int) -> None:
@@ -26,7 +29,7 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # In a user namespace of its own root has no rights outside. Where the kernel refuses, the hook below is all.
+    # In a user namespace of its own root has no rights outside. Where the kernel refuses, what is refused below is all.
     libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     limits = {
         resource.RLIMIT_CPU: seconds,
@@ -41,13 +44,21 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     sys.addaudithook(_refuse)
+    _posixsubprocess.fork_exec = _refuse_process  # of multiprocessing; there is no event of it
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if event.startswith(_STARTS_PROCESSES):
-        raise PermissionError("code may start no processes here")
-    if event.startswith(_OPENS_NETWORK):
+        _refuse_process()
+    # A socket of the Unix kind is let be until it is to reach somebody: asyncio's event loop has a pair of them.
+    other_kind = event == "socket.__new__" and arguments[1] != _AF_UNIX
+    addressed = event == "socket.sendmsg" and arguments[1] is not None
+    if other_kind or addressed or event.startswith(_OPENS_NETWORK):
         raise PermissionError("code has no network here")
+
+
+def _refuse_process(*_: object) -> NoReturn:
+    raise PermissionError("code may start no processes here")
 
 
 def run(code: str) -> int:

@@ -39,10 +39,11 @@ class Limits:
 async def run(code: str, limits: Limits) -> str:
     """What `code` prints to stdout and stderr, cut in the middle where it is too long, then how it ended if not well.
 
-    It starts in an empty folder that is wiped afterwards, with no variables of ours in its environment. It has no
-    network, being in a network namespace of its own; where the kernel refuses that (many containers do), only Python's
-    own sockets are refused, as an error that the code sees. It starts no processes: by RLIMIT_NPROC, and for root, whom
-    the kernel does not hold to it, by the same refusal of Python's.
+    It starts in an empty folder that is wiped afterwards, with no variables of ours in its environment. Python's own
+    ways to a network and to other processes are refused, as an error that the code sees; pairs of Unix sockets are not,
+    which asyncio needs. Below Python it has no network, being in a network namespace of its own, unless the kernel
+    refuses that (many containers do), and starts no processes, by RLIMIT_NPROC, unless it runs as root, whom the kernel
+    does not hold to that. There code that looks for a way around Python (ctypes, say) finds one.
     """
     with tempfile.TemporaryDirectory(prefix="python-tool-", ignore_cleanup_errors=True) as folder:
         printed, home = Path(folder) / "printed", Path(folder) / "home"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rewards.json_text import NoJson, json_of, without_nulls
+from rewards.json_text import NoJson, as_json, json_of, without_nulls
 from rewards.text import check_tag, column_of, text_of
 
 Path = tuple[str | int, ...]
@@ -18,7 +18,7 @@ def json_match(
     Values are compared where they stand, under the same keys and at the same places of lists; those that only one of
     the two has count against it. A key whose value is null is as one that is not there. Text that is no JSON scores
     0.0. Gold comes from `column`: a value, or the text of
-    one. Where the JSON is: see json_schema. Raises ValueError if the column is missing, or a gold text is no JSON.
+    one. Where the JSON is: see json_schema. Raises ValueError if the column is missing, or a gold answer is no JSON.
     """
     if tag is not None:
         check_tag(tag)
@@ -35,13 +35,12 @@ def json_match(
 def _gold(gold: Any) -> Any:
     if gold is None:
         raise ValueError("args.column: the gold answer must be JSON, and is null; leave such problems out")
-    if not isinstance(gold, str):
-        return gold
     try:
-        return json.loads(gold)
+        return json.loads(gold) if isinstance(gold, str) else as_json(gold)
     except ValueError as error:
+        shown = repr(gold[:80]) if isinstance(gold, str) else str(gold)[:80]
         raise ValueError(
-            f"args.column: the gold answer must be JSON, got {gold[:80]!r} ({error}); leave such problems out"
+            f"args.column: the gold answer must be JSON, got {shown} ({error}); leave such problems out"
         ) from None
 
 

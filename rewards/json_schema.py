@@ -9,12 +9,15 @@ from typing import Any
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
-from rewards.json_text import NoJson, json_of
+from rewards.json_text import NoJson, as_json, json_of
 from rewards.text import check_tag, column_of, text_of
 
 # Imported with this module, which only the loader imports: what that takes must not count against the deadline.
 _jsonschema = importlib.import_module("jsonschema")
-VALUES = ("const", "default", "enum", "examples")
+VALUES = ("const", "default", "enum", "examples")  # keys of what stands for values, and of schemas by names
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+# By name, since what the library checks of the others depends on which other packages are there.
+_FORMATS = _jsonschema.FormatChecker(("date", "email", "ipv4", "ipv6", "regex", "uuid"))
 _KNOWN = importlib.import_module("jsonschema_specifications").REGISTRY
 
 
@@ -25,14 +28,15 @@ def json_schema(
 
     The schema comes from `column`: a mapping, of which keys whose value is null are left out (`const: null` too), or
     its text. The JSON is the whole text, a fence of three backquotes aside, or with `tag` what stands in the last
-    `<tag>...</tag>`. References to other documents are not followed.
+    `<tag>...</tag>`. References to other documents are not followed. `format` is checked where it is
+    date, email, ipv4, ipv6, regex or uuid.
     Raises ValueError if the column is missing, or a schema is none.
     """
     if tag is not None:
         check_tag(tag)
     scores = []
     for completion, schema in zip(completions, column_of(columns, column), strict=True):
-        validator = _validator(schema if isinstance(schema, str) else json.dumps(_told(schema)))
+        validator = _validator(schema if isinstance(schema, str) else _text(schema))
         try:
             scores.append(float(validator.is_valid(json_of(text_of(completion), tag))))
         except (NoJson, RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
@@ -40,11 +44,26 @@ def json_schema(
     return scores
 
 
-def _told(schema: Any) -> Any:
-    """The schema without the keys that a row has because others do; what stands for values is left as it is."""
+def _text(schema: Any) -> str:
+    try:
+        return json.dumps(_told(as_json(schema)))
+    except ValueError as error:
+        raise _no_schema(str(schema)[:80], error) from None
+
+
+def _no_schema(shown: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:200]
+    return ValueError(f"args.column: {shown} is no JSON schema ({reason}); leave such problems out")
+
+
+def _told(schema: Any, names: bool = False) -> Any:
+    """The schema without the keys that a row has because others do; what stands for values is left as it is. `names`:
+    its keys are names that the schema's author gave, and no words of JSON schema."""
     if isinstance(schema, dict):
         found = {key: inner for key, inner in schema.items() if inner is not None}
-        return {key: inner if key in VALUES else _told(inner) for key, inner in found.items()}
+        if names:
+            return {name: _told(inner) for name, inner in found.items()}
+        return {key: inner if key in VALUES else _told(inner, key in NAMED) for key, inner in found.items()}
     return [*map(_told, schema)] if isinstance(schema, list) else schema
 
 
@@ -58,9 +77,8 @@ def _validator(text: str) -> Any:
         kind.check_schema(schema)
         _check_references(schema, kind)
     except (ValueError, _jsonschema.SchemaError, Unresolvable) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"args.column: {text[:80]!r} is no JSON schema ({reason}); leave such problems out") from None
-    return kind(schema, registry=_KNOWN)
+        raise _no_schema(repr(text[:80]), error) from None
+    return kind(schema, registry=_KNOWN, format_checker=_FORMATS)
 
 
 def _check_references(schema: Any, kind: Any) -> None:

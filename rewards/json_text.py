@@ -1,6 +1,7 @@
 """The JSON value in a completion, read as the standard says it."""
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -31,6 +32,27 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def as_json(value: Any, at: str = "") -> Any:
+    """The value made of JSON's types, which numpy's and torch's numbers and lists, and tuples, become. `at`: the key at
+    which it stands, for the sentence. Raises ValueError: it holds what is none of them."""
+    moment = getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m")  # of which tolist may make an int
+    if hasattr(value, "tolist") and not moment:
+        value = value.tolist()
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(
+                f"the key {odd[0]!r}{at and f' under {at!r}'} is of type {type(odd[0]).__name__}, not text"
+            )
+        return {key: as_json(inner, f"{at}.{key}" if at else key) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner, f"{at}[{i}]") for i, inner in enumerate(value)]
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if value is None or (isinstance(value, str | int | float) and finite):
+        return value
+    kind = type(value).__name__ if finite else repr(value)
+    raise ValueError(f"{kind}{at and f' at {at!r}'} is nothing that JSON has")
 
 
 def _refuse(name: str) -> NoReturn:

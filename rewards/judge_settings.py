@@ -107,7 +107,8 @@ class JudgeSettings(BaseModel):
     def score(self, said: str, mark: str) -> float:
         """The reward that the judge's text gives. Raises ValueError with a sentence: it has no single number, or one
         that is not on the scale."""
-        found = re.findall(self.pattern.replace("{mark}", mark), said, re.MULTILINE)
+        lines = said.replace("\r\n", "\n")  # a carriage return is no end of a line to `$`
+        found = re.findall(self.pattern.replace("{mark}", mark), lines, re.MULTILINE)
         if len(found) != 1:
             raise ValueError(f"its answer must have one score, found {len(found)}; it ends in {said[-80:]!r}")
         number = float(found[0]) if re.fullmatch(r"-?[0-9]{1,9}(\.[0-9]{1,9})?", found[0]) else math.nan

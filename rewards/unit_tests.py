@@ -8,20 +8,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.code_process import Limits, run
+from rewards.fenced import fenced
 from rewards.text import column_of, text_of
 
-_FENCED = re.compile(r"^```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)  # language, content
 SECONDS, PARALLEL = 4.0, 4
-_PYTHON = ("py", "python", "python3")
+_PYTHON = ("py", "py3", "python", "python3")
 # What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
 # tests; `exit()` in it, or output of its own, leaves the last line unsaid, and built-ins that it replaces are its own.
-# Its module is found by its name, by which dataclasses look for it.
+# Its module is found by its name, by which dataclasses look for it. A setup may need what the answer defines (MBPP's
+# 927: `root = Node(1)`), or the answer what the setup imports: one that raises before the answer runs again after it.
 _PROGRAM = """\
 import sys, types
 said, run, read, tell, passed = sys.stdout, exec, compile, print, 0
 names = vars(sys.modules.setdefault("answer", types.ModuleType("answer")))
-run(read({setup!r}, "<setup>", "exec"), names)
+try:
+    run(read({setup!r}, "<setup>", "exec"), names)
+    again = ""
+except Exception:
+    again = {setup!r}
 run(read({code!r}, "<answer>", "exec"), names)
+run(read(again, "<setup>", "exec"), names)
 for test in {tests!r}:
     try:
         run(read(test, "<test>", "exec"), names)
@@ -46,14 +52,14 @@ async def unit_tests(
 ) -> list[float]:
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
 
-    The code is the last block that three backquotes fence as python; if there is none the last fenced without a
+    The code is the last block that is fenced as Python (rewards.fenced); if there is none the last fenced without a
     language, else the whole text. Code that raises, is late or takes too much memory passes no test. The code could
     cheat a test that runs beside it (by an object that equals everything, say): these are limits on mistakes, no
     defence against a policy that looks for such ways.
 
     Args:
-        column: of the tests: a text, or a list of them, each run by itself, as in MBPP.
-        setup_column: of code that runs before the answer: a text, or a list of lines.
+        column: of the tests: a text, or a list of them, each run by itself, as in MBPP; empty ones are left out.
+        setup_column: of code that runs before the answer, and again after it if it raised: a text, or a list of lines.
         entry_column: of the name of the function under test, where the tests define `check(candidate)`, as in
             HumanEval.
         seconds: of wall and CPU time, and memory: in GiB, that one completion's code and tests may take.
@@ -98,22 +104,26 @@ async def _passed(code: str, setup: str, tests: Sequence[str], limits: Limits) -
     """The share of the tests that pass."""
     mark = secrets.token_hex(16)  # the code cannot guess the line that counts
     printed = await run(_PROGRAM.format(setup=setup, code=code, tests=tests, mark=mark), limits)
-    told = re.search(rf"^{mark} ([0-9]+)$", printed, re.MULTILINE)
-    return int(told[1]) / len(tests) if told else 0.0
+    told = re.search(rf"^{mark} ([0-9]{{1,9}})$", printed, re.MULTILINE)
+    passed = int(told[1]) if told else 0
+    return passed / len(tests) if passed <= len(tests) else 0.0  # code that reaches the count may write what it likes
 
 
 def _code(text: str) -> str:
-    blocks = [(language.lower(), code) for language, code in _FENCED.findall(text)]
+    blocks = list(fenced(text))
     named = [code for language, code in blocks if language in _PYTHON]
     unnamed = [code for language, code in blocks if not language]
-    return str([text, *unnamed, *named][-1])
+    return [text, *unnamed, *named][-1]
 
 
 def _tests(value: Any) -> list[str]:
     found = [value] if isinstance(value, str) else list(value or ())
-    if not any(isinstance(test, str) and test.strip() for test in found):
+    tests = [test for test in found if isinstance(test, str) and test.strip()]
+    if not tests:
         raise ValueError(f"args.column: each problem must have a test, got {value!r}; leave such problems out")
-    return [str(test) for test in found]
+    if other := [test for test in found if test is not None and not isinstance(test, str)]:
+        raise ValueError(f"args.column: a test must be a text, got {other[0]!r}; leave such problems out")
+    return tests
 
 
 def _joined(value: Any) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+
 import pytest
 
 from rewards.json_match import json_match
 from rewards.json_schema import json_schema
 
+np = pytest.importorskip("numpy")
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
 
 
@@ -73,6 +78,57 @@ def test_rows_of_a_table_which_have_the_keys_of_all_rows_are_as_those_of_a_list(
     assert json_schema(['{"n": 1, "m": 2}', '{"n": {"a": null}}', '{"n": {}}'], schema=[schema] * 3) == [1, 1, 0]
     with pytest.raises(ValueError, match="must be JSON, and is null"):
         json_match(["null"], answer=[None])
+
+
+def test_what_json_does_not_have_is_told_and_numpys_numbers_are_numbers() -> None:
+    gold = {"a": np.int64(1), "b": (np.float32(0.5), np.bool_(True)), "c": np.array([1, 2])}
+    assert json_match(['{"a": 1, "b": [0.5, true], "c": [1, 2]}'], answer=[gold]) == [1]
+    assert json_schema(["3", "2"], schema=[{"minimum": np.int64(3)}] * 2) == [1, 0]
+    odd: dict[str, Any] = {
+        "date at 'a'": {"a": date(2020, 1, 1)}, "datetime at 'a[1].b'": {"a": [1, {"b": datetime(2020, 1, 1)}]},
+        "datetime64 at 'a'": {"a": np.datetime64("2020-01-01", "ns")}, "nan at 'a'": {"a": float("nan")},
+        "the key 1 under 'a' is of type int": {"a": {1: 2}}, "Decimal is nothing": Decimal("1"),
+    }  # fmt: skip
+    for words, value in odd.items():
+        with pytest.raises(ValueError, match="args.column: the gold answer must be JSON, got ") as match:
+            json_match(["{}"], answer=[value])
+        with pytest.raises(ValueError, match=r"args.column: .* is no JSON schema") as schema:
+            json_schema(["{}"], schema=[value])
+        assert words in str(match.value)
+        assert words in str(schema.value)
+
+
+@pytest.mark.parametrize(
+    "draft", ["https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"]
+)
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("date", "2020-02-29", "2021-02-29"),
+        ("email", "a@b", "ab"),
+        ("ipv4", "10.0.0.1", "10.0.0.256"),
+        ("ipv6", "::1", ":1"),
+        ("regex", "a+", "(a"),
+        ("uuid", "2eb8aa08-aa98-11ea-b4aa-73b441d16380", "2eb8aa08"),
+    ],
+)
+def test_a_format_is_checked(name: str, right: str, wrong: str, draft: str) -> None:
+    schema = {"$schema": draft, "properties": {"d": {"format": name}}}
+    texts = [f'{{"d": "{right}"}}', f'{{"d": "{wrong}"}}', '{"d": 1}']  # a format says nothing of numbers
+    assert json_schema(texts, schema=[schema] * 3) == [1, 0, 1]
+
+
+def test_a_format_that_wants_another_package_is_checked_nowhere() -> None:
+    assert json_schema(['"x"'] * 2, schema=[{"format": "date-time"}, {"format": "color"}]) == [1, 1]
+
+
+@pytest.mark.parametrize("names", ["properties", "patternProperties", "$defs", "definitions"])
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples", "properties"])
+def test_a_property_may_be_called_as_a_word_of_json_schema(names: str, name: str) -> None:
+    schema = {names: {name: {"type": "integer", "pattern": None, "enum": [1, None]}, "other": None}}
+    want = [1, 0, 1] if "roperties" in names else [1, 1, 1]
+    texts = [f'{{"{name}": {value}}}' for value in ("1", "2", '1, "other": 3')]
+    assert json_schema(texts, schema=[schema] * 3) == want
 
 
 def test_an_empty_list_or_mapping_is_a_value() -> None:

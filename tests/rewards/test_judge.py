@@ -253,7 +253,13 @@ def test_wrong_settings_are_refused(args: dict[str, Any], words: str) -> None:
 
 def test_a_score_is_read_strictly() -> None:
     settings = JudgeSettings(base_url="http://h/v1", model="m", scale=(-1, 1))
-    for said in ("Score ab: 0.5", "Score ab: 0.5\nDone.", "so\n**Score ab: 0.5**\n", "Score ab: **0.5**."):
+    for said in (
+        "Score ab: 0.5",
+        "Score ab: 0.5\nDone.",
+        "so\n**Score ab: 0.5**\n",
+        "so\r\nScore ab: 0.5\r\n",
+        "Score ab: **0.5**.",
+    ):
         assert settings.score(said, "ab") == 0.75
     assert settings.score("Score ab: -1", "ab") == 0.0
     for said in (
@@ -267,3 +273,5 @@ def test_a_score_is_read_strictly() -> None:
     )
     assert own.message("q", "{x}", "", "m") == "{x}? {1-5}"
     assert own.score("5", "m") == 1.0
+    lines = JudgeSettings(base_url="http://h/v1", model="m", pattern=r"^([1-5])$", scale=(1, 5))
+    assert lines.score("Well:\r\n5\r\n", "m") == 1.0

@@ -147,6 +147,21 @@ def test_problems_are_told(reward: Reward, args: dict[str, Any], built_in: bool,
     assert sentence in verdict.problem
 
 
+@pytest.mark.parametrize("column", ["prompt", "completion", "completion[0][value]"])
+def test_a_built_in_reads_a_column_whose_name_others_do_not_get(column: str) -> None:
+    gold: Any = "1" if "[" not in column else [{"value": "1"}]
+    group = Group(["p"] * 2, ["1", "2"], [[], []], {column.partition("[")[0]: [gold] * 2})
+    assert score(number, group, {"column": column}, built_in=True).values == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("column", ["tag", "completions", "prompts", "completion_ids[0]"])
+def test_a_column_that_a_built_in_cannot_be_given_is_told(column: str) -> None:
+    name = column.partition("[")[0]
+    group = Group(["p"], ["1"], [[]], {name: ["1"]})
+    problem = score(number, group, {"column": column}, built_in=True).problem
+    assert problem == f"args.column: cannot be {name!r}, which is no column to this reward; rename the column"
+
+
 def test_a_column_is_no_setting_of_a_built_in() -> None:
     group = Group([""], ["<answer>1</answer>"], [[]], {"answer": ["1"], "tag": ["nonsense"]})
     assert score(number, group, {}, built_in=True).values == [1.0]

@@ -13,11 +13,34 @@ from rewards.unit_tests import late
 
 TESTS = ["assert sq(2) == 4", "assert sq(3) == 9"]
 RIGHT = "def sq(x):\n    return x * x"
+NEXT = "\n"
+INDENTED = "   def sq(x):\n       return x * x"
+FENCE = '"""\n```\nno code\n```\n"""'  # in a text of the code
 CASES = {
     "fenced": (f"Text ```sq``` first.\n```python\nno code\n```\n```py\n{RIGHT}\n```\nand after", 1.0),
     "fenced, behind another language": (f"```bash\npip install x\n```\nThen:\n```python3\n{RIGHT}\n```", 1.0),
     "fenced, with what it prints": (f"```python\n{RIGHT}\n```\nIt prints:\n```\n4\n```", 1.0),
     "fenced without a language": (f"Hence\n```\n{RIGHT}\n```", 1.0),
+    "fenced, and never closed": (f"So:\n```python\n{RIGHT}", 1.0),
+    "fenced in an item of a list": (f"1. First:\n\n   ```python\n{INDENTED}\n   ```\n2. Done.", 1.0),
+    "fenced in an item, its code not in it": (f"- So:\n\n  ```python\n{RIGHT}\n  ```\nand after", 1.0),
+    "fenced behind the marker of an item": (
+        f"- a\n  - ```python\n    {RIGHT.replace(NEXT, NEXT + '    ')}\n    ```",
+        1.0,
+    ),
+    "fenced by tabs": (f"10. So:\n\t```python\n\t{RIGHT.replace(NEXT, NEXT + chr(9))}\n\t```\nand after", 1.0),
+    "fenced, closed further in": (f"```python\n{RIGHT}\n  ```\nand after", 1.0),
+    "fenced, all of it indented": (f"```python\n{INDENTED}\n```", 1.0),
+    "fenced as py3": (f"```py3\n{RIGHT}\n```\n```\nno\n```", 1.0),
+    "fenced as an attribute": (f"```{{.python .numberLines}}\n{RIGHT}\n```\n```{{r}}\nno\n```", 1.0),
+    "fenced by four, with three in it": (f"````python\n{FENCE}\n{RIGHT}\n````\nand after", 1.0),
+    "fenced by tildes": (f"~~~python\n{FENCE}\n{RIGHT}\n~~~~\nand after", 1.0),
+    "fenced, with a deeper fence in its text": (
+        f"```py\n{RIGHT}\ndef f():\n    {FENCE.replace(NEXT, NEXT + '    ')}\n```",
+        1.0,
+    ),
+    "fenced, with carriage returns": (f"```python\n{RIGHT}\n```\nand after".replace("\n", "\r\n"), 1.0),
+    "plain, with a fence in its text": (f"{RIGHT}\ndef f():\n    {FENCE.replace(NEXT, NEXT + '    ')}", 1.0),
     "plain": (RIGHT, 1.0),
     "a dataclass that names itself": (
         f"from dataclasses import dataclass\n@dataclass\nclass Node:\n    next: 'Node' = None\n{RIGHT}",
@@ -28,6 +51,7 @@ CASES = {
     "exits": ("import sys\nsys.exit(0)", 0.0),
     "exits in a test": (f"{RIGHT}\nimport os\nsq = lambda x: os._exit(0)", 0.0),
     "says itself that it passed": ("import sys\nprint('\\n' + '0' * 32, 2, flush=True)\nsys.exit()", 0.0),
+    "says that more passed than there are": ("import __main__\n__main__.passed = 7", 0.0),
     "replaces what runs the tests": ("import builtins\nbuiltins.exec = builtins.compile = lambda *_: 'pass'", 0.0),
     "a quote that would swallow the tests": (f"{RIGHT}\n'''", 0.0),
     "late": ("while True: pass", 0.0),
@@ -44,7 +68,8 @@ def test_all_tests_or_a_share_of_them() -> None:
     limits = {"seconds": 3, "memory": 0.25}
     found = asyncio.run(function(completions=texts, share=True, **limits, **columns))
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, shares, strict=True))
-    assert asyncio.run(function(completions=texts[4:8], **columns)) == [1.0, 1.0, 1.0, 0.0]
+    some = [CASES[name][0] for name in ("plain", "prints", "half", "exits")]
+    assert asyncio.run(function(completions=some, test_list=[TESTS] * 4)) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_columns_of_humaneval_and_of_setup_code() -> None:
@@ -58,7 +83,32 @@ def test_the_columns_of_humaneval_and_of_setup_code() -> None:
     assert (verdict.status, verdict.values) == ("ok", [1.0, 0.0])
 
 
-@pytest.mark.parametrize("tests", [None, "", [], [" "]])
+def test_a_setup_may_need_the_answer_or_the_answer_the_setup() -> None:
+    setups = ["import math\nroot = Node(math.pi)", "from math import pi", "root = Node(1) +", "root = Tree(1)"]
+    node = "class Node:\n    def __init__(self, value):\n        self.value = value\n"
+    texts = [node, f"{node}root = Node(pi)", f"{node}root = Node(3.2)", f"{node}root = Node(3.2)"]
+    columns: dict[str, list[Any]] = {"test_list": [["assert root.value > 3"]] * 4, "before": setups}
+    group = Group(["p"] * 4, texts, [[0]] * 4, columns)
+    verdict = score(load("unit_tests"), group, {"setup_column": "before"}, built_in=True)
+    assert (verdict.status, verdict.values) == ("ok", [1.0, 1.0, 0.0, 0.0])
+
+
+def test_a_setup_that_ran_before_the_answer_does_not_run_again() -> None:
+    columns: dict[str, list[Any]] = {"test_list": [["assert f() == 1"]], "before": ["def f(): return 0"]}
+    group = Group(["p"], ["def f(): return 1"], [[0]], columns)
+    assert score(load("unit_tests"), group, {"setup_column": "before"}, built_in=True).values == [1.0]
+
+
+def test_an_empty_test_is_none() -> None:
+    texts, tests = ["x = 1", RIGHT], [[TESTS[0], None], ["", " ", TESTS[0]]]
+    group = Group(["p"] * 2, texts, [[0]] * 2, {"test_list": tests})
+    assert score(load("unit_tests"), group, {"share": True}, built_in=True).values == [0.0, 1.0]
+    group = Group(["p"], [RIGHT], [[0]], {"test_list": [[TESTS[0], {"input": 2}]]})
+    verdict = score(load("unit_tests"), group, {"share": True}, built_in=True)
+    assert "a test must be a text, got {'input': 2}" in verdict.problem
+
+
+@pytest.mark.parametrize("tests", [None, "", [], [" "], [None, ""]])
 def test_a_problem_without_a_test_is_no_score(tests: Any) -> None:
     group = Group(["p"], [RIGHT], [[0]], {"test_list": [tests]})
     verdict = score(load("unit_tests"), group, {}, built_in=True)

@@ -15,11 +15,18 @@ from rollout.env.tools.python_code import python
 from rollout.env.tools.python_tools import PythonTools
 
 TIGHT = Limits(seconds=20, memory_bytes=256 << 20, file_bytes=1 << 20, characters=300)
+MULTIPROCESSING = "import multiprocessing; multiprocessing"
+UNIX = "import socket; socket.socket(socket.AF_UNIX)"
 
 
 async def test_what_is_printed_is_the_answer() -> None:
     assert await python("for i in range(3):\n    print(i * i)") == "0\n1\n4"
     assert await python("x = 1") == "(the code printed nothing)"
+
+
+async def test_an_event_loop_runs_in_it() -> None:
+    code = "import asyncio\nasync def one():\n    await asyncio.sleep(0)\n    return 1\nprint(asyncio.run(one()))"
+    assert await python(code) == "1"
 
 
 async def test_an_error_is_told_with_its_line_and_without_ours() -> None:
@@ -36,7 +43,16 @@ async def test_an_error_is_told_with_its_line_and_without_ours() -> None:
         ("open('f', 'w').write('x' * 10**7)", "File too large"),
         ("import os; os.fork()", "PermissionError: code may start no processes here"),
         ("import subprocess; subprocess.run(['true'])", "PermissionError: code may start no processes here"),
+        (
+            f"{MULTIPROCESSING}.get_context('spawn').Process().start()",
+            "PermissionError: code may start no processes here",
+        ),
+        ("import os; os.posix_spawn('/bin/true', ['true'], {})", "PermissionError: code may start no processes here"),
         ("import socket; socket.socket()", "PermissionError: code has no network here"),
+        (f"{UNIX}.connect('/run/x')", "PermissionError: code has no network here"),
+        (f"{UNIX}.bind('x')", "PermissionError: code has no network here"),
+        (f"{UNIX}.sendmsg([b'x'], [], 0, '/run/x')", "PermissionError: code has no network here"),
+        (f"{UNIX}.sendto(b'x', '/run/x')", "PermissionError: code has no network here"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "error: the process died (SIGSEGV)"),
         ("print(input())", "EOFError: EOF when reading a line"),
         ("import sys\nprint(1)\nsys.exit('no solution')", "1\nno solution"),
