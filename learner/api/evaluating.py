@@ -58,9 +58,7 @@ def evaluate(
     from learner.api.settings import checked, tree_of
 
     _check_numbers(samples, limit, threshold)
-    for name, value in (("run", None if isinstance(run, TrainResult) else run), ("adapter", adapter)):
-        if value is not None and not isinstance(value, str | os.PathLike):
-            raise InputError(f"{name}: must be a folder, got {type(value).__name__}")
+    _check_folders({"run": None if isinstance(run, TrainResult) else run, "adapter": adapter})
     if run is not None:
         folder = run.run_dir if isinstance(run, TrainResult) else Path(run)
         config = _configuration(folder, config)
@@ -99,6 +97,12 @@ def _whole(settings: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
     section = settings.get("data")
     said = isinstance(section, Mapping) and "size" in section
     return dict(settings) if said else {"data.size": limit, **settings}
+
+
+def _check_folders(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str | os.PathLike):
+            raise InputError(f"{name}: must be a folder, got {type(value).__name__}")
 
 
 def _check_numbers(samples: int, limit: int | None, threshold: float) -> None:

@@ -23,7 +23,6 @@ CASES = {
     "fenced without a language": (f"Hence\n```\n{RIGHT}\n```", 1.0),
     "fenced, and never closed": (f"So:\n```python\n{RIGHT}", 1.0),
     "fenced in an item of a list": (f"1. First:\n\n   ```python\n{INDENTED}\n   ```\n2. Done.", 1.0),
-    "fenced in an item, its code not in it": (f"- So:\n\n  ```python\n{RIGHT}\n  ```\nand after", 1.0),
     "fenced behind the marker of an item": (
         f"- a\n  - ```python\n    {RIGHT.replace(NEXT, NEXT + '    ')}\n    ```",
         1.0,

@@ -245,9 +245,9 @@ def test_a_plan_is_rows() -> None:
     assert rows[0]["method"] == "chosen"
     assert rows[0]["fits"] is True
     assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
-    assert {row["method"] for row in plan("Llama-3.2-1B", gpu=float(np.float32(24)), **{"learner.algorithm": "ppo"})} == {
-        "chosen", "LoRA", "LoRA + ckpt", "QLoRA"
-    }  # fmt: skip
+    size: Any = np.float32(24)
+    with_value = plan("Llama-3.2-1B", gpu=size, **{"learner.algorithm": "ppo"})
+    assert {row["method"] for row in with_value} == {"chosen", "LoRA", "LoRA + ckpt", "QLoRA"}
     in_32 = plan("Llama-3.2-1B", gpu="t4", **{"learner.mode": "full"})
     assert {row["method"] for row in in_32}.isdisjoint({"QLoRA", "full, rounded"})
     assert "full, rounded" not in {row["method"] for row in plan("Llama-3.2-1B", gpu="t4")}
