@@ -58,7 +58,7 @@ def evaluate(
     from learner.api.settings import checked, tree_of
 
     _check_numbers(samples, limit, threshold)
-    _check_folders({"run": None if isinstance(run, TrainResult) else run, "adapter": adapter})
+    _check_folders(run=None if isinstance(run, TrainResult) else run, adapter=adapter)
     if run is not None:
         folder = run.run_dir if isinstance(run, TrainResult) else Path(run)
         config = _configuration(folder, config)
@@ -68,8 +68,13 @@ def evaluate(
     given = settings if dataset is None else _whole(settings, limit)
     tree = tree_of(config, model, rewards, {"dataset": dataset}, given, inputs)
     checked(tree)
-    path = None if adapter is None else os.fspath(adapter)
-    asked = {"adapter": path, "held_out": dataset is None, "samples": samples, "limit": limit, "threshold": threshold}
+    asked = {
+        "adapter": adapter and os.fspath(adapter),
+        "held_out": dataset is None,
+        "samples": samples,
+        "limit": limit,
+        "threshold": threshold,
+    }
     with tempfile.TemporaryDirectory(prefix="gleaner-eval-") as made:
         return _evaluated(Path(made), {"config": inputs.write(Path(made), tree), **asked})
 
@@ -99,7 +104,7 @@ def _whole(settings: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
     return dict(settings) if said else {"data.size": limit, **settings}
 
 
-def _check_folders(given: Mapping[str, Any]) -> None:
+def _check_folders(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and not isinstance(value, str | os.PathLike):
             raise InputError(f"{name}: must be a folder, got {type(value).__name__}")
