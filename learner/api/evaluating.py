@@ -57,8 +57,7 @@ def evaluate(
         raise InputError(wrong)
     from learner.api.settings import checked, tree_of
 
-    _check_numbers(samples, limit, threshold)
-    _check_folders(run=None if isinstance(run, TrainResult) else run, adapter=adapter)
+    _check_given(samples, limit, threshold, None if isinstance(run, TrainResult) else run, adapter)
     if run is not None:
         folder = run.run_dir if isinstance(run, TrainResult) else Path(run)
         config = _configuration(folder, config)
@@ -68,13 +67,8 @@ def evaluate(
     given = settings if dataset is None else _whole(settings, limit)
     tree = tree_of(config, model, rewards, {"dataset": dataset}, given, inputs)
     checked(tree)
-    asked = {
-        "adapter": adapter and os.fspath(adapter),
-        "held_out": dataset is None,
-        "samples": samples,
-        "limit": limit,
-        "threshold": threshold,
-    }
+    path = None if adapter is None else os.fspath(adapter)
+    asked = {"adapter": path, "held_out": dataset is None, "samples": samples, "limit": limit, "threshold": threshold}
     with tempfile.TemporaryDirectory(prefix="gleaner-eval-") as made:
         return _evaluated(Path(made), {"config": inputs.write(Path(made), tree), **asked})
 
@@ -104,13 +98,10 @@ def _whole(settings: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
     return dict(settings) if said else {"data.size": limit, **settings}
 
 
-def _check_folders(**given: Any) -> None:
-    for name, value in given.items():
+def _check_given(samples: int, limit: int | None, threshold: float, run: Any, adapter: Any) -> None:
+    for name, value in (("run", run), ("adapter", adapter)):
         if value is not None and not isinstance(value, str | os.PathLike):
             raise InputError(f"{name}: must be a folder, got {type(value).__name__}")
-
-
-def _check_numbers(samples: int, limit: int | None, threshold: float) -> None:
     if not isinstance(samples, int) or samples < 0:
         raise InputError(f"samples: must be a whole number from 0, got {samples!r}")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
