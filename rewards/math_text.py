@@ -7,14 +7,16 @@ _DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[\[(])")  # $, \[ or \(, but no \$, whi
 _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 _EMPHASIS = re.compile(r"(\*\*|__|`)(?P<text>(?:(?!\1).)+)\1", re.DOTALL)
 # Between boxes that are one answer, as in `$x=\boxed{1}$ or $x=\boxed{2}$`.
-_JOINT = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or))[\s$]*(?:[A-Za-z]\w*(?:_\{\w+\})?\s*=\s*)?")
+_JOINT = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*(?:[A-Za-z]\w*(?:_\{\w+\})?\s*=\s*)?")
 _RELATION = re.compile(r"(?:[\s$]|\\[(\[])*(?:\\(?:neq?|[gl]eq?|[gl]eqslant|[gl]t|not)(?![A-Za-z])|[<>≠≥≤]|!=)")
 _BLANK = r"(?:[^\S\n]|~|\\[ ,;:]|\\q?quad)+"
 _THIN = r"[ \u00a0\u202f]"
 _GROUPED = re.compile(rf"(?<![\w.,/^}}])(?<![0-9]{_THIN})[1-9][0-9]{{0,2}}(?:(?:{_THIN}|\\,)[0-9]{{3}})+(?![0-9])")
-_BEGIN = r"(?P<begin>\s*(?:\\?\$\$?|\\[(\[])?\s*[-+\u2212]?\s*)"
-_END = r"(?P<end>(?:\s+[A-Za-z]{3,}[A-Za-z ]*)?\s*\\?%?\.?\s*(?:\$\$?|\\[)\]])?\.?\s*)"
-_MIXED = re.compile(rf"{_BEGIN}(?P<whole>[0-9]+){_BLANK}(?P<over>[0-9]+)\s*/\s*(?P<under>[0-9]+){_END}")
+_BEGIN = r"(?P<begin>(?:\\?\$\$?|\\[(\[])?\s*(?:[-+\u2212]\s*)?)"
+_END = r"(?P<end>(?:\s+[A-Za-z]{3,}(?: [A-Za-z]+)*)?(?:\s*\\?%)?\.?(?:\s*(?:\$\$?|\\[)\]]))?\.?)"
+_MIXED = re.compile(
+    rf"{_BEGIN}(?P<whole>[0-9]{{1,20}}){_BLANK}(?P<over>[0-9]{{1,20}})\s*/\s*(?P<under>[0-9]{{1,20}}){_END}"
+)
 _ITEM = r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:\s*/\s*[0-9]+)?"
 _SEVERAL = re.compile(rf"{_BEGIN}{_ITEM}(?:{_BLANK}{_ITEM})+{_END}")
 _LATEX = (

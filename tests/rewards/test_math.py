@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rewards.math import math
+from rewards.math_text import written
 
 
 def test_math_compares_by_meaning() -> None:
@@ -98,3 +99,19 @@ def test_late_completions_cost_a_group_no_more_than_its_deadline_allows(monkeypa
     assert [isnan(score) for score in scores] == [True] * 8 + [False]
     assert scores[-1] == 1.0
     assert time.perf_counter() - begin < 5  # 2 x 1 s and 6 x 1/8 s
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 2" + " " * 9000 + "!",
+        "$" + " " * 9000 + "x",
+        "1 2 " + "abc " * 3000 + "!",
+        r"\boxed{" * 3000,
+        "1 1/" + "9" * 6000,
+    ],
+)
+def test_a_text_that_goes_on_and_on_is_prepared_at_once(text: str) -> None:
+    begin = time.perf_counter()
+    written(text, prose=False)
+    assert time.perf_counter() - begin < 1
