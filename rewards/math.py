@@ -1,17 +1,25 @@
 """Is the answer mathematically equal to the gold answer? By math-verify (LaTeX, sets, intervals, fractions, ...)."""
 
 import importlib
+import logging
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import nan
 from typing import Any
 
+from rewards.math_text import Written, written
 from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 
 # Imported with this module, which only the loader imports: the second it takes must not count against the deadline.
 _math_verify = importlib.import_module("math_verify")
 _errors = importlib.import_module("math_verify.errors")
-_DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[\[(])")  # $, \[ or \(, but no \$, which is money, and no \\[, a line's end
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off: ours is on
+# So many completions of a group may take all of `seconds`; the others then an eighth, so that the group has its scores
+# before its own deadline.
+_LATE, _HURRIED = 2, 1 / 8
+_NUMBER = re.compile(r"[0-9]+(?:[.,/][0-9]+)*")
 
 
 def math(
@@ -22,44 +30,88 @@ def math(
     seconds: int = 2,
     **columns: Sequence[Any],
 ) -> list[float]:
-    """1.0 if the answer equals the gold answer, 0.0 if not, nan where math-verify gives up (an error, or `seconds`).
+    r"""1.0 if the answer equals the gold answer, 0.0 if not, nan where math-verify gives up (an error, or `seconds`).
 
     The answer is what stands in the last `<tag>...</tag>`, or the whole text if there is no such tag (math-verify then
-    looks for a boxed or last expression). `seconds` bounds each of the two steps, reading and comparing, per sample.
-    Must run in the main thread of its process: math-verify uses signal.alarm.
+    looks for the last \boxed{...} or expression). `seconds` bounds each of the two steps, reading and comparing, per
+    sample; once two samples of a group were late, an eighth of it. Must run in the main
+    thread of its process: it uses SIGALRM.
     Raises ValueError if the column is missing or a gold answer cannot be read.
     """
     check_tag(tag)
-    scores = []
+    scores, late = [], 0
     for completion, gold in zip(completions, column_of(columns, column), strict=True):
-        right = None if gold is None else _read(gold_text(gold), seconds, prose=False)
-        if not right:
-            raise ValueError(f"column {column!r}: math-verify cannot read the gold answer {gold!r}; use another reward")
+        right, relation = _gold(gold, seconds, column)
         text = text_of(completion)
         inside = tagged(text, tag)
-        scores.append(_compare(right, text if inside is None else inside, seconds, prose=inside is None))
+        asked = written(text if inside is None else inside, prose=inside is None)
+        if asked is None or (asked.relation and not relation):
+            scores.append(0.0)
+            continue
+        try:
+            scores.append(_compare(right, asked, seconds * (_HURRIED if late >= _LATE else 1.0)))
+        except _errors.TimeoutException:
+            late += 1
+            scores.append(nan)
+        except Exception:  # sympy on what a model wrote: anything can come
+            scores.append(nan)
     return scores
 
 
-def _compare(right: list[Any], text: str, seconds: int, *, prose: bool) -> float:
-    answer = _read(text, seconds, prose=prose)
-    if not answer:
-        return nan if answer is None else 0.0
+def _gold(gold: object, seconds: int, column: str) -> tuple[list[Any], bool]:
+    """The readings of a gold answer, and whether it begins with a relation."""
+    asked = None if gold is None else written(gold_text(gold), prose=False)
     try:
-        return float(_math_verify.verify(right, answer, timeout_seconds=seconds, raise_on_error=True))
-    except (Exception, _errors.TimeoutException):  # sympy on what a model wrote: anything can come
-        return nan
-
-
-def _read(text: str, seconds: int, *, prose: bool) -> list[Any] | None:
-    """math-verify's readings of `text`: [] if it finds nothing mathematical, None if it gives up."""
-    # LaTeX is only seen inside its delimiters, which gold answers and tags mostly lack.
-    bare = not prose and not _DELIMITER.search(text) and "\\boxed" not in text
-    try:
-        for form in (f"${text}$", text) if bare else (text,):
-            found: list[Any] = _math_verify.parse(form, parsing_timeout=seconds, raise_on_error=True)
-            if found:
-                return found
+        with _within(seconds):
+            right = [] if asked is None else _read(asked)
+            if asked is not None and asked.bare and asked.text != (plain := gold_text(gold)):
+                # Prose stays as it is written: what says the same there, letter by letter, is right, too.
+                right += [one for one in _read(Written(plain, bare=True)) if isinstance(one, str)]
     except (Exception, _errors.TimeoutException):
-        return None
-    return []
+        right = []
+    if asked is None or not right:
+        raise ValueError(f"column {column!r}: math-verify cannot read the gold answer {gold!r}; use another reward")
+    return right, asked.relation
+
+
+def _compare(right: list[Any], asked: Written, seconds: float) -> float:
+    with _within(seconds):
+        answer = _read(asked)
+        # A text of which LaTeX makes no expression is the number in it, if there is just one.
+        if asked.bare and not _expression(answer) and len(_NUMBER.findall(asked.text)) == 1:
+            answer += _parsed(asked.text)
+    if not answer:
+        return 0.0
+    with _within(seconds):
+        return float(_math_verify.verify(right, answer, timeout_seconds=None, raise_on_error=True))
+
+
+def _read(asked: Written) -> list[Any]:
+    """math-verify's readings: [] if it finds nothing mathematical."""
+    # LaTeX is only seen inside its delimiters, which gold answers and tags mostly lack.
+    return (_parsed(f"${asked.text}$") if asked.bare else []) or _parsed(asked.text)
+
+
+def _parsed(text: str) -> list[Any]:
+    return list(_math_verify.parse(text, parsing_timeout=None, raise_on_error=True))
+
+
+def _expression(readings: list[Any]) -> bool:
+    return any(not isinstance(one, str) for one in readings)
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raises math-verify's TimeoutException inside, after `seconds` and again after each further: sympy may catch it.
+    math-verify has its own limit in whole seconds only."""
+
+    def late(_number: int, _frame: object) -> None:
+        raise _errors.TimeoutException
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

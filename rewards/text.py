@@ -28,16 +28,18 @@ def _content(content: Any) -> str:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """The stripped text inside the last closed `<tag>...</tag>`, or None if there is none."""
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
+    """The stripped text inside the last closed `<tag>...</tag>`, or None if there is none. It ends at its first
+    `</tag>`, if more of them follow."""
+    start = text.rfind(f"<{tag}>", 0, max(0, text.rfind(f"</{tag}>")))
+    return text[start + len(tag) + 2 : text.find(f"</{tag}>", start)].strip() if start >= 0 else None
 
 
 def gold_text(gold: object) -> str:
     """The gold answer as text; of GSM8K's worked solutions what follows the last `####`. Of a number all its digits:
     0.00005, not 5e-05."""
-    text = format(Decimal(repr(float(gold))), "f") if isinstance(gold, float) and math.isfinite(gold) else str(gold)
+    if isinstance(gold, float) and math.isfinite(gold):
+        gold = Decimal(repr(float(gold)))
+    text = format(gold, "f") if isinstance(gold, Decimal) else str(gold)
     return text.rsplit("####", 1)[-1].strip()
 
 

@@ -23,7 +23,7 @@ def answer_of(text: str) -> str:
 def _shortest(number: Decimal) -> str:
     """Digits without zeros at the end, and 0 without a sign: one text for all that are equal. Of Decimal's own,
     normalize rounds to 28 digits."""
-    text = f"{number:f}"  # no longer than what was said, which has no exponent
+    text = f"{number:f}"  # no longer than what was said, or a thousand digits of an exponent
     return (text.rstrip("0").rstrip(".") if "." in text else text) if number else "0"
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from decimal import Decimal
-from math import isnan
 from typing import Any
 
 import pytest
@@ -88,6 +87,30 @@ def test_parse_number(text: str, value: str | None) -> None:
         ("cost: -$5", "-5"),
         ("step2", None),
         ("none", None),
+        ("\u7b54\u6848\u662f72\u3002", "72"),  # Chinese, which has no blanks between words
+        ("\u7b54\u6848\u662f-72\u3002", "-72"),
+        ("\u05d1-72", "72"),  # Hebrew: in 72
+        ("x\u00b2-3", "3"),
+        ("it is __72__", "72"),
+        ("_-72_", "-72"),
+        ("x_2", None),
+        ("it is 1e3.", "1000"),
+        ("= 1.5e-3", "0.0015"),
+        ("room 3e5f", "3"),
+        ("1e99999", "1"),
+        (r"\boxed{1{,}234}", "1234"),
+        (r"\boxed{1,\!234}", "1234"),
+        (r"-\$5", "-5"),
+        ("x = - 3", "-3"),
+        ("x = \u2212 3", "-3"),
+        ("10 - 3", "3"),
+        ("- 3 apples", "3"),  # an item of a list
+        ("so:\n- 3 apples", "3"),
+        ("it is \u20135", "-5"),
+        ("x=\u20135", "-5"),
+        ("\u20135", "-5"),
+        ("3\u20135", "5"),  # a range
+        ("3 \u20135", "5"),
     ],
 )
 def test_last_number(text: str, value: str | None) -> None:
@@ -119,6 +142,7 @@ def test_number_reads_tag_gold_and_conversation() -> None:
     assert number([said("<a>0.30</a>")], column="gold", tag="a", gold=[0.3]) == [1.0]
     assert number(["9007199254740993"], answer=["9007199254740992"]) == [0.0]  # equal as floats
     assert number(["0.00005", "10000000000000000"], answer=[5e-05, 1e16]) == [1.0, 1.0]
+    assert number(["0", "0.0000001", "100"], answer=[Decimal("0E-10"), Decimal("1E-7"), Decimal("1E2")]) == [1.0] * 3
 
 
 def test_number_refuses_bad_gold_and_a_missing_column() -> None:
@@ -126,35 +150,6 @@ def test_number_refuses_bad_gold_and_a_missing_column() -> None:
         number(["1"], answer=["blue"])
     with pytest.raises(ValueError, match=r"no column 'answer'; it has \['gold'\]"):
         number(["1"], gold=["1"])
-
-
-def test_math_compares_by_meaning() -> None:
-    from rewards.math import math
-
-    cases = [
-        (r"<answer>\frac{1}{2}</answer>", "0.5", 1.0),
-        ("<answer>0.5</answer>", r"\frac{1}{2}", 1.0),
-        (r"Hence $\boxed{x^2+2x+1}$", "$(x+1)^2$", 1.0),
-        ("<answer>3</answer>", "#### 4", 0.0),
-        (r"<answer>\$32,348</answer>", "32348", 1.0),  # a dollar sign in a text of LaTeX, which delimits nothing
-        ("<answer>36</answer>", r"\$36", 1.0),
-        (r"<answer>\[\frac{1}{2}\]</answer>", "0.5", 1.0),
-        (r"<answer>\left[0,1\right]</answer>", r"\left[0,1\right]", 1.0),
-        ("<answer>0.00005</answer>", 5e-05, 1.0),  # a column of numbers, which Python writes with e
-        ("<answer></answer>", "4", 0.0),
-        ("I do not know", "4", 0.0),
-    ]
-    texts, golds, scores = map(list, zip(*cases, strict=True))
-    assert math([said(text) for text in texts], answer=golds) == scores
-
-
-def test_math_gives_no_score_where_it_runs_out_of_time_and_refuses_to_where_nothing_is_right() -> None:
-    from rewards.math import math
-
-    with pytest.raises(ValueError, match="cannot read the gold answer None"):
-        math(["<answer>4</answer>"], answer=[None])
-    (score,) = math(["<answer>9^{9^{9^{9}}}</answer>"], answer=["4"], seconds=1)
-    assert isnan(score) or score == 0.0  # a failure with a name; None would say that it does not score it
 
 
 # As the published GRPO recipe has it: re.match of this, without flags.
@@ -229,3 +224,5 @@ def test_text_helpers() -> None:
     assert text_of([{"role": "assistant", "content": [{"type": "text", "text": "b"}]}]) == "b"
     assert tagged("<answer>1</answer><answer>2", "answer") == "1"
     assert tagged("</answer>", "answer") is None
+    assert tagged("<answer>72</answer></answer>", "answer") == "72"
+    assert tagged("<answer>1</answer> <answer>2</answer> or </answer> <answer>3", "answer") == "2"
