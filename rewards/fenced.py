@@ -9,6 +9,7 @@ from markdown_it import MarkdownIt
 _LANGUAGE = re.compile(r"[{.]*([\w+#-]+)")  # `python`, `{python}`, `{.python .numberLines}`, `python:file.py`
 _MARKDOWN = MarkdownIt("commonmark")
 _MARKDOWN.core.ruler.disable("inline")  # no block begins within a line
+_MARKDOWN.block.ruler.disable("html_block")  # which <answer> or </think> alone on a line would begin
 
 
 def fenced(text: str) -> Iterator[tuple[str, str]]:

@@ -90,7 +90,7 @@ class _Digest:
             return self._all("property", value.fget, value.fset, value.fdel)
         if isinstance(value, CellType):
             return self._all("cell", value.cell_contents)
-        if isinstance(value, CACHED):
+        if isinstance(value, CACHED) and not _importable(value):
             return self._all("cached", value.__wrapped__, value.cache_parameters())
         if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -104,7 +104,7 @@ class _Digest:
             return _hash("pickle", hashlib.sha256(cloudpickle.dumps(value)).hexdigest())
         if isinstance(made, str):
             module = getattr(value, "__module__", "") or ""
-            own = _file_digest(sys.modules[module]) if module in sys.modules else ""
+            own = _file_digest(sys.modules[module]) if isinstance(value, CACHED) else ""
             return _hash("name", module, made, *([own] if own else []))
         return self._all("object", *(list(part) if isinstance(part, Iterator) else part for part in made))
 

@@ -1,10 +1,9 @@
 """How much of the gold JSON does the completion say?"""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rewards.json_text import NoJson, as_json, json_of, without_nulls
+from rewards.json_text import NoJson, as_json, gold_json, json_of, without_nulls
 from rewards.text import check_tag, column_of, text_of
 
 Path = tuple[str | int, ...]
@@ -36,7 +35,7 @@ def _gold(gold: Any) -> Any:
     if gold is None:
         raise ValueError("args.column: the gold answer must be JSON, and is null; leave such problems out")
     try:
-        return json.loads(gold) if isinstance(gold, str) else as_json(gold)
+        return gold_json(gold) if isinstance(gold, str) else as_json(gold)
     except ValueError as error:
         shown = repr(gold[:80]) if isinstance(gold, str) else str(gold)[:80]
         raise ValueError(

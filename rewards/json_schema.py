@@ -9,7 +9,7 @@ from typing import Any
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
-from rewards.json_text import NoJson, as_json, json_of
+from rewards.json_text import NoJson, as_json, gold_json, json_of
 from rewards.text import check_tag, column_of, text_of
 
 # Imported with this module, which only the loader imports: what that takes must not count against the deadline.
@@ -70,7 +70,7 @@ def _told(schema: Any, names: bool = False) -> Any:
 @lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
     try:
-        schema = json.loads(text)
+        schema = gold_json(text)
         if not isinstance(schema, dict | bool):
             raise ValueError("it must be a mapping, true or false")
         kind = _jsonschema.validators.validator_for(schema, default=_jsonschema.Draft202012Validator)

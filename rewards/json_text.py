@@ -55,6 +55,11 @@ def as_json(value: Any, at: str = "") -> Any:
     raise ValueError(f"{kind}{at and f' at {at!r}'} is nothing that JSON has")
 
 
+def gold_json(text: str) -> Any:
+    """The value that a text of the data is. Raises ValueError."""
+    return json.loads(text, parse_constant=_refuse)
+
+
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 

@@ -7,7 +7,10 @@ _DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[\[(])")  # $, \[ or \(, but no \$, whi
 _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 _EMPHASIS = re.compile(r"(\*\*|__|`)(?P<text>(?:(?!\1).)+)\1", re.DOTALL)
 # Between boxes that are one answer, as in `$x=\boxed{1}$ or $x=\boxed{2}$`.
-_JOINT = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*(?:[A-Za-z]\w*(?:_\{\w+\})?\s*=\s*)?")
+_WORD = r"\\text\{\s*(?:and|or)\s*\}|\\(?:lor|land)(?![A-Za-z])|\b(?:and|or)\b"
+_APART = rf"[,;]|\\\\|\\q?quad|{_WORD}"
+_JOINT = re.compile(rf"(?:[\s$~]|\\[()\[\],;: ]|{_APART})*(?:[A-Za-z]\w*(?:_\{{\w+\}})?\s*=\s*)?")
+_SEPARATES = re.compile(_APART)
 _RELATION = re.compile(r"(?:[\s$]|\\[(\[])*(?:\\(?:neq?|[gl]eq?|[gl]eqslant|[gl]t|not)(?![A-Za-z])|[<>≠≥≤]|!=)")
 _BLANK = r"(?:[^\S\n]|~|\\[ ,;:]|\\q?quad)+"
 _THIN = r"[ \u00a0\u202f]"
@@ -44,16 +47,17 @@ def written(text: str, *, prose: bool) -> Written | None:
     """
     if boxes := _boxes(text):
         last = len(boxes) - 1
-        while last and _JOINT.fullmatch(text, boxes[last - 1][1] + 1, boxes[last][0] - len(r"\boxed{")):
+        while last and _joined(text[boxes[last - 1][1] + 1 : boxes[last][0] - len(r"\boxed{")]):
             last -= 1
         first = text[slice(*boxes[last])]
-        for i, (start, end) in reversed(list(enumerate(boxes))):
+        pieces, behind = [], 0
+        for i, (start, end) in enumerate(boxes):
             said = _rewritten(text[start:end]) if i >= last else text[start:end]
             if said is None:
                 return None
-            begin = start - len(r"\boxed{")
-            text = text[:begin] + (rf"\boxed{{{said}}}" if i >= last else said) + text[end + 1 :]
-        return Written(text, relation=bool(_RELATION.match(first)))
+            pieces += [text[behind : start - len(r"\boxed{")], rf"\boxed{{{said}}}" if i >= last else said]
+            behind = end + 1
+        return Written("".join([*pieces, text[behind:]]), relation=bool(_RELATION.match(first)))
     if prose:
         return Written(text)
     said = _rewritten(text)
@@ -61,6 +65,11 @@ def written(text: str, *, prose: bool) -> Written | None:
         return None
     bare = not _DELIMITER.search(said) and "\\boxed" not in said
     return Written(said, bare=bare, relation=bool(_RELATION.match(said)))
+
+
+def _joined(between: str) -> bool:
+    """Whether boxes with this between them are one answer."""
+    return bool(_JOINT.fullmatch(between) and _SEPARATES.search(between))
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
@@ -71,7 +80,9 @@ def _boxes(text: str) -> list[tuple[int, int]]:
         if match[0] == "}" and opened:
             begin = opened.pop()
             if begin >= 0 and text[begin : match.start()].strip():
-                found = [(start, end) for start, end in found if end < begin] + [(begin, match.start())]
+                while found and found[-1][0] > begin:
+                    found.pop()
+                found.append((begin, match.start()))
         elif match[0][-1] == "{" and match[0] != r"\{":
             opened.append(match.end() if match[0] != "{" else -1)
     return found

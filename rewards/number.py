@@ -20,8 +20,8 @@ _INSIDE = re.compile(
 )
 _UNDERLINED = re.compile(r"(?<![A-Za-z0-9_])(__?)([^_\n]+)\1(?![A-Za-z0-9_])")  # Markdown: __72__
 # Not at the start of a line, where a minus and a blank make an item of a list.
-_SIGN_APART = re.compile(r"((?:=|:|\bis)[ \t]*[-+])[ \t]+(?=\$?\.?[0-9])")
-_EN_DASH = re.compile(r"(?<![0-9]\s)(?:(?<=[\s=])|^)\u2013(?=\$?\.?[0-9])")  # "3 \u20135" is a range
+_SIGN_APART = re.compile(r"((?:=|\bis)[ \t]*[-+])[ \t]+(?=\$?\.?[0-9])")
+_EN_DASH = re.compile(r"(?:(?<==)|(?<==\s)|(?<=\bis\s)|^)\u2013(?=\$?\.?[0-9])")  # "3 \u20135" is a range
 
 
 def parse_number(text: str) -> Decimal | None:
@@ -29,7 +29,7 @@ def parse_number(text: str) -> Decimal | None:
 
     The signs $ and % are dropped, not converted: `50%` is 50.
     """
-    match = _WHOLE.fullmatch(_plain(text.strip()))
+    match = _WHOLE.fullmatch(_plain(" ".join(text.split())))  # a run of blanks would take the square of its length
     return _value(match) if match else None
 
 

@@ -78,6 +78,8 @@ def test_rows_of_a_table_which_have_the_keys_of_all_rows_are_as_those_of_a_list(
     assert json_schema(['{"n": 1, "m": 2}', '{"n": {"a": null}}', '{"n": {}}'], schema=[schema] * 3) == [1, 1, 0]
     with pytest.raises(ValueError, match="must be JSON, and is null"):
         json_match(["null"], answer=[None])
+    with pytest.raises(ValueError, match="NaN is no number of JSON"):
+        json_match(["null"], answer=['{"a": NaN}'])
 
 
 def test_what_json_does_not_have_is_told_and_numpys_numbers_are_numbers() -> None:

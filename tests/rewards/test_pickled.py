@@ -156,8 +156,8 @@ def test_a_module_of_the_users_counts_by_its_file(tmp_path: Path, monkeypatch: p
     assert (found[0] == found[1], found[1] == found[2]) == (True, False)
     found = []
     for value in (1, 1, 2):
-        text = f"import functools\n@functools.cache\ndef half(n): return n / {value}"
-        (tmp_path / "my_half.py").write_text(text)
+        text = "import functools, threading\nLOCK = threading.Lock()\n@functools.cache\ndef half(n): return LOCK, n / "
+        (tmp_path / "my_half.py").write_text(f"{text}{value}")
         sys.modules.pop("my_half", None)
         found.append(digest(cell("from my_half import half\ndef f(completions): return [half(1)]")["f"]))
     assert (found[0] == found[1], found[1] == found[2]) == (True, False)

@@ -111,6 +111,8 @@ def test_parse_number(text: str, value: str | None) -> None:
         ("\u20135", "-5"),
         ("3\u20135", "5"),  # a range
         ("3 \u20135", "5"),
+        ("3 apples \u20135", "5"),
+        ("the items are: - 3 apples", "3"),
     ],
 )
 def test_last_number(text: str, value: str | None) -> None:

@@ -18,6 +18,7 @@ INDENTED = "   def sq(x):\n       return x * x"
 FENCE = '"""\n```\nno code\n```\n"""'  # in a text of the code
 CASES = {
     "fenced": (f"Text ```sq``` first.\n```python\nno code\n```\n```py\n{RIGHT}\n```\nand after", 1.0),
+    "fenced within tags": (f"<answer>\n```python\n{RIGHT}\n\n```\n</answer>", 1.0),
     "fenced, behind another language": (f"```bash\npip install x\n```\nThen:\n```python3\n{RIGHT}\n```", 1.0),
     "fenced, with what it prints": (f"```python\n{RIGHT}\n```\nIt prints:\n```\n4\n```", 1.0),
     "fenced without a language": (f"Hence\n```\n{RIGHT}\n```", 1.0),
