@@ -156,27 +156,26 @@ class Shape:
 
     def to_config(self) -> dict[str, Any]:
         """The config.json that `from_config` reads and transformers builds this shape from."""
-        named = self.windowed != (0, 0) or self.kind == "mistral"  # for which transformers' own default is a window
-        window = {"sliding_window": self.windowed[1] or None} if named else {}
-        return (
-            {
-                "model_type": self.kind,
-                "hidden_size": self.hidden,
-                "intermediate_size": self.ffn,
-                "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": self.kv_heads,
-                "head_dim": self.head_dim,
-                "vocab_size": self.vocab,
-                "tie_word_embeddings": self.tied,
-                "attention_bias": self.output_bias,
-                "mlp_bias": self.mlp_bias,
-                "final_logit_softcapping": self.softcap,
-                "max_position_embeddings": 32768,
-            }
-            | ({} if self.gemma else {"hidden_act": self.activation})
-            | window
-        )
+        config = {
+            "model_type": self.kind,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.output_bias,
+            "mlp_bias": self.mlp_bias,
+            "final_logit_softcapping": self.softcap,
+            "max_position_embeddings": 32768,
+        }
+        if not self.gemma:
+            config["hidden_act"] = self.activation
+        if self.windowed != (0, 0) or self.kind == "mistral":  # for which transformers' own default is a window
+            config["sliding_window"] = self.windowed[1] or None
+        return config
 
 
 def shape_of(model: str) -> Shape:

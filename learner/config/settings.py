@@ -14,6 +14,8 @@ from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 from rollout.data.hub import joined
 from rollout.env.config import EnvConfig
 
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a run, a pattern
+
 
 def _revision(value: str) -> str:
     if not value.strip():
@@ -95,7 +97,7 @@ class Settings(Frozen):
     """Everything that defines a run, each setting as it may be by itself. Only `model.path` and `data.path` have no
     default; `rewards` may be left out where an environment gives them."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\{seed\})?$")] = "run"
+    name: Annotated[str, Field(pattern=rf"^{NAME}(\{{seed\}})?$")] = "run"
     """The run's folder below `output_dir`. Each run wants its own; `{seed}` at its end stands for the seed."""
     output_dir: str = "runs"
     """Where run folders are made. On a cluster: a file system that driver and learner share."""

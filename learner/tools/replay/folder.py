@@ -12,6 +12,7 @@ from typing import Any, Self
 from cluster.files import writing
 from cluster.telemetry import Metrics
 from learner.config import RunConfig
+from learner.config.settings import NAME
 from learner.driver import mismatch_files
 from learner.driver.config_io import to_yaml
 from learner.driver.publishing import ADAPTER_FILES
@@ -20,8 +21,6 @@ from learner.tools.replay.recorded import ReplayError
 from learner.tools.replay.taking import Learner, Taken
 from learner.tools.report.run_folder import REPLAY
 from rollout import ledger
-
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a run
 
 
 class ReplayFolder:
