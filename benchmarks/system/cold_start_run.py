@@ -1,41 +1,23 @@
-"""A run of learner.main that writes down when what happened, in every process of it; see benchmarks.system.cold_start.
+"""The parts of a run whose moments benchmarks.system.cold_start tells.
 
 The product knows nothing of it: what `learner.driver.processes` puts into other processes is replaced by the same with
-a mark before and after. Marks are lines `seconds since the epoch <tab> name` in the file named by GLEANER_MARKS.
+a mark before and after.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.system.cold_start_main import born, mark
 from rollout.engine import Engine, EngineSettings
 from rollout.weight_sync import Receipt
 from rollout.worker import Columns, RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer
-
-VARIABLE = "GLEANER_MARKS"
-
-
-def mark(name: str, at: float | None = None) -> None:
-    """Only the first of a name counts."""
-    with open(os.environ[VARIABLE], "a") as file:
-        file.write(f"{time.time() if at is None else at:.4f}\t{name}\n")
-
-
-def born() -> float:
-    """When this process was started, in seconds since the epoch (proc(5): starttime)."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class MarkedWorker(RolloutWorker):
@@ -92,12 +74,10 @@ def _around(home: Any, name: str, before: str, after: str) -> None:
     setattr(home, name, outer)
 
 
-def main() -> None:
-    """Arguments: those of learner.main."""
-    mark("driver: python is up")
+def mark_parts() -> None:
+    """To be called once the roles' processes are at their imports: this imports what the driver imports then."""
     from cluster.telemetry import Metrics
     from learner.driver import launch, preflight, processes
-    from learner.main import main as learner_main
 
     mark("driver: code imported")
     _around(preflight, "prepare", "driver: preflight begins", "driver: preflight done")
@@ -117,6 +97,3 @@ def main() -> None:
             mark("driver: first step logged")
 
     Metrics.log = logged  # type: ignore[method-assign]
-    code = learner_main(sys.argv[1:])
-    mark("driver: run over")
-    sys.exit(code)

@@ -59,7 +59,8 @@ class Processes:
 
 
 async def start_processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> Processes:
-    """One process per role. Generators first where a card is shared: an engine measures free memory as it starts."""
+    """One process per role. Without a card they start at once; with one, generators first: an engine measures free
+    memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     await session.reserve(roles(config), start, note)
     for line in await check_nodes(config, session, start, prepared.budgets.policy_bytes):
@@ -67,13 +68,15 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     rewards = spawn_rewards(config, session)
     specs = [worker_spec(config, rank, prepared.budgets, rewards) for rank in range(config.rollout.workers)]
+    shares = config.memory.base == "shared"
+    overlap = config.cluster.gpus.learner == 0 and not shares
+    # The learner's imports are the shorter ones, and Ray starts as many processes at once as there are cores.
+    learner = spawn_learner(prepared, session) if overlap else []
     workers = [
         session.spawn(role, RolloutWorker, [spec], env)
         for role, spec in zip(generator_roles(config), specs, strict=True)
     ]
-    shares = config.memory.base == "shared"
-    if config.cluster.gpus.learner == 0 and not shares:  # the two start-ups overlap
-        learner = spawn_learner(prepared, session)
+    if overlap:
         async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
             for process in workers:
                 starting.create_task(started(process, start))
