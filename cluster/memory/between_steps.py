@@ -3,7 +3,7 @@
 from cluster.memory.learning import Learning, ReferenceKind
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.sharded import divided_params, sharded_base_bytes, sharded_training_bytes
-from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, Parts, base_bytes
+from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, OptimizerKind, Parts, base_bytes
 
 
 def learner_static(shape: Shape, learning: Learning) -> Parts:
@@ -23,8 +23,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)
-    head = shape.hidden if learning.value_rank else 0
-    value = shape.lora_params(learning.value_rank, learning.targets)
+    head, value = value_params(shape, learning.value_rank, learning.targets)
     masters = learning.mode == "lora" or learning.optimizer == "adamw" or learning.ranks > 1
     divided = learning.mode == "full" and learning.ranks > 1
     adapters = (4 if divided or (b < 4 and masters) else 0) * n
@@ -39,7 +38,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
         "gradients": ((4 if masters else b) + (16 if learning.exact else 0)) * n,
         "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
         "reference": reference_bytes(shape, learning.reference, b),
-        **({"undo": undo_bytes(shape, learning)} if learning.undo and not learning.cuda else {}),
+        **({"undo": undo_bytes(n, learning.optimizer)} if learning.undo and not learning.cuda else {}),
     }
 
 
@@ -51,9 +50,14 @@ def _base(shape: Shape, learning: Learning, b: int) -> Parts:
     return sharded_training_bytes(shape, b)
 
 
-def undo_bytes(shape: Shape, learning: Learning) -> int:
-    """Of main memory: masters and states as they were when a step began (learner.ranks.memory)."""
-    return (4 + STATE_BYTES[learning.optimizer]) * trained_params(shape, learning)
+def undo_bytes(n: int, optimizer: OptimizerKind) -> int:
+    """Of main memory: masters and states of n weights as they were when a step began (learner.ranks.memory)."""
+    return (4 + STATE_BYTES[optimizer]) * n
+
+
+def value_params(shape: Shape, rank: int, targets: tuple[str, ...]) -> tuple[int, int]:
+    """Weights of the head and of the adapter of PPO's value; rank 0: there is none."""
+    return (shape.hidden if rank else 0), shape.lora_params(rank, targets)
 
 
 def trained_params(shape: Shape, learning: Learning) -> int:

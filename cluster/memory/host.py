@@ -1,11 +1,12 @@
 """What a run on cards takes of the machine's main memory, in bytes, by part. On a CPU the plan itself is of it."""
 
+from cluster.memory.between_steps import undo_bytes, value_params
 from cluster.memory.generator import ENGINE_PROCESS, engine_processes
 from cluster.memory.learner import LEARNER_PROCESS
 from cluster.memory.plan import Plan, Wish
 from cluster.memory.shape import Shape
 from cluster.memory.sharded import FILE_BYTES, divided_params
-from cluster.memory.units import DTYPE_BYTES, STATE_BYTES, Parts
+from cluster.memory.units import DTYPE_BYTES, Parts
 from cluster.memory.weight_push import LEARNER_COPIES, SHARDS_COPIES, pushed_bytes
 
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
@@ -76,5 +77,6 @@ def _saving(found: Plan, wish: Wish, learners: int) -> int:
 
 
 def _undo(shape: Shape, wish: Wish) -> int:
-    """Of one rank: masters and states of its adapter (cluster.memory.between_steps.undo_bytes)."""
-    return (4 + STATE_BYTES[wish.optimizer]) * shape.lora_params(wish.rank, wish.targets)
+    """Of one rank: of its adapter, and of PPO's value."""
+    value = sum(value_params(shape, wish.value_rank, wish.targets))
+    return undo_bytes(shape.lora_params(wish.rank, wish.targets) + value, wish.optimizer)

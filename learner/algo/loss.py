@@ -100,7 +100,7 @@ def _parts(
     return {
         "tokens": batch.lengths.sum(),
         "clipped": clipped.count_nonzero(),
-        "masked": batch.advantages.count_nonzero() - slope.count_nonzero(),
+        "masked": ((batch.advantages != 0) & (slope == 0)).count_nonzero(),
         "gap_max": gap.max(),
         "current_tokens": current.count_nonzero(),
         "current_gap_max": torch.where(current, gap, 0.0).max(),

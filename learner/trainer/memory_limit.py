@@ -156,7 +156,7 @@ class MemoryLimit:
     def __init__(self, limit: int | None, device: torch.device, mapped: int = 0) -> None:
         self._limit, self._device, self._mapped = limit, device, mapped
         self._warned = False
-        self._start = peak_resident()
+        self._start = peak_resident() - mapped  # which has been read by now, to be compared with the generator's
         if limit is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             if limit > total:

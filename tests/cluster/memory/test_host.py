@@ -31,6 +31,9 @@ def test_by_hand() -> None:
     asleep = host(replace(slices, layouts=("alternating",)))
     assert asleep["asleep"] == 2 * N + 2 * 2 * LLAMA.lora_params(16)  # two adapter versions
     assert host(replace(slices, base="nf4"))["passing"] == 2 * 128_256 * 2048
+    ranks, value = replace(slices, undo=True), 2048 + LLAMA.lora_params(8)  # a head, and an adapter of rank 8
+    assert host(ranks)["undo"] == 12 * LLAMA.lora_params(16)
+    assert host(replace(ranks, value_rank=8))["undo"] == 12 * (LLAMA.lora_params(16) + value)
     assert host(replace(slices, offload=True))["offloaded"] == 16 * 2 * 2048 * 2048
     whole = replace(slices, mode="full", optimizer="paged_adamw_8bit")
     assert host(whole)["paged"] == 2 * N

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +120,19 @@ def test_metrics_reduce_over_micro_batches() -> None:
     k3 = sum(math.exp(g) - g - 1 for g in gap.tolist()) / 4
     assert metrics["policy/mismatch_k3"] == pytest.approx(k3, rel=1e-6)
     assert metrics["loss/total"] == pytest.approx(-(1 + math.exp(0.25) + math.exp(-0.5)) / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("advantages", [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+def test_tokens_that_an_own_loss_trains_without_an_advantage_unmask_no_other(
+    advantages: list[float], tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def f(tokens): return tokens.ratio * tokens.advantages - tokens.logprobs, tokens.ratio > 9\n")
+    batch = batch_of(torch.zeros(3), torch.tensor(advantages), torch.full((3,), 1 / 3))
+    loss = LossConfig(ratio=f"{file}:f")
+    slope, parts = token_loss(torch.zeros(3), torch.zeros(3), batch, loss, reference=None, version=0)
+    assert slope[1:].count_nonzero() == 2
+    assert parts["masked"] == (slope[0] == 0) == advantages[0]
 
 
 def test_the_loss_is_the_mean_over_updates() -> None:

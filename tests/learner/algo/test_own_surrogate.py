@@ -68,6 +68,7 @@ def no_slope(tokens): return (tokens.unit - 1).sqrt(), tokens.ratio > 2
 def raises(tokens):
     return tokens.rho, None
 def needs_more(tokens, tau): return tokens.ratio, tokens.ratio > 2
+def any_setting(tokens, **settings): return tokens.ratio, tokens.ratio > settings["cap"]
 """
 
 
@@ -103,6 +104,7 @@ def test_a_setting_that_the_function_does_not_take_is_refused(tmp_path: Path) ->
     assert said is not None
     assert re.fullmatch(r"learner.loss.cap: .*no_setting has no parameter cap; .* \(got 3.0\)", said)
     assert refusal(f"{tmp_path}/wrong.py:no_setting") is None
+    assert refusal(f"{tmp_path}/wrong.py:any_setting", cap=3) is None
 
 
 def test_a_file_that_is_not_there_or_does_not_import_ends_the_start(tmp_path: Path, tiny_path: str) -> None:

@@ -120,6 +120,20 @@ def test_an_mlp_that_limits_its_gate_stays(monkeypatch: pytest.MonkeyPatch) -> N
     assert exchanged(lm) == {"ion"}
 
 
+def test_a_rotation_of_a_part_of_each_head_stays_transformers() -> None:
+    """Which rotary embeddings a model hands over, its forward pass decides: of heads of 8, here 4 are turned."""
+    asked: list[tuple[int, ...]] = []
+
+    def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(tuple(cos.shape))
+        return q, k
+
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    fusion._rotary(plain, q, k, torch.ones(1, 3, 4), torch.zeros(1, 3, 4))
+    fusion._rotary(plain, q, k, torch.ones(1, 3, 8), torch.zeros(1, 3, 8))
+    assert asked == [(1, 3, 4)]
+
+
 def test_a_model_is_exchanged_alone() -> None:
     fused, other = model_of(CONFIGS["llama"]), model_of(CONFIGS["llama"])
     fuse_for_a_card(fused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,23 @@ from learner.config.learner import LoraConfig
 from learner.model.export import update_of
 from learner.model.lora_merge import merged
 from learner.model.policy import Policy
+from learner.model.roles import ScoredRole
 from rollout.types import Weights
+from tests.learner.adapters import written_value
 from tests.peak import peak_bytes
 
 ATTENTION = {f"{name}_proj.weight" for name in "qkvo"} | {f"{name}_proj.bias" for name in "qkv"}  # of a Qwen2
 
 
-def make_policy(path: Path, dtype: Any, targets: Any = "all-linear") -> Policy:
+def make_policy(path: Path, dtype: Any, targets: Any = "all-linear", roles: Sequence[ScoredRole] = ()) -> Policy:
     """With an adapter that is far from zero."""
     policy = Policy(
         ModelConfig(path=str(path), dtype=dtype),
-        LoraConfig(rank=8, alpha=16, targets=targets),
+        LoraConfig(rank=8, alpha=24, targets=targets),
         checkpointing="none",
         seed=0,
         device=torch.device("cpu"),
+        roles=roles,
     )
     torch.manual_seed(1)
     policy.load({name: 0.1 * torch.randn_like(master) for name, master in policy.masters.items()})
@@ -73,6 +77,14 @@ def test_a_block_of_layers_is_sent_whole_and_the_others_not_at_all(tmp_path: Pat
     assert found.keys() == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ATTENTION}
     own = policy._lm.state_dict()
     assert torch.equal(found["model.layers.1.self_attn.k_proj.weight"], own["model.layers.1.self_attn.k_proj.weight"])
+
+
+def test_layers_that_another_role_alone_adapts_are_not_sent(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "model")
+    folder = written_value(str(path), tmp_path / "value", ["down_proj"])
+    value = ScoredRole("value", folder, trained=True, key="learner.value.start")
+    found = sent(make_policy(path, "float32", ["q_proj"], [value]))
+    assert found.keys() == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ATTENTION}
 
 
 def test_one_matrix_at_a_time_is_held_beside_the_bytes(tmp_path: Path) -> None:

@@ -108,11 +108,13 @@ def test_packed_gradient_is_that_of_one_row_at_a_time(name: str, checkpointing: 
 
 def test_unpacked_rows_keep_their_sliding_window(tmp_path: Path) -> None:
     policy = make_policy(save_model(CONFIGS["mistral-narrow"], tmp_path))
-    ids = torch.arange(3, 33)[None]
+    window = policy._lm.config.sliding_window
+    rows = [torch.arange(3, 3 + length)[None] for length in (30, window, window + 1)]
     with torch.no_grad():
-        found = policy.hidden(ids)
+        found = [policy.hidden(ids) for ids in rows]
         policy._lm.set_attn_implementation("sdpa")
-        assert torch.allclose(found, policy.hidden(ids), atol=1e-5)
+        for states, ids in zip(found, rows, strict=True):
+            assert torch.allclose(states, policy.hidden(ids), atol=1e-5)
 
 
 @pytest.fixture

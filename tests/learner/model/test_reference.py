@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from examples.random_model import make_tiny_model
@@ -18,6 +18,7 @@ from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
 from learner.config.learner import OptimizerConfig
 from learner.model.policy import Policy
+from learner.model.reference import _narrowed
 from learner.trainer.trainer import Trainer
 from tests.learner import naive
 from tests.learner.trainers import advantages_by_hand, distance, gradient, groups_near, make_trainer, naive_gradient
@@ -121,6 +122,21 @@ def test_what_8_bits_cost_and_save_on_a_trained_model() -> None:
     plain = peak_bytes(lambda: said(eight))
     largest = max(module.weight.nbytes for module in linear)
     assert peak_bytes(lambda: as_reference(eight)) < plain + 1.1 * largest
+
+
+async def test_in_8_bits_a_head_apart_stays_as_it_is(tmp_path: Path, groups: list[pa.Table]) -> None:
+    path = str(make_tiny_model(tmp_path, tied=False))
+    trainer = make_trainer(path, model={"reference_dtype": "int8"}, **FULL)
+    assert 0 < (await trainer.step(groups))["policy/kl"] < 1e-2
+
+
+def test_each_row_has_a_scale_of_its_own_and_one_of_zeros_stays() -> None:
+    weight = torch.randn(3, 50) * torch.tensor([[1.0], [1000.0], [0.0]])
+    narrow = _narrowed(nn.Linear(50, 3), weight, weight)
+    narrow = narrow._replace(weight=torch.empty(0))
+    narrow.widen()
+    error = (narrow.weight - weight).abs().amax(1)
+    assert (error <= weight.abs().amax(1) / 254 * 1.01).all()
 
 
 def test_what_cannot_be_a_reference_is_refused(tiny_path: str, adapter_path: str, tmp_path: Path) -> None:

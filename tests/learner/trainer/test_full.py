@@ -67,6 +67,17 @@ async def test_masters_are_float32_and_what_is_sent_is_what_computes(tiny_path: 
     assert all(torch.equal(arrived[name], computing[name]) for name in arrived)
 
 
+def test_a_loss_that_is_not_finite_changes_no_rounded_weight() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    updater = RoundedUpdater([weight], LearnerConfig(mode="full"), torch.device("cpu"))
+    weight.grad = torch.ones_like(weight)
+    assert updater.step(0.1, loss_is_finite=False)[1] is False
+    assert torch.equal(weight.detach(), torch.ones(2, 3, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    assert updater.step(0.1, loss_is_finite=True)[1] is True
+    assert (weight < 1).all()
+
+
 def test_random_rounding_is_right_in_the_mean() -> None:
     torch.manual_seed(0)
     for value in (1.0 + 2**-10, -3.001, 1e-30, 0.0):

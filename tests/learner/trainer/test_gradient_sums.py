@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.trainer.gradient_sums import LIMIT, ExactSums, rounded_sum
+from learner.config.learner import LearnerConfig
+from learner.trainer.gradient_sums import LIMIT, ExactSums, least_tokens, rounded_sum
 from learner.trainer.peers import Alone
 
 NUMBERS = st.floats(-(2.0**24), 2.0**24, width=32, exclude_min=True, exclude_max=True)
@@ -113,3 +115,9 @@ def test_a_weight_without_gradient_counts_as_0_and_clear_forgets() -> None:
         sums.add()
     sums.finish()
     assert [weight.grad.tolist() for weight in weights if weight.grad is not None] == [[7.0] * 3, [0.0] * 2]
+
+
+@pytest.mark.parametrize(("reduce", "ranks", "fine"), [("exact", 1, 512), ("fast", 1, None), ("fast", 2, 512)])
+def test_one_rank_with_exact_sums_divides_its_work_as_several_do(reduce: Any, ranks: int, fine: int | None) -> None:
+    config = LearnerConfig(reduce=reduce)
+    assert least_tokens(config, With([ExactSums([torch.zeros(1)], Alone())] * (ranks - 1)), torch.device("cpu")) == fine

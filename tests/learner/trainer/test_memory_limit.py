@@ -90,6 +90,14 @@ async def test_out_of_memory_costs_time_and_nothing_else(
     assert max(seen) <= 40
 
 
+async def test_a_budget_above_the_largest_micro_batch_is_halved_from_that(tiny_path: str) -> None:
+    trainer = make_trainer(tiny_path, token_budget=10_000)
+    seen = break_above(trainer, 40, "forward")
+    metrics = await trainer.step(GROUPS)
+    assert seen[0] // 2 >= metrics["memory/token_budget"]
+    assert metrics["memory/oom_retries"] <= 3  # from 10,000 on it would be eight
+
+
 async def test_a_completion_that_does_not_fit_alone(tiny_path: str) -> None:
     trainer = make_trainer(tiny_path, token_budget=160)
     break_above(trainer, 10, "forward")
@@ -156,6 +164,21 @@ def test_a_limit_on_a_cpu_warns_and_then_refuses(
     with pytest.raises(OutOfMemory, match="peak of 1001 MiB, its limit is 1000 MiB"):
         limit.check()
     MemoryLimit(None, torch.device("cpu")).check()
+
+
+def test_a_mapped_base_is_no_part_of_what_a_cpu_learner_may_hold(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [5500 * 2**20]  # of which 500 are mapped, and were read before
+    monkeypatch.setattr(memory_limit, "peak_resident", lambda: now[0])
+    limit = MemoryLimit(1000 * 2**20, torch.device("cpu"), 500 * 2**20)
+    now[0] = 6410 * 2**20
+    limit.check()
+    assert "peak of 910 MiB, its limit is 1000 MiB" in caplog.text
+    now[0] = 6501 * 2**20
+    with pytest.raises(OutOfMemory, match="peak of 1001 MiB"):
+        limit.check()
+    assert limit.peak() == 6001 * 2**20
 
 
 async def test_the_limit_is_checked_after_each_step(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

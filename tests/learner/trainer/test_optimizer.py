@@ -145,6 +145,7 @@ def test_a_checkpoint_of_before_norms_were_spared_is_refused_with_what_to_do() -
 def test_schedules() -> None:
     constant, cosine = ScheduleConfig(warmup=0.25), ScheduleConfig(kind="cosine", warmup=0.0)
     assert [rate_factor(s, 8, constant) for s in range(4)] == [0.5, 1, 1, 1]
+    assert rate_factor(0, 10, constant) == 1 / 3  # 2.5 steps are three
     found = [rate_factor(s, 4, cosine) for s in range(4)]
     assert found == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
     both = ScheduleConfig(kind="cosine", warmup=0.5)

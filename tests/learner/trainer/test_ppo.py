@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from learner.algo.loss_config import LossConfig
 from learner.algo.ppo import Assessment
-from learner.config.learner import ValueConfig
+from learner.config.learner import ScheduleConfig, ValueConfig
+from learner.trainer.learning_rate import rate_factor
 from learner.trainer.trainer import Trainer
 from rollout.schema import masks_of, ragged, rewards_of
 from tests.learner import naive_ppo
-from tests.learner.adapters import written_adapter
+from tests.learner.adapters import written_adapter, written_value
 from tests.learner.rollouts import make_groups, observed
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters
 
@@ -27,17 +25,7 @@ SETTING = naive_ppo.Setting(TEMPERATURE, gamma=0.9, lam=0.8, clip=(0.2, 0.28), v
 
 @pytest.fixture(scope="module")
 def value_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An adapter with a scalar head, no weight zero."""
-    torch.manual_seed(3)
-    base: Any = AutoModelForSequenceClassification.from_pretrained(tiny_path, num_labels=1, dtype=torch.float32)
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="SEQ_CLS")
-    model = peft.get_peft_model(base, config)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    folder: Path = tmp_path_factory.mktemp("value")
-    model.save_pretrained(str(folder))
-    return str(folder)
+    return written_value(tiny_path, tmp_path_factory.mktemp("value"), ["q_proj", "v_proj", "down_proj"])
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +219,37 @@ async def test_a_new_value_is_zero_and_comes_to_tell_the_reward(tiny_path: str, 
     assert told[0]["value/mean"] == 0.0
     assert told[0]["value/explained_variance"] == 0.0
     assert told[-1]["value/loss"] < 0.3 * told[0]["value/loss"]
+
+
+async def test_with_exact_sums_the_value_learns_the_same(tiny_path: str, batch: list[pa.Table]) -> None:
+    exact, fast = (ppo_trainer(tiny_path, reduce=kind) for kind in ("exact", "fast"))
+    before = copied(value_masters(exact))
+    for trainer in (exact, fast):
+        await trainer.step(batch)
+    assert distance(copied(value_masters(exact)), before) > 0
+    assert distance(copied(value_masters(exact)), copied(value_masters(fast))) < 1e-4
+
+
+async def test_the_value_has_a_rate_of_its_own_on_the_runs_schedule(
+    tiny_path: str, batch: list[pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of ten steps to warm up."""
+    schedule = ScheduleConfig(warmup=0.5)
+    trainer = ppo_trainer(tiny_path, value={"learning_rate": 0.1}, schedule=schedule)
+    value, rates = trainer._updates.value, list[float]()
+    assert value is not None
+    plain = value.updater.step
+
+    def step(rate: float, **options: Any) -> tuple[float, bool]:
+        rates.append(rate)
+        return plain(rate, **options)
+
+    monkeypatch.setattr(value.updater, "step", step)
+    for _ in range(2):
+        await trainer.step(batch)
+    wanted = [0.1 * rate_factor(version, 10, schedule) for version in (0, 1)]
+    assert rates == pytest.approx(wanted)
+    assert rates[0] < rates[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

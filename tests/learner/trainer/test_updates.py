@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
 from learner.algo.targets import targets_of
+from learner.algo.value_loss import value_loss
 from learner.batch.rows import read
 from learner.config.learner import LearnerConfig
+from learner.trainer.update import Learned, Update
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform
@@ -143,3 +146,10 @@ def test_groups_are_split_evenly_and_each_update_has_its_own_denominators() -> N
     assert targets_of(rows, LearnerConfig(updates_per_batch=5, loss=LossConfig(ratio="clip")), 16).update.tolist() == [
         0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4,
     ]  # fmt: skip
+
+
+def test_a_batchs_metrics_are_of_all_its_updates() -> None:
+    part = value_loss(torch.zeros(1, requires_grad=True), torch.ones(1), torch.zeros(1), weight=1.0, clip=None)[1]
+    told = Learned([Update([], 1.0, True), Update([], 3.0, True)], [Update([part], math.nan, False)], {}).metrics()
+    assert told["loss/grad_norm"] == 2
+    assert told["loss/skipped_nonfinite"] == 1
