@@ -18,7 +18,8 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
-    reference: of full fine-tuning with beta > 0 (learner.model.reference).
+    reference: of full fine-tuning with beta > 0 (learner.model.reference, in shards
+      learner.model.sharded_reference).
     undo: on a CPU (see undo_bytes).
     """
     b = DTYPE_BYTES[learning.dtype]
@@ -37,7 +38,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
         "adapters": adapters,
         "gradients": ((4 if masters else b) + (16 if learning.exact else 0)) * n,
         "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
-        "reference": reference_bytes(shape, learning.reference, b),
+        "reference": reference_bytes(shape, learning.reference, b, learning.ranks),
         **({"undo": undo_bytes(n, learning.optimizer)} if learning.undo and not learning.cuda else {}),
     }
 
@@ -67,12 +68,15 @@ def trained_params(shape: Shape, learning: Learning) -> int:
     return divided_params(shape, learning.ranks)
 
 
-def reference_bytes(shape: Shape, kind: ReferenceKind, b: int) -> int:
-    """b per parameter. int8: a byte for each linear weight of the layers, and b for the scale of each of their rows;
-    one matrix at a time is multiplied out, in a pass that keeps nothing else, which is far below the step's peak."""
+def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> int:
+    """b per parameter that this rank has: a pass gathers less than one that trains (cluster.memory.sharded).
+
+    int8, of one rank: a byte for each linear weight of the layers, and b for the scale of each of their rows; one
+    matrix at a time is multiplied out, in a pass that keeps nothing else, which is far below the step's peak.
+    """
     if kind == "none":
         return 0
     if kind == "auto":
-        return b * shape.params
+        return b * divided_params(shape, ranks)
     rows = shape.layers * sum(out for _, out in map(shape.linear, LINEAR))
     return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows

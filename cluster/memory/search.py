@@ -161,7 +161,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
     if wish.mode == "full" and wish.optimizer in ("adamw", "adamw_rounded"):
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
-    if wish.reference == "auto":
+    if wish.reference == "auto" and wish.base_ranks == 1:
         changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
     if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
@@ -191,7 +191,7 @@ def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
     full = wish.mode == "full"
     if not wish.cuda or wish.layouts != ("separate",) or wish.base == "nf4" or wish.push == "merged":
         return
-    if full and (wish.reference != "none" or wish.optimizer not in ("adamw", "adamw_8bit")):
+    if full and (wish.reference == "int8" or wish.optimizer not in ("adamw", "adamw_8bit")):
         return
     for times in (2, 4) if full else (2,):
         divided = replace(wish, base="none", base_ranks=times * wish.base_ranks, exact=not full)

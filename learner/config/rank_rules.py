@@ -56,9 +56,8 @@ RANKS = (
         "learner.push", lambda c: c.learner.push == "merged",
     ),
     _sharded(
-        "learner.loss.beta=0 where a whole model is trained: there is no second set of shards for a reference",
-        "set that", "learner.loss.beta",
-        lambda c: c.learner.mode == "full" and c.learner.loss.beta > 0, ONE,
+        "model.reference_dtype=auto: a reference in 8 bits is not divided", "set that", "model.reference_dtype",
+        lambda c: c.learner.mode == "full" and c.model.reference_dtype == "int8", ONE,
     ),
     _sharded(
         "learner.optimizer.kind=adamw or adamw_8bit where a whole model is trained: each rank's rows are float32 "

@@ -39,6 +39,9 @@ def check_weights(config: RunConfig, *, adapters: bool) -> None:
     """Whether the files of base and adapters are whole. A hub model is looked for in the cache alone."""
     found = Findings((WeightsError,))
     found.of(model_weights, config.model.source)
+    reference, in_shards = config.model.reference, config.memory.base == "sharded"
+    if reference is not None and config.learner.mode == "full" and in_shards:  # read in parts, as the base
+        found.of(model_weights, reference, "model.reference")
     if adapters and config.learner.mode == "lora":
         for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
             if folder is not None:

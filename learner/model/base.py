@@ -22,10 +22,17 @@ from rollout.architecture import ArchitectureError, check_architecture, check_un
 
 
 def load_base(
-    model: ModelConfig, device: torch.device, *, lora: bool, mapped: MappedBase | None = None, sharded: bool = False
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    lora: bool,
+    mapped: MappedBase | None = None,
+    sharded: bool = False,
+    trained: bool = True,
 ) -> Any:
     """The frozen causal language model of model.path in model.dtype, without dropout; on the weights of `mapped`, which
-    are the generator's, instead of those that are loaded; or in shards over the ranks of the process group.
+    are the generator's, instead of those that are loaded; or in shards over the ranks of the process group, which are
+    float32 where a whole model is to be `trained`.
 
     Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole.
     """
@@ -47,7 +54,7 @@ def load_base(
     if sharded:
         from learner.model.sharded_base import sharded_base  # here: slow to import, and few runs use it
 
-        return sharded_base(model, config, device, trained=not lora, **options)
+        return sharded_base(model, config, device, trained=trained and not lora, **options)
     if quantization is not None:
         # Quantised weight by weight as the files are read: the whole model is never there in full.
         options |= {"quantization_config": quantization, "device_map": {"": device}}

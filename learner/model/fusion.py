@@ -33,6 +33,11 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 def fuse(lm: nn.Module, run: Callable[[], object], *, on_card: bool) -> None:
     """Exchanges what can be; other kinds stay as they are. `run`: one pass through the model."""
     fuse_lora(lm, run, on_card=on_card)
+    fuse_frozen(lm, on_card=on_card)
+
+
+def fuse_frozen(lm: nn.Module, *, on_card: bool) -> None:
+    """The same of a model without an adapter, for which no pass is needed."""
     fuse_norms(lm, on_card=on_card)
     if on_card:
         _fuse_mlps(lm)

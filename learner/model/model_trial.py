@@ -37,6 +37,8 @@ def wrong_with(config: RunConfig) -> list[str]:
     found = list(_weights(lm, model.source))
     if config.memory.base == "sharded":
         found += _not_in_files(lm, model.source)
+        reference = config.model.reference if config.learner.mode == "full" else None
+        found += [] if reference is None else _not_in_files(lm, reference)
     if config.learner.mode == "lora":
         try:
             with torch.device("meta"):

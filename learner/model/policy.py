@@ -1,5 +1,6 @@
 """The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to; or a model that is
-trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.model.reference).
+trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.model.reference, in shards
+learner.model.sharded_reference).
 
 Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
 a second, cast copy of each LoRA layer's input (9 bytes more per token, layer and hidden unit, bfloat16), and
@@ -43,6 +44,7 @@ from learner.model.mapped_base import MappedBase
 from learner.model.masters import Masters
 from learner.model.reference import Reference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
+from learner.model.sharded_reference import ShardedReference
 from learner.model.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source
 
@@ -111,7 +113,8 @@ class Policy:
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.logits, self.predicting, self.dtype, attention)
         if lora is None and keep_reference:
-            self._roles["reference"] = Reference(self._lm, model, trial).acting
+            kept = ShardedReference(self._lm, model, device) if sharded else Reference(self._lm, model, trial)
+            self._roles["reference"] = kept.acting
 
     @property
     def dtype(self) -> torch.dtype:

@@ -39,10 +39,10 @@ class Stored:
         return math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8
 
 
-def model_weights(path: str) -> dict[str, Stored] | None:
+def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | None:
     """Every tensor of a model by name; None for a hub model of whose weights this machine's cache knows nothing.
 
-    Raises WeightsError.
+    Raises WeightsError, which names `key`.
     """
     try:
         folder = Path(path).expanduser()
@@ -56,16 +56,16 @@ def model_weights(path: str) -> dict[str, Stored] | None:
         folder = Path(cached).parent
     index = folder / INDEX
     if index.is_file():
-        return _sharded(index)
+        return _sharded(index, key)
     if (folder / SINGLE).is_file():
-        return header(folder / SINGLE, "model.path")
+        return header(folder / SINGLE, key)
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         raise WeightsError(
-            f"model.path: {folder} holds pickled weights alone ({pickled[0]}), and reading it can run any code; save "
+            f"{key}: {folder} holds pickled weights alone ({pickled[0]}), and reading it can run any code; save "
             "it anew with save_pretrained, which writes safetensors"
         )
-    raise WeightsError(f"model.path: {folder} must hold {SINGLE} or {INDEX}, and has neither; copy the weights there")
+    raise WeightsError(f"{key}: {folder} must hold {SINGLE} or {INDEX}, and has neither; copy the weights there")
 
 
 def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
@@ -108,22 +108,22 @@ def _entry(entry: Any) -> Stored:
     return Stored(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
 
 
-def _sharded(index: Path) -> dict[str, Stored]:
+def _sharded(index: Path, key: str) -> dict[str, Stored]:
     try:
         where = dict(json.loads(index.read_bytes())["weight_map"])
         names: Iterable[str] = sorted({Path(name).name for name in where.values()})
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise WeightsError(f"model.path: {index} has no readable weight_map; copy it again") from error
+        raise WeightsError(f"{key}: {index} has no readable weight_map; copy it again") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise WeightsError(
-            f"model.path: {index} names {len(missing)} files that are not there, first {missing[0]}; copy them there"
+            f"{key}: {index} names {len(missing)} files that are not there, first {missing[0]}; copy them there"
         )
-    shards = {name: header(index.parent / name, "model.path") for name in names}
+    shards = {name: header(index.parent / name, key) for name in names}
     lost = sorted(tensor for tensor, name in where.items() if tensor not in shards[Path(name).name])
     if lost:
         raise WeightsError(
-            f"model.path: {index} says that {lost[0]} lies in {where[lost[0]]}, and it does not ({len(lost)} such); "
+            f"{key}: {index} says that {lost[0]} lies in {where[lost[0]]}, and it does not ({len(lost)} such); "
             "copy index and files from one place"
         )
     return {tensor: stored for shard in shards.values() for tensor, stored in shard.items()}

@@ -67,9 +67,10 @@ def test_a_learner_of_one_process_learns_the_same_as_ranks_that_divide_the_base(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_whole_model_in_shards_outlives_a_rank_and_goes_on_in_one_process(tmp_path: Path) -> None:
-    """Its newest checkpoint is written by two ranks, read by two fresh ones, then by a learner of one process."""
+    """Its newest checkpoint is written by two ranks, read by two fresh ones, then by a learner of one process. All are
+    held to what the first began with: were it what each began with itself, its first step would have no KL."""
     model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
-    full = {"mode": "full", "learning_rate": 1e-4, "restarts": 1}
+    full = {"mode": "full", "learning_rate": 1e-4, "restarts": 1, "loss": {"beta": 0.1}}
     run = Run(tmp_path, model, steps=8, cluster={"learners": 2}, memory={"base": "sharded"}, learner=full)
     process = run.start("data.eval.every=0", "checkpoint.every=2")
     wait_until(lambda: len(run.metrics()) > 3, "four steps", 120, process)
@@ -84,6 +85,7 @@ def test_a_whole_model_in_shards_outlives_a_rank_and_goes_on_in_one_process(tmp_
     assert "resumed at step 8" in output, output
     assert [line["step"] for line in run.metrics()] == list(range(1, 11))
     assert all(line["policy/mismatch_max"] < 1e-3 for line in run.metrics())  # the generator has what is learned
+    assert [line["policy/kl"] > 1e-9 for line in run.metrics()] == [False] + [True] * 9
     published = load_file(run.folder / "model" / WEIGHTS)
     assert any(not torch.equal(weight, published[name]) for name, weight in load_file(model / WEIGHTS).items())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.memory.plan import Misfit, Plan, Wish, Workload
-from cluster.memory.search import plan
+from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES
 from cluster.memory.sharded import divided_params, sharded_base_bytes, sharded_training_bytes
 
@@ -54,6 +54,30 @@ def test_a_tied_embedding_is_trained_whole() -> None:
     assert divided_params(SHAPES["Llama-3.2-1B"], 4) == embedding + (1_235_814_400 - embedding) // 4
     assert sharded_training_bytes(SHAPES["Llama-3.2-1B"], 2)["weights"] == 2 * embedding
     assert sharded_training_bytes(SHAPES["Llama-3.2-1B"], 4)["weights"] == 0  # masters and model are one
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(
+    ("name", "embedding", "weights"),
+    [("Llama-3.2-1B", 128_256 * 2048, 1_235_814_400), ("Qwen2.5-14B", 0, 14_770_033_664)],
+)
+def test_a_reference_is_counted_and_divided(name: str, embedding: int, weights: int, ranks: int) -> None:
+    """2 bytes for each weight of a rank's share, and of a tied embedding, beside what it takes without one."""
+    wish = Wish(mode="full", base="none", layouts=("separate",), base_ranks=ranks)
+    plain, held = (
+        least(SHAPES[name], 80 * GIB, Workload(), replace(wish, reference=kind)).learner for kind in ("none", "auto")
+    )
+    assert plain["reference"] == 0
+    assert held == plain | {"reference": 2 * (embedding + (weights - embedding) // ranks)}
+
+
+def test_a_reference_is_advised_in_shards_and_in_8_bits_only_whole() -> None:
+    wish = Wish(mode="full", base="none", layouts=("separate",), reference="auto")
+    for ranks, size in ((1, 166), (2, 76)):  # each a little less than there must be
+        misfit = plan(SHAPES["Llama-3.1-8B"], size * GIB, Workload(), replace(wish, base_ranks=ranks))
+        assert isinstance(misfit, Misfit)
+        assert misfit.advice[0] == f"memory.base=sharded with cluster.learners={2 * ranks}, a card each"
+        assert ("model.reference_dtype=int8" in misfit.advice) == (ranks == 1)
 
 
 def test_full_fine_tuning_of_an_8b_is_advised_in_shards() -> None:

@@ -1,4 +1,5 @@
-"""A whole model that two ranks train in shards is the one that a single process trains, for many architectures.
+"""A whole model that two ranks train in shards is the one that a single process trains, for many architectures, each
+held to what it began with.
 
 FAMILIES=all: all of KINDS (three minutes); else some that differ most.
 """
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from examples.random_families import FAMILIES, TINY, make_family
+from learner.algo.loss_config import LossConfig
 from tests.learner.rank_processes import rank_processes
 from tests.learner.ranks.test_divided_weights import FULL, trained
 from tests.learner.rollouts import make_groups, uniform
@@ -44,7 +46,7 @@ def written(kind: str, folder: Path) -> str:
 async def test_two_ranks_train_what_one_process_trains(tmp_path: Path, kind: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     groups = make_groups([rng.normal(size=6).tolist() for _ in range(5)], uniform, max_completion=40)
-    path, settings = written(kind, tmp_path / kind), FULL | {"dtype": dtype}
+    path, settings = written(kind, tmp_path / kind), FULL | {"dtype": dtype, "loss": LossConfig(beta=0.3)}
     wanted, *_ = await trained(make_trainer(path, **settings), groups, 3)
     with rank_processes(2, path, sharded=True, **settings) as processes:
         found, *_ = processes.all(trained, groups, 3)[0]
