@@ -20,7 +20,7 @@ GRADERS = {
 
 def source_of(use: str) -> Path | None:
     """The Python file, or that of a pickled function, that `use` names (see rewards.loader.load), None if there is
-    none: a module without a source, or one that is not there. What that file imports in its turn is not looked at."""
+    none: a module without a source, or one that is not there. What that file imports: rewards.own_imports."""
     place = BUILT_INS.get(use, use).rpartition(":")[0]
     if use in BUILT_INS:
         return Path(__file__).with_name(f"{place.rpartition('.')[2]}.py")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,15 @@ from learner.api.inputs import Inputs
 from learner.api.plain import plain
 from learner.config import RunConfig
 from learner.driver import config_io
+from learner.driver.trl_places import place_of
 from learner.driver.yaml_tree import ConfigError, check_plain, read_yaml
 from rollout.config import OF_HELD_OUT, OF_ITS_PATH
+
+# Of train, evaluate and plan, beside keys of the configuration; what they say of a mistyped one has these, too.
+ARGUMENTS = (
+    "model", "rewards", "dataset", "eval_dataset", "config", "on_step", "adapter", "run", "samples", "limit",
+    "threshold",
+)  # fmt: skip
 
 
 def tree_of(
@@ -72,6 +80,9 @@ def _check_once(model: Any, datasets: Mapping[str, Any], dotted: Collection[str]
 def _assign(tree: dict[str, Any], settings: Mapping[str, Any], inputs: Inputs) -> None:
     for key, value in settings.items():
         known = key.partition(".")[0] in RunConfig.model_fields
+        near = get_close_matches(key, [*RunConfig.model_fields, *ARGUMENTS], n=1)
+        if not known and near and near[0] in ARGUMENTS and "." not in key and place_of(key) is None:
+            raise InputError(f"{key}: unknown key; did you mean {near[0]}?")
         config_io.assign(tree, key, plain(value, key, inputs.function if known else _unread))
 
 

@@ -82,7 +82,9 @@ class Progress:
             self._live.update(self._picture())
 
     def _picture(self) -> Group:
-        table = Table("step", *COLUMNS, title="gleaner", title_justify="left")
+        table = Table("step", title="gleaner", title_justify="left")
+        for name in COLUMNS:
+            table.add_column(name, min_width=len("1.0e-06") if name == "mismatch" else None)  # with its exponent
         for row in self._rows:
             table.add_row(*row)
         return Group(table, Text(self._status))

@@ -9,7 +9,7 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from cluster.files import digest_of
 from learner.config import RunConfig
 from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
+from rewards.own_imports import own_imports
 from rewards.source import grader_version, source_of
 from rollout.data.hub import commit_of, split
 from rollout.env.loader import code_of
@@ -68,8 +69,8 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
         data=_rows(rows),
         rewards=_rewards(config.rewards),
         base=base,
-        loss=dict([_function(loss.ratio.rpartition(":")[2], loss.ratio)]) if loss.own else {},
-        env=dict(_function(use.rpartition(":")[2], use) for use in code_of(config.env.use, config.env.args)),
+        loss=_functions([(loss.ratio.rpartition(":")[2], loss.ratio)] if loss.own else []),
+        env=_functions((use.rpartition(":")[2], use) for use in code_of(config.env.use, config.env.args)),
     )
 
 
@@ -91,7 +92,7 @@ def _plain(value: object) -> str:
 
 
 def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    functions = dict(_function(str(one.name), one.use) for one in functions_of(rewards))
+    functions = _functions((str(one.name), one.use) for one in functions_of(rewards))
     models = [(one.name, content_of(str(one.adapter))) for one in adapters_of(rewards)]
     models = [
         *models,
@@ -100,13 +101,23 @@ def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
     return functions | {f"{name}, {file}": digest for name, files in models for file, digest in files.items()}
 
 
-def _function(name: str, use: str) -> tuple[str, str]:
-    """(name of a function and of its file, the content of that file; of a pickled function what it does)."""
+def _functions(uses: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Of (name, what `use` says): name of a function and of its file -> the content of that file, and likewise of the
+    user's own files that it imports; of a pickled function what it does."""
+    return {part: content for name, use in uses for part, content in _function(name, use)}
+
+
+def _function(name: str, use: str) -> Iterator[tuple[str, str]]:
     file = source_of(use)
-    if file is not None and file.suffix == pickled.SUFFIX:
-        return f"{name} of {file.name}", pickled.digest_in(file)
-    content = "no source" if file is None else str(digest_of(file)["sha256"])
-    return f"{name} of {file.name}" if file else name, f"{content} {grader_version(use)}".strip()
+    if file is None:
+        yield name, f"no source {grader_version(use)}".strip()
+    elif file.suffix == pickled.SUFFIX:
+        yield f"{name} of {file.name}", pickled.digest_in(file)
+    else:
+        part, by_path = f"{name} of {file.name}", use.rpartition(":")[0].endswith(".py")
+        yield part, f"{digest_of(file)['sha256']} {grader_version(use)}".strip()
+        for helper in own_imports(file, file.parent) if by_path else ():
+            yield f"{part}, {helper.relative_to(file.parent).as_posix()}", str(digest_of(helper)["sha256"])
 
 
 def content_of(path: str) -> dict[str, str]:

@@ -38,6 +38,7 @@ from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
 from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
+from rollout.data.model_files import CONFIG, read_json
 from rollout.data.problems import Problems, ProblemsError, load
 from rollout.schema import Problem
 
@@ -92,7 +93,7 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     found = Findings(PROBLEMS)
     placed = found.of(place_output, config)
     modules = (LEARNER, ENGINE, SHARED_BASE) if config.memory.base == "shared" else (LEARNER, ENGINE)
-    trials = [Trial(module, absolute(config)) for module in modules]
+    trials = [Trial(module, absolute(config)) for module in modules if _has_config(config.model.source)]
     try:
         prepared = found.of(prepare, config, cards) if placed is None else found.of(prepare, placed, cards)
         for trial in trials:
@@ -103,6 +104,14 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     found.finish()
     assert prepared is not None
     return prepared
+
+
+def _has_config(model: str) -> bool:
+    """Else the checks of `prepare` say so, and a trial would say it once more in the words of its library."""
+    try:
+        return bool(read_json(model, CONFIG))
+    except ChatError:
+        return False
 
 
 def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:

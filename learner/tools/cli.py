@@ -1,5 +1,6 @@
 """gleaner: the console script. Its commands are in learner.tools.commands."""
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -106,7 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> NoReturn:
-    """The console script."""
+    """The console script. What the terminal's encoding lacks, a bar of a picture, is shown as a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     leave(main())
 
 

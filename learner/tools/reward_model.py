@@ -13,6 +13,7 @@ from cluster.memory.units import LoraRank
 from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig, LoraConfig, ScheduleConfig
 from learner.tools.pairs import EVAL, Pair, PairsError, read_pairs
+from rollout.data import hub
 from rollout.data.chat import Chat, ChatError
 from rollout.data.files import ProblemsError
 
@@ -48,6 +49,7 @@ class Asked:
 def run(asked: Asked) -> int:
     """Exit code: 0; 2 if something given is wrong, or too much for the machine."""
     made = not asked.out.exists()
+    hub.settle([asked.model, asked.pairs, asked.held_out])
     try:
         train, held_out = _data(asked)
         _train(asked, train, held_out)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
@@ -21,14 +22,29 @@ CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does n
 
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
-    """Becomes the server, so that signals reach it. Raises ConfigError."""
+    """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had."""
     command = server_command(run_dir, host, port, more)
+    _check_free(host, port)
     if _on_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     print(_how_to_ask(run_dir.resolve().name, f"http://{host}:{port}/v1"), flush=True)
     os.execv(command[0], command)
+
+
+def _check_free(host: str, port: int) -> None:
+    """vLLM would say so after half a minute, behind a traceback."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            trial.bind((address[0], port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise config_io.ConfigError(
+            f"--host, --port: must be an address of this machine and a port that is free, got {host}:{port} ({error}); "
+            "give another --port, or --host 127.0.0.1"
+        ) from None
 
 
 def _how_to_ask(name: str, address: str) -> str:

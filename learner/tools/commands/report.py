@@ -27,7 +27,10 @@ def report(
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Show it in this terminal, without a browser; it follows the run, too.")
     ] = False,
-    port: Annotated[int, typer.Option(parser=natural, metavar="N", help="Of --live; 0 for any that is free.")] = 0,
+    port: Annotated[
+        int | None,
+        typer.Option(parser=natural, metavar="N", help="Of --live; where it is not given, any that is free."),
+    ] = None,
     limit: Annotated[
         str, typer.Option(metavar="SIZE", help="The most that completions may take; of more, a sample of steps.")
     ] = "64MiB",
@@ -51,7 +54,10 @@ def report(
     if live and out is not None:
         typer.echo("error: --out: does not go with --live, which writes no file; leave one out", err=True)
         return 2
-    return serve(run, against, size, port) if live else write(run, out, against, size)
+    if port is not None and not live:
+        typer.echo("error: --port: is of --live; give that as well, or leave it out", err=True)
+        return 2
+    return serve(run, against, size, port or 0) if live else write(run, out, against, size)
 
 
 def _in_terminal(run: Path, out: Path | None, against: Path | None, *, live: bool) -> int:

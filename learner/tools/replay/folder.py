@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Self
 
-from cluster.files import writing
 from cluster.telemetry import Metrics
 from learner.config import RunConfig
 from learner.config.settings import NAME
@@ -25,16 +24,18 @@ from rollout import ledger
 
 class ReplayFolder:
     """path: a new folder, or an empty one. facts: for replay.json. rescored: whether the groups have other rewards than
-    the recorded ones; else the run's own files are linked to."""
+    the recorded ones; else the run's own files are linked to. Raises ReplayError where it cannot be written."""
 
     def __init__(self, path: Path, config: RunConfig, facts: dict[str, Any], *, rescored: bool) -> None:
         self.path, self._rescored, self._steps = path, rescored, 0
         self._whole = config.learner.mode == "full"
         rollouts = path / "rollouts"
-        rollouts.mkdir(parents=True)
-        with writing(path):
+        try:
+            rollouts.mkdir(parents=True)
             (path / "config.yaml").write_text(to_yaml(config))
             (path / REPLAY).write_text(json.dumps(facts, indent=1))
+        except OSError as error:
+            raise ReplayError(f"--output: {path} cannot be written ({error.strerror}); give another folder") from error
         self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
 
     def add(self, taken: Taken) -> None:

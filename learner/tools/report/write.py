@@ -33,7 +33,7 @@ def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int
                 file.writelines(page(title, blocks))
             os.replace(partial, target)
     except OSError as error:
-        return _failed(error, 1)
+        return _failed(f"--out: {target} cannot be written ({error.strerror}); give another file", 1)
     print(f"report   {target}")
     return 0
 

@@ -1,6 +1,7 @@
 """What a call is given -> the files of its run; what is wrong with it, before any process starts."""
 
 import datetime
+import inspect
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import yaml
 from learner import InputError, TrainError, TrainResult, evaluate, plan, train
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import MetricsLines
-from learner.api.settings import checked, tree_of
+from learner.api.settings import ARGUMENTS, checked, tree_of
 from learner.tools.eval_scores import Estimate
 from rewards.loader import load
 from rollout.data import files
@@ -113,6 +114,8 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
     ("given", "sentence"),
     [
         ({"stepz": 3}, "^stepz: unknown key; did you mean steps?"),
+        ({"on_stpe": print}, "^on_stpe: unknown key; did you mean on_step?"),
+        ({"eval_datset": ROWS}, "^eval_datset: unknown key; did you mean eval_dataset?"),
         ({"learner.lora.ranc": 3, "steps": 0}, "(?s)steps: .*equal to 1.*\nlearner.lora.ranc: unknown key"),
         (
             {"train_dataset": datasets.Dataset.from_list(ROWS), "peft_config": object()},
@@ -185,6 +188,7 @@ class Found:
     ("given", "sentence"),
     [
         ({"samples": -1}, "^samples: must be a whole number from 0, got -1"),
+        ({"smaples": 2}, "^smaples: unknown key; did you mean samples?"),
         ({"limit": 0}, "^limit: must be a whole number from 1, or None for all, got 0"),
         ({"threshold": "1"}, "^threshold: must be a number, got '1'"),
         ({"threshold": float("nan")}, "^threshold: must be a number, got nan"),
@@ -256,3 +260,8 @@ def test_a_plan_is_rows() -> None:
     for given, sentence in (("rtx4099", "^gpu: .* did you mean rtx4090"), ("24", "^model: nobody/8b is no folder")):
         with pytest.raises(InputError, match=sentence):
             plan("Llama-3.2-1B" if given != "24" else "nobody/8b", gpu=given)
+
+
+def test_a_mistyped_argument_is_looked_for_among_all_of_them() -> None:
+    taken = {name for call in (train, evaluate) for name in inspect.signature(call).parameters} - {"settings"}
+    assert taken == {*ARGUMENTS}

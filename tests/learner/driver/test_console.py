@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from learner.driver.console import Progress, duration
+from learner.driver.console import COLUMNS, Progress, duration
 from learner.driver.evaluate import Evaluation
 from learner.driver.phases import Phases
 
@@ -36,6 +36,15 @@ def summary(run_dir: Path, *evaluations: Evaluation) -> str:
     said = io.StringIO()
     Progress(total_steps=4, console=Console(file=said, width=200)).summary(evaluations, run_dir, Phases(), None)
     return said.getvalue()
+
+
+def test_on_a_narrow_terminal_the_mismatch_keeps_its_exponent() -> None:
+    console = Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None)
+    with Progress(20, console) as progress:
+        progress.step(10, {key: 4.8e-06 for key, _ in COLUMNS.values()})
+        console.print(progress._picture())
+    assert isinstance(console.file, io.StringIO)
+    assert "4.8e-06" in console.file.getvalue()
 
 
 def test_what_one_of_two_evaluations_lacks_is_a_dash_and_uncounted_is_none(tmp_path: Path) -> None:

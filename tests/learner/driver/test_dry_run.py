@@ -105,6 +105,13 @@ def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(lines) == 7
 
 
+def test_a_model_that_is_not_there_is_said_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused(config_of(model), "--dry-run", "model.path=/nowhere", capsys=capsys)
+    assert (
+        line == "error: model.path: folder must exist, got /nowhere; check the path, or give a hub name like org/model"
+    )
+
+
 @pytest.mark.usefixtures("no_trials")
 def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(model, cluster={"gpus": {"generator": 0.5, "learner": 0.5}})

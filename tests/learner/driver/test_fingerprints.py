@@ -132,3 +132,31 @@ def test_the_source_of_a_reward_function_is_found_without_running_it(
     assert "math-verify 0." in found["math of math.py"]
     (tmp_path / "own.py").write_text("def f(): ...\n")
     assert made(tmp_path, "own.py:f").rewards["f of own.py"] != found["f of own.py"]
+
+
+def test_what_a_reward_functions_file_imports_from_beside_it_counts(tmp_path: Path) -> None:
+    """Helpers of helpers and packages, too; what is installed, and what is not imported, does not."""
+    (tmp_path / "pkg").mkdir()
+    files = {
+        "mine.py": "import json, helpers\nfrom pkg import deep\ndef f(completions, **_):\n    import late\n",
+        "helpers.py": "from more import x\nimport helpers",
+        "more.py": "x = 1",
+        "late.py": "",
+        "pkg/__init__.py": "",
+        "pkg/deep.py": "from . import near\nfrom ... import above",
+        "pkg/near.py": "",
+        "other.py": "x = 1",
+        "json.txt": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    use = f"{tmp_path}/mine.py:f"
+    before = made(tmp_path, use).rewards
+    beside = ("helpers.py", "late.py", "more.py", "pkg/__init__.py", "pkg/deep.py", "pkg/near.py")
+    assert set(before) == {"f of mine.py", *(f"f of mine.py, {name}" for name in beside)}
+    (tmp_path / "other.py").write_text("x = 2")
+    assert made(tmp_path, use).rewards == before
+    (tmp_path / "more.py").write_text("x = 2")
+    assert differing(made(tmp_path, use).rewards, before) == ["f of mine.py, more.py"]
+    (tmp_path / "more.py").write_text("x = (")  # whoever imports it says so
+    assert set(made(tmp_path, use).rewards) == set(before)

@@ -43,6 +43,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["plan", "--gpu", "24", "--model", "x", "--all"], "--all: does not go with --model, .*; leave one"),
         (["reward-model", "train", "p", "--model", "m", "--out", "o", "--learning-rate", "-1"],
          "--learning-rate: must be a finite number above 0, got '-1'$"),
+        (["report", "x", "--port", "80"], "--port: is of --live; give that as well, or leave it out$"),
         (["rewards", "try"], "--config, --data or --rollouts: one is required"),
         (["doctor", "\x1b[2J"], r"^error: gleaner doctor: [^\x1b]+$"),
     ],
@@ -74,6 +75,16 @@ def test_the_shell_is_given_keys_to_complete() -> None:
     words = [sys.executable, "-m", "learner.tools.cli"]
     told = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, **typed})
     assert told.stdout.split() == ["learner.lora.rank="]
+
+
+def test_what_an_encoding_lacks_ends_no_command() -> None:
+    words = ["plan", "--gpu", "24", "--model", "Llama-3.2-1B"]
+    code = f"import sys; from learner.tools.cli import console; sys.argv[1:] = {words}; console()"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"}
+    )
+    assert b"rollout:" in told.stdout
+    assert b"????" in told.stdout
 
 
 def test_versions_without_importing_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:

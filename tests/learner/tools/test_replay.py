@@ -278,11 +278,12 @@ def refused_configuration(run: Path) -> None:
         (nothing, ["learner.lr=1"], "learner.lr: unknown key"),
         (nothing, ["rewards=[{use: gone.py:f}]"], "reward 'f'.*gone.py"),
         (nothing, ["--output", "."], "--output: must be a new folder or an empty one"),
+        (nothing, ["--output", "/proc/none/replayed"], "--output: /proc/none/replayed cannot be written .No such file"),
     ],
     ids=[
         "a step that is not there", "no such checkpoint", "unknown schema", "a group is missing", "a broken logprob",
         "a gap", "no rollouts", "no configuration", "another version", "a model in shards", "another base", "no folder",
-        "generation", "another batch", "another shape", "unknown key", "no such reward", "a folder in use",
+        "generation", "another batch", "another shape", "unknown key", "no such reward", "a folder in use", "nowhere",
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_said(

@@ -17,7 +17,7 @@ import yaml
 
 from examples.random_families import make_family
 from learner.driver.config_io import ConfigError
-from learner.tools.serve import server_command
+from learner.tools.serve import serve, server_command
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,6 +39,23 @@ def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> Non
     write_adapter(run / "adapter", ["q_proj"])
     with pytest.raises(ConfigError, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
         server_command(run, "127.0.0.1", 1, [])
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [("127.0.0.1", None, "in use"), ("127.0.0.1", 70000, "0-65535"), ("192.0.2.1", 8000, "Cannot assign")],
+)
+def test_an_address_that_cannot_be_had_is_said_before_vllm_starts(
+    tmp_path: Path, host: str, port: int | None, why: str
+) -> None:
+    run = run_folder(tmp_path / "mine", "hub/name")
+    write_adapter(run / "adapter", ["q_proj"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        asked = port or taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^--host, --port: .* got {host}:{asked} .*{why}.*; give"):
+            serve(run, host, asked, [])
 
 
 def test_what_the_server_is_told(tmp_path: Path) -> None:
