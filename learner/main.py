@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -91,6 +92,9 @@ def _dry_run(config: "RunConfig", assumed: str | None) -> int:
 def _train(config: "RunConfig") -> int:
     from learner.driver.prestart import prestarted
 
+    signal.signal(
+        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
+    )  # as learner.driver.launch has it later
     with prestarted(config) as early:
         from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
 

@@ -61,6 +61,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         cpus = sum(role.cpus for role in roles(config))
         metered = PROMETHEUS in config.trackers
         session = connect(config.cluster.address, cpus, prepared.budgets.policy_bytes, metered, commands)
+        _as_ctrl_c()
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
@@ -167,7 +168,13 @@ def _where_it_goes_on(config: RunConfig) -> str:
     newest, _ = checkpoint.newest(config.run_dir / "checkpoints")
     if newest is None:
         return "the run ends before its first checkpoint"
-    return f"the run ends; the same command goes on from its checkpoint of step {checkpoint.step_of(newest)}"
+    again = "the same command" if config.resume == "auto" else "the same command with resume=auto"
+    return f"the run ends; {again} goes on from its checkpoint of step {checkpoint.step_of(newest)}"
+
+
+def _as_ctrl_c() -> None:
+    """Until the run has begun SIGTERM is what Ctrl-C is. (Ray has set its own handler, which ends the process.)"""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
 
 
 def _obey_signals(stop: asyncio.Event, note: Callable[[str], None]) -> None:

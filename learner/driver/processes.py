@@ -18,7 +18,7 @@ from learner.driver.memory_budget import Budgets
 from learner.driver.node_checks import check_nodes
 from learner.driver.preflight import Prepared
 from learner.driver.step_record import read_policies
-from learner.driver.watched_learner import WatchedLearner
+from learner.driver.watched_learner import WatchedLearner, lost_as_it_starts
 from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
 from learner.ranks.ranks import Ranks
 from learner.ranks.regroup import Regroup, meet
@@ -132,7 +132,8 @@ async def joined(
     if not others:
         return first
     ranks = cast("Sequence[Remote[RankService]]", processes)
-    await meet(ranks, deadlines)
+    with lost_as_it_starts():
+        await meet(ranks, deadlines)
     return Ranks(ranks, Regroup(ranks, deadlines, replaces=not sharded), sharded=sharded)
 
 
@@ -149,7 +150,8 @@ async def learner_started(rank: "Remote[Trainer]", deadline_s: float) -> None:
         raise
     except ActorDied as error:
         log.warning("%s; starting a fresh process", error)
-        await rank.revive(deadline_s)
+        with lost_as_it_starts():
+            await rank.revive(deadline_s)
 
 
 def worker_spec(

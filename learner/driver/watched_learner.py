@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RemoteError, T
+from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RemoteError, StartFailed, T
 from learner.trainer.service import TrainerService
 
 # Long calls, whose progress the learner reports (TrainerService.pulse); the others have only their deadline.
@@ -19,6 +20,17 @@ class LearnerError(RuntimeError):
 
 class LearnerLost(LearnerError):
     """The learner's process died or hangs; another one can go on from the last checkpoint."""
+
+
+@contextmanager
+def lost_as_it_starts() -> Iterator[None]:
+    """Inside this block a process of the learner that dies or hangs is the learner's loss; an error in one is not."""
+    try:
+        yield
+    except StartFailed:
+        raise
+    except (ActorDied, DeadlineExceeded) as error:
+        raise LearnerLost(str(error)) from error
 
 
 class WatchedLearner:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from cluster.actor import Actor, ActorDied, Method, P, Shared, T
+from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, Shared, T
 from learner.ranks.asked import Asked
 from learner.ranks.regroup import Regroup
 from learner.ranks.service import RankService
@@ -84,10 +84,20 @@ class Ranks:
             except ActorDied as error:
                 async with self._mending:
                     if mended == self._mended:  # else another call has seen to it
-                        await self._regroup.after(error, self._steps if self._under_way else None)
+                        await self._mend(error)
                         self._mended += 1
             finally:
                 watch.cancel()
+
+    async def _mend(self, error: ActorDied | DeadlineExceeded) -> None:
+        """Another rank, or the fresh one, may be lost meanwhile: a further loss, which is made good likewise."""
+        while True:
+            try:
+                return await self._regroup.after(error, self._steps if self._under_way else None)
+            except (ActorDied, DeadlineExceeded) as another:
+                if another is error:
+                    raise
+                error = another
 
     async def _watch(self) -> None:
         """Looks for ranks that hang, for one call at a time, and not while a process starts."""

@@ -47,6 +47,7 @@ class Regroup:
     def __init__(self, ranks: Sequence[Rank], deadlines: DeadlineConfig, *, replaces: bool = True) -> None:
         self._ranks, self._deadlines, self._replaces = list(ranks), deadlines, replaces
         self._in_a_row = 0
+        self._without_state: set[int] = set()  # fresh processes, until all have met
 
     @property
     def every_s(self) -> float:
@@ -75,7 +76,7 @@ class Regroup:
         """A step is done, so whatever was lost before it is made good."""
         self._in_a_row = 0
 
-    async def after(self, error: ActorDied, undo: int | None) -> None:
+    async def after(self, error: ActorDied | DeadlineExceeded, undo: int | None) -> None:
         """All ranks are there again, those that were lost as fresh processes. undo: number of the step under way.
 
         Raises the error itself if nobody is left to take the state from, or after too many losses in a row, or if none
@@ -85,9 +86,11 @@ class Regroup:
             raise error
         self._in_a_row += 1
         lost = [rank for rank, there in enumerate(await asyncio.gather(*map(_is_there, self._ranks))) if not there]
-        if isinstance(error, StartFailed) or self._in_a_row > IN_A_ROW or len(lost) == len(self._ranks):
+        self._without_state |= set(lost)
+        holders = [rank for rank in range(len(self._ranks)) if rank not in self._without_state]
+        if isinstance(error, StartFailed) or self._in_a_row > IN_A_ROW or not holders:
             raise error
-        source = next(rank for rank in range(len(self._ranks)) if rank not in lost)
+        source = holders[0]
         names = ", ".join(self._ranks[rank].name for rank in lost)
         taken_again = "" if undo is None else "; the step is taken again"
         log.warning(
@@ -96,6 +99,7 @@ class Regroup:
         )  # fmt: skip
         await asyncio.gather(*(self._ranks[rank].revive(self._deadlines.start) for rank in lost))
         await meet(self._ranks, self._deadlines, Return(source, undo))
+        self._without_state.clear()
 
 
 async def _is_there(rank: Rank) -> bool:

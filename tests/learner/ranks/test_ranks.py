@@ -152,10 +152,20 @@ async def test_what_was_asked_before_a_step_is_asked_again_before_it() -> None:
     assert (await step)["loss/total"] == 1
 
 
+async def test_a_fresh_process_that_is_lost_as_it_joins_is_replaced_as_well() -> None:
+    """With it rank 2, while rank 0 has what the step began with."""
+    meets: list[Any] = []
+    learner = several([FakeRank] * 3, meets, [(1, "step"), (1, "rejoin"), (2, "rejoin")])
+    for version in (1, 2):
+        assert (await learner.call(TrainerService.step, 1, GROUPS))["loss/total"] == version
+    assert {back for _, back in meets} == {Return(0, 1)}
+    assert sorted(rank for rank, _ in meets[-3:]) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "doomed",
     [[(0, "step"), (1, "step")], [(1, "step")] * (IN_A_ROW + 1), [(1, "step"), (0, "rejoin")]],
-    ids=["nobody is left", "again and again", "another in the meantime"],
+    ids=["nobody is left", "again and again", "the one that has the state in the meantime"],
 )
 async def test_a_loss_that_cannot_be_made_good_is_a_lost_learner(doomed: list[tuple[int, str]]) -> None:
     with pytest.raises(ActorDied, match="learner-[01]: killed"):
