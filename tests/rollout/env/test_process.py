@@ -85,6 +85,27 @@ async def test_what_a_broken_environment_does_has_a_name(wrong: str, tmp_path: P
     made.close()
 
 
+async def test_multiprocessing_serves_an_environment_and_what_it_starts_ends_with_it(tmp_path: Path) -> None:
+    made = forks("asks processes")
+    env: Any = EnvironmentProcess(made, config("asks processes"))
+    await env.reset(PROBLEM, 3)
+    assert (await env.step(TURN)).messages[0]["content"] == "[9, 16]"
+    await env.close()
+    made.close()
+    made = forks("leaves processes", tmp_path)
+    env = EnvironmentProcess(made, config("leaves processes"))
+    await env.reset(PROBLEM, 3)
+    with pytest.raises(EnvironmentFault, match=r"step: its process died \(SIGKILL\)"):  # though they have the socket
+        await env.step(TURN)
+    await env.close()
+    pids, deadline = [int(file.name) for file in tmp_path.iterdir()], time.monotonic() + 10
+    assert len(pids) == 3
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    made.close()
+
+
 ORPHANS = """
 import asyncio, os
 from tests.rollout.env.test_process import PROBLEM, TURN, EnvironmentProcess, config, forks
