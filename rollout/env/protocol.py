@@ -67,12 +67,14 @@ class Step:
         reward: of this turn, added to the trajectory's; None: no reward for this turn.
         done: the trajectory is over.
         metrics: numbers by name, averaged over trajectories as env/<name>.
+        warnings: sentences for the log of the run by what they are about; of that only the first is logged.
     """
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
 
 def own_messages(problem: Problem) -> tuple[Message, ...]:

@@ -98,9 +98,9 @@ class TrlEnvironment:
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         said = {"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {})
         self._completion += [*self._answers, said]
-        messages, counts = await self._answer(turn)
-        self._answers = list(messages)
-        return Step(messages, done=not messages, metrics=counts)
+        step = await self._answer(turn)
+        self._answers = list(step.messages)
+        return step
 
     async def score(self) -> Mapping[str, float]:
         parts = {}
@@ -120,7 +120,7 @@ class TrlEnvironment:
             try:
                 return str(await self._run(method, **arguments))
             except Exception as error:  # in TRL's words, which leave out the type
-                raise ToolFailed(said(error)) from None
+                raise ToolFailed(said(error)) from error
 
         return FunctionTool(called)
 

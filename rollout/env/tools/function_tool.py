@@ -26,7 +26,8 @@ class BadCall(ValueError):
 
 
 class ToolFailed(RuntimeError):
-    """The function raised, took too long, or returned what has no text; the message is for the policy."""
+    """The function raised, took too long, or returned what has no text; the message is for the policy. Its cause: what
+    the function raised."""
 
 
 class FunctionTool:
@@ -76,7 +77,9 @@ class FunctionTool:
         except BaseException as error:  # sys.exit() in a tool is its failure, not the environment's end
             if deadline.expired() and isinstance(error, TimeoutError):
                 raise ToolFailed(f"{self.name} was stopped after {timeout_s:.3g} s without an answer") from None
-            raise ToolFailed(f"{self.name} failed: {type(error).__name__}: {as_text(said(error))[:MAX_SAID]}") from None
+            raise ToolFailed(
+                f"{self.name} failed: {type(error).__name__}: {as_text(said(error))[:MAX_SAID]}"
+            ) from error
 
     async def _run(self, given: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):

@@ -86,6 +86,8 @@ class Plain:
                 print("leaves")
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 time.sleep(600)
+            case "warns":
+                return Step(CALLED, warnings={"of one": f"said by {os.getpid()}"})
             case "asks processes":
                 with multiprocessing.Pool(1) as pool, ProcessPoolExecutor(1) as executor:
                     squares = [*pool.map(square, [3]), *executor.map(square, [4])]

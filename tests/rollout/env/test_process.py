@@ -174,6 +174,18 @@ async def test_what_cannot_close_is_ended_and_said_once(tmp_path: Path, caplog: 
     assert not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir())
 
 
+async def test_what_a_step_warns_of_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = forks("warns")
+    for _ in range(2):
+        env = EnvironmentProcess(made, config("warns"))
+        await env.reset(PROBLEM, 3)
+        await env.step(TURN)
+        await env.close()
+    made.close()
+    (told,) = caplog.messages
+    assert told.startswith("said by ")
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [

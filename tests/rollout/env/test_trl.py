@@ -59,6 +59,8 @@ async def test_what_fails_is_answered_in_trls_words_and_counted() -> None:
         "{'error': 'Not JSON.'}",
     ]
     assert step.metrics == {"bad_calls": 3, "tool_errors": 2, "cut_answers": 0}
+    assert [*step.warnings] == ["add: ValueError", "add: ToolFailed"]
+    assert "add raised ValueError: Only up. (trl_classes.py, line" in step.warnings["add: ValueError"]
     assert contents(await env.step(calls(("add", {"by": 1})))) == [
         "{'value': 1}"
     ]  # the one that hangs is in no one's way
