@@ -20,7 +20,8 @@ from rollout.env.adapters.trl_rewards import check_given, given, load_rewards
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
-from rollout.env.tools.function_tool import FunctionTool, ToolError, ToolFailed
+from rollout.env.tools.function_tool import FunctionTool, ToolFailed
+from rollout.env.tools.tool_schema import ToolError, named
 from rollout.schema import Problem
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -115,6 +116,8 @@ class TrlEnvironment:
         self._thread.shutdown(wait=False)
 
     def _tool(self, method: Callable[..., Any]) -> FunctionTool:
+        named(method)  # refuses a generator, which cannot be told from outside `called`
+
         @wraps(method)
         async def called(**arguments: Any) -> str:
             try:

@@ -24,7 +24,7 @@ from rewards.worker import confine
 from rollout.env.loader import make
 from rollout.env.processes.wire import BadAnswer, encoded, parts, start_to_json, step_to_json
 from rollout.env.program import Hosted
-from rollout.env.tools.function_tool import ToolError
+from rollout.env.tools.tool_schema import ToolError
 
 LENGTH = 8  # bytes before each message
 MOST_BYTES = 2**20  # of an answer in words; a longer one is a flood

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from rewards.described import OF_ENVIRONMENTS, described
 from rollout.env.plain import as_text
 from rollout.env.protocol import Message, Step, ToolCall, Turn
-from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
+from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolFailed
 from rollout.env.tools.tool_calls import MAX_NAME
+from rollout.env.tools.tool_schema import ToolError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from rewards.loader import load_own
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
-from rollout.env.tools.function_tool import FunctionTool, ToolError
+from rollout.env.tools.function_tool import FunctionTool
+from rollout.env.tools.tool_schema import ToolError
 from rollout.schema import Problem
 
 

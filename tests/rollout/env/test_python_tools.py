@@ -13,8 +13,8 @@ import pytest
 
 from rewards.base import RewardLoadError
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.function_tool import ToolError
 from rollout.env.tools.python_tools import PythonTools
+from rollout.env.tools.tool_schema import ToolError
 from rollout.schema import Problem
 
 PROBLEM = Problem("p", ({"role": "user", "content": "2+3=?"},), {}, (), 0, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from rollout.env.adapters.trl import TrlEnvironment
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.function_tool import ToolError
+from rollout.env.tools.tool_schema import ToolError
 from tests.rollout.env.hand import problem, said
 
 CLASSES = Path(__file__).with_name("trl_classes.py")
@@ -101,6 +101,8 @@ async def test_global_random_numbers_come_from_the_groups_seed() -> None:
     assert lucks[0] == lucks[1] != lucks[2]
 
 
-async def test_a_class_without_reset_is_refused() -> None:
+async def test_a_class_without_reset_or_with_a_generator_is_refused() -> None:
     with pytest.raises(ToolError, match="env.args.factory: NoReset must have a method reset"):
         await begun("NoReset")
+    with pytest.raises(ToolError, match="tool lines: must return its answer, and yields"):
+        await begun("Yields")
