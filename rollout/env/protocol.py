@@ -84,7 +84,8 @@ def own_messages(problem: Problem) -> tuple[Message, ...]:
 
 
 class Environment(Protocol):
-    """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own.
+    """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own. Plain
+    methods do as well as async ones.
 
     What a method raises ends the trajectory with outcome env_error and no reward: it is trained on nowhere. So that
     crashing is never free for the policy, a tool that fails on what the policy asked for is to be answered as an

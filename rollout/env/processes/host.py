@@ -110,20 +110,25 @@ def _fault(outcome: str, sentence: str) -> bytes:
     return json.dumps({"outcome": outcome, "sentence": sentence}).encode()
 
 
+async def _answer(value: Any) -> Any:
+    """Of a method that may be plain: nobody else waits in this process."""
+    return await value if isinstance(value, Awaitable) else value
+
+
 async def _reset(env: Hosted, *arguments: Any) -> dict[str, Any]:
-    return start_to_json(await env.reset(*arguments))
+    return start_to_json(await _answer(env.reset(*arguments)))
 
 
 async def _step(env: Hosted, turn: Any) -> dict[str, Any]:
-    return step_to_json(await env.step(turn))
+    return step_to_json(await _answer(env.step(turn)))
 
 
 async def _score(env: Hosted) -> dict[str, float]:
-    return parts(await env.score())
+    return parts(await _answer(env.score()))
 
 
 async def _close(env: Hosted) -> None:
-    await env.close()
+    await _answer(env.close())
 
 
 _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {

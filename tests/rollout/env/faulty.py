@@ -109,3 +109,36 @@ class Plain:
             case "bad reward":
                 return Step(CALLED, reward="much")  # type: ignore[arg-type]
         return Step(done=True)
+
+
+class Synchronous:
+    """Has plain methods."""
+
+    def __init__(self, wrong: str, mark: str) -> None:
+        self._mark = mark
+
+    def reset(self, problem: Any, seed: int) -> Start:
+        return Start((), state=f"seed {seed}")
+
+    def step(self, turn: Any) -> Step:
+        return Step(reward=0.5, done=True)
+
+    def score(self) -> dict[str, float]:
+        return {"whole": 1.0}
+
+    def close(self) -> None:
+        (Path(self._mark) / "closed").touch()
+
+
+class Untrue(Synchronous):
+    """Takes its arguments, and fails on them."""
+
+    def __init__(self, wrong: Any = 3, mark: str = "") -> None:
+        len(3)  # type: ignore[arg-type]
+
+
+class Waitless:
+    def __init__(self, wrong: str, mark: str) -> None: ...
+
+    def run(self, problem: Any, seed: int, model: Any) -> dict[str, float]:
+        return {}
