@@ -4,13 +4,12 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
-import inspect
 import pkgutil
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from rewards import pickled
@@ -63,8 +62,9 @@ def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
 
 
 def load_own(use: str, example: str) -> Callable[..., Any]:
-    """The callable that `use` names, which is no built-in; `example` is a name for the
-    sentence to whoever forgot it. Raises RewardLoadError with one sentence, whatever the callable is for."""
+    """The callable that `use` names, which is no built-in; `example` is a name for the sentence to whoever forgot it,
+    and begins with a capital where a class will do. Raises RewardLoadError with one sentence, whatever the callable is
+    for."""
     place, _, function = use.rpartition(":")
     if place.endswith(pickled.SUFFIX):
         return cast(Callable[..., Any], pickled.load(Path(place)))
@@ -155,12 +155,15 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
     found = getattr(module, name, None) if name else None
     if callable(found):
         return cast(Callable[..., Any], found)
-    own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-    there = f"functions there: {', '.join(own) or 'none'}"
+    classes = example[0].isupper()
+    wanted, plural = ("class or function", "classes and functions") if classes else ("function", "functions")
+    kinds = FunctionType | type if classes else FunctionType
+    own = [n for n, f in vars(module).items() if isinstance(f, kinds) and f.__module__ == module.__name__]
+    there = f"{plural} there: {', '.join(own) or 'none'}"
     if found is not None:
-        raise RewardLoadError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a function; {there}")
+        raise RewardLoadError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a {wanted}; {there}")
     if not name:
         raise RewardLoadError(
-            f"{use!r} names no function; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
+            f"{use!r} names no {wanted}; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
         )
-    raise RewardLoadError(f"{module.__file__} has no function {name!r}; {there}")
+    raise RewardLoadError(f"{module.__file__} has no {wanted} {name!r}; {there}")

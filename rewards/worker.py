@@ -1,6 +1,7 @@
 """What runs inside a reward process. Only plain values go back: a user's own exception class may not unpickle there."""
 
 import ctypes
+import multiprocessing
 import os
 import pickle
 import resource
@@ -24,6 +25,7 @@ def confine(memory_bytes: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver, which then stops us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
     os.setpgrp()  # what a reward function starts is in our group, and is swept away with it
+    _may_start_processes()
     memory.cap(memory_bytes)
     memory.limit(resource.RLIMIT_CORE, 0)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -33,6 +35,13 @@ def confine(memory_bytes: int, parent: int) -> None:
         signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl could say so
         os._exit(1)
+
+
+def _may_start_processes() -> None:
+    """Of multiprocessing: to it we are a daemon, which may not. By a fork, since a fresh interpreter does not know the
+    module that a user's file was loaded as (rewards.loader), nor the main module (rollout.env.processes.preload)."""
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def signal_at_end_of_parent(number: int) -> None:

@@ -1,7 +1,7 @@
 """Warnings of which each is logged once; metrics count what they are about."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 MOST = 50  # different ones that are logged
 
@@ -15,7 +15,11 @@ class Sentences:
 
     def warn(self, sentences: Iterable[str]) -> None:
         """Logs those that are new."""
-        for sentence in sentences:
-            if sentence not in self._said and len(self._said) < MOST:
-                self._said.add(sentence)
+        self.warn_of({sentence: sentence for sentence in sentences})
+
+    def warn_of(self, sentences: Mapping[str, str]) -> None:
+        """Logs those that are about something new; the keys say about what."""
+        for about, sentence in sentences.items():
+            if about not in self._said and len(self._said) < MOST:
+                self._said.add(about)
                 self._log.warning(sentence)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
@@ -12,20 +13,27 @@ from rollout.env.play import opened
 from rollout.env.processes.forks import Forks, spec_of
 from rollout.env.processes.process import EnvironmentProcess
 from rollout.env.program import Asked
-from rollout.env.protocol import Start, ToolSpec
+from rollout.env.protocol import Start, ToolSpec, own_messages
 from rollout.env.tools.tool_parser import is_hermes, written_by
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
 
-def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[str, ...]:
+class Tried(NamedTuple):
+    """notes: lines for the user. tools: tokens that the tools take in a prompt, beside the problem's own."""
+
+    notes: tuple[str, ...] = ()
+    tools: int = 0
+
+
+def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
     """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
     template and the parser of tool calls.
 
-    Returns lines for the user. Raises PreflightError, or what rollout.env.processes.process.spec_of raises.
+    Raises PreflightError, or what rollout.env.processes.process.spec_of raises.
     """
     if config.env.use is None:
-        return ()
+        return Tried()
     if not chat.has_template:
         raise PreflightError(
             "env.use: an environment needs a model with a chat template, which says how its answers are written; "
@@ -35,17 +43,29 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[
         start = asyncio.run(_begun(config, problem))
     except EnvironmentFault as fault:
         raise PreflightError(f"env.use: {config.env.use}: {fault.sentence}") from None
-    length = len(start.token_ids if isinstance(start, Asked) else chat.render(opened(start, problem), start.tools)[1])
-    if length > config.rollout.max_prompt_length:
+    length, tools = _lengths(chat, start, problem)
+    if length > config.rollout.max_prompt_length >= len(problem.prompt_ids) + tools:  # else all problems are looked at
         raise PreflightError(
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
     if isinstance(start, Asked):  # a program writes its prompts itself
-        return ()
+        return Tried()
     if start.tools:
         _check_tools(config, chat, start.tools)
-    return _check_template(config, chat, start.tools)
+    return Tried(_check_template(config, chat, start.tools), tools)
+
+
+def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, int]:
+    """Tokens that the trajectory begins with, and those of the tools among them; 0 where the environment begins with
+    other messages than the problem's own, whose length says nothing then."""
+    if isinstance(start, Asked):
+        return len(start.token_ids), 0
+    messages = opened(start, problem)
+    length = len(chat.render(messages, start.tools)[1])
+    if not start.tools or own_messages(problem)[-1]["content"] not in messages[-1]["content"]:
+        return length, 0
+    return length, length - len(chat.render(messages)[1])
 
 
 def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> None:

@@ -13,7 +13,7 @@ from learner.driver import checkpoint
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
-from learner.driver.env_check import check_environment
+from learner.driver.env_check import Tried, check_environment
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.function_checks import check_accuracy, check_loss, check_rewards
@@ -39,7 +39,7 @@ from rewards.base import RewardError
 from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.model_files import CONFIG, read_json
-from rollout.data.problems import Problems, ProblemsError, load
+from rollout.data.problems import Problems, ProblemsError, fitting, load
 from rollout.schema import Problem
 
 PROBLEMS = (
@@ -130,13 +130,14 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         found.of(check_unquantised, chat.config, config.model.path)
     found.of(check_scored_adapters, config)
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
-    longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
-    data = found.of(load, config.data, chat or Untokenised(), longest, config.seed, deadline)
+    data = found.of(_loaded, config, chat)
     found.of(check_accuracy, config)
     found.of(check_loss, config)
     if chat is not None and data is not None:
         notes += found.of(check_rewards, config, data[0].at(0)) or ()
-        notes += found.of(check_environment, config, chat, data[0].at(0)) or ()
+        tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
+        notes += tried.notes
+        data = found.of(_with_tools, data, config, tried.tools)
     found.finish()
     assert data is not None
     assert budgets is not None
@@ -163,6 +164,17 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
             *_fewer_held_out(config, len(heldout)),
         ),
     )
+
+
+def _loaded(config: RunConfig, chat: Chat | None) -> tuple[Problems, list[Problem]]:
+    longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
+    return load(config.data, chat or Untokenised(), longest, config.seed, deadline)
+
+
+def _with_tools(data: tuple[Problems, list[Problem]], config: RunConfig, tools: int) -> tuple[Problems, list[Problem]]:
+    """Those that fit with the environment's tools. Raises ProblemsError."""
+    longest, (problems, heldout) = config.rollout.max_prompt_length, data
+    return problems.fitting(config.data, longest, tools), fitting(heldout, config.data, longest, tools)
 
 
 def _sized(

@@ -15,7 +15,7 @@ from cluster.config import RewardProcessConfig
 from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import present, size_for
-from learner.driver.env_check import check_environment
+from learner.driver.env_check import Tried, check_environment
 from learner.driver.evaluate import accuracy_reward, greedy, scores_of
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.function_checks import check_accuracy, check_rewards
@@ -30,7 +30,7 @@ from learner.tools.eval_generators import Asked, groups, policy_of
 from learner.tools.eval_scores import Estimate, Sampled, summary
 from rewards.config import functions_of
 from rewards.text import text_of
-from rollout.data.problems import Renderer, load, load_whole
+from rollout.data.problems import Renderer, fitting, load, load_whole
 from rollout.schema import Problem, failed, whole
 from rollout.seeds import group_seed
 from rollout.types import Adapter, Sampling, Weights
@@ -135,7 +135,8 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
     problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
     if chat is not None and problems:
         found.of(check_rewards, config, problems[0])
-        found.of(check_environment, config, chat, problems[0])
+        tried = found.of(check_environment, config, chat, problems[0]) or Tried()
+        problems = found.of(fitting, problems, config.data, config.rollout.max_prompt_length, tried.tools)
     found.finish()
     assert problems is not None
     return config, problems

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,9 @@ class Item:
         return Problem(self.id, self.prompt, self.columns, self.prompt_ids, position, epoch)
 
 
+Measured = TypeVar("Measured", Item, Problem)
+
+
 class Problems:
     """The training problems, epoch after epoch without end, each epoch in a seeded order of its own."""
 
@@ -64,6 +67,10 @@ class Problems:
     def rows(self) -> Iterator[Row]:
         """The columns of each problem, in the order of their source."""
         return (item.columns for item in self._items)
+
+    def fitting(self, config: DataConfig, longest: int, tools: int) -> "Problems":
+        """See the function of that name."""
+        return Problems(fitting(self._items, config, longest, tools), self._seed)
 
     def at(self, position: int) -> Problem:
         """The problem at this position, counted over epochs from 0."""
@@ -177,16 +184,24 @@ def _items(
         items.append(Item(f"{name}-{index}", prompt, ids, rows[index]))
         if late := pace.late(index + 1):
             raise ProblemsError(f"data.size: tokenising {late} (cluster.deadlines.start); lower data.size")
-    too_long = [item for item in items if len(item.prompt_ids) > longest]
+    return fitting(items, config, longest)
+
+
+def fitting(items: Sequence[Measured], config: DataConfig, longest: int, tools: int = 0) -> list[Measured]:
+    """Those whose prompt fits, with so many tokens more for an environment's tools; see data.overlong. Raises
+    ProblemsError."""
+    too_long = [item for item in items if len(item.prompt_ids) + tools > longest]
+    told = f" with the environment's tools, which take {tools}" if tools else ""
     if too_long and config.overlong == "drop" and len(too_long) < len(items):
-        log.warning("%s: dropped %d of %d prompts of over %d tokens", name, len(too_long), len(items), longest)
-        return [item for item in items if len(item.prompt_ids) <= longest]
+        name = items[0].id.rpartition("-")[0]
+        log.warning("%s: dropped %d of %d prompts of over %d tokens%s", name, len(too_long), len(items), longest, told)
+        return [item for item in items if len(item.prompt_ids) + tools <= longest]
     if too_long:
-        most = max(len(item.prompt_ids) for item in too_long)
+        most = max(len(item.prompt_ids) for item in too_long) + tools
         first = ", ".join(item.id for item in too_long[:5])
         raise ProblemsError(
-            f"rollout.max_prompt_length: every prompt must fit into {longest} tokens, and {len(too_long)} of "
+            f"rollout.max_prompt_length: every prompt must fit into {longest} tokens{told}, and {len(too_long)} of "
             f"{len(items)} do not ({first}{', ...' if len(too_long) > 5 else ''}; the longest has {most}); set "
             f"rollout.max_prompt_length: {most}, or data.overlong: drop"
         )
-    return items
+    return list(items)

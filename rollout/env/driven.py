@@ -1,7 +1,7 @@
 """A program in its process, served like an environment: question, answer, next question."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from rollout.env.processes.wire import BadAnswer
 from rollout.env.program import Asked, Model, NoMore, OutOfBudget, Program, Sampled
@@ -65,6 +65,9 @@ class Driven:
 
 async def _run(program: Program, problem: Problem, seed: int, model: Model) -> Mapping[str, float]:
     try:
-        return await program.run(problem, seed, model)
+        running = program.run(problem, seed, model)
+        if not isinstance(running, Awaitable):
+            raise BadAnswer("run: must be `async def`, since it waits for the policy")
+        return await running
     except OutOfBudget:  # an end as others are: rollout.env.drive knows of which kind
         return {}

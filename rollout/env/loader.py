@@ -1,5 +1,6 @@
 """`env.use` -> an environment. Runs in the environment's process, never in the driver or the generator's."""
 
+import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -53,11 +54,13 @@ def found(use: str) -> Any:
 
 def make(use: str, args: Mapping[str, Any]) -> Hosted:
     """One trajectory's environment or program. Raises RewardLoadError if `use` is not found, BadAnswer if it makes
-    neither."""
+    neither, and what it raises itself."""
     factory = found(use)
     try:
         env = factory(**args)
     except TypeError as error:
+        if _takes(factory, args):  # it is an error inside of it
+            raise
         raise BadAnswer(f"env.args: {use} must take {', '.join(args) or 'no arguments'}: {said(error)}") from error
     if callable(getattr(env, "run", None)):
         return Driven(env)
@@ -68,3 +71,11 @@ def make(use: str, args: Mapping[str, Any]) -> Hosted:
         )
     made: Hosted = env
     return made
+
+
+def _takes(factory: Any, args: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(factory).bind(**args)
+    except (TypeError, ValueError):  # ValueError: nothing is known of what it takes
+        return False
+    return True

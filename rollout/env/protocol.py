@@ -67,12 +67,14 @@ class Step:
         reward: of this turn, added to the trajectory's; None: no reward for this turn.
         done: the trajectory is over.
         metrics: numbers by name, averaged over trajectories as env/<name>.
+        warnings: sentences for the log of the run by what they are about; of that only the first is logged.
     """
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
 
 def own_messages(problem: Problem) -> tuple[Message, ...]:
@@ -82,7 +84,8 @@ def own_messages(problem: Problem) -> tuple[Message, ...]:
 
 
 class Environment(Protocol):
-    """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own.
+    """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own. Plain
+    methods do as well as async ones.
 
     What a method raises ends the trajectory with outcome env_error and no reward: it is trained on nowhere. So that
     crashing is never free for the policy, a tool that fails on what the policy asked for is to be answered as an

@@ -10,7 +10,7 @@ from rewards.slot import Asked, Slot
 from tests.rewards.pool_case import OneOf
 
 REWARDS = """
-import asyncio, ctypes, os, subprocess, time
+import asyncio, ctypes, multiprocessing, os, subprocess, time
 from pathlib import Path
 
 def good(completions, **kwargs): return [len(c) for c in completions]
@@ -40,6 +40,12 @@ def odd(completions): raise Odd("cannot be unpickled", 2)
 def child(completions, where):
     Path(where).write_text(f"{os.getpid()} {subprocess.Popen(['sleep', '600']).pid}")
     while True: time.sleep(1)
+def size(text): return len(text)
+def pooled(completions, where):
+    global kept
+    kept = multiprocessing.Pool(2)
+    Path(where).write_text(" ".join(str(child.pid) for child in multiprocessing.active_children()))
+    return kept.map(size, completions)
 def words(completions): return ["good"] * len(completions)
 def endless(completions, where): Path(where).open("a").write("called "); time.sleep(600)
 """

@@ -93,6 +93,20 @@ def test_close_and_deadline_leave_no_process_behind(rewards_file: OneOf, tmp_pat
     assert workers() == []
 
 
+def test_a_function_may_ask_processes_of_multiprocessing_and_they_end_with_the_pool(
+    rewards_file: OneOf, tmp_path: Path
+) -> None:
+    async def main() -> Scores:
+        async with RewardPool([rewards_file("pooled", timeout_s=20, args={"where": str(tmp_path / "pids")})]) as pool:
+            return await score(pool)
+
+    scores = asyncio.run(main())
+    assert (scores.reward, scores.failures) == ([1, 2], ())
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    assert gone(pids, within_s=5)
+
+
 def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -> None:
     note = tmp_path / "pids"
     script = tmp_path / "driver.py"

@@ -20,7 +20,8 @@ from rollout.env.adapters.trl_rewards import check_given, given, load_rewards
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
-from rollout.env.tools.function_tool import FunctionTool, ToolError, ToolFailed
+from rollout.env.tools.function_tool import FunctionTool, ToolFailed
+from rollout.env.tools.tool_schema import ToolError, named
 from rollout.schema import Problem
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -98,9 +99,9 @@ class TrlEnvironment:
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         said = {"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {})
         self._completion += [*self._answers, said]
-        messages, counts = await self._answer(turn)
-        self._answers = list(messages)
-        return Step(messages, done=not messages, metrics=counts)
+        step = await self._answer(turn)
+        self._answers = list(step.messages)
+        return step
 
     async def score(self) -> Mapping[str, float]:
         parts = {}
@@ -115,12 +116,14 @@ class TrlEnvironment:
         self._thread.shutdown(wait=False)
 
     def _tool(self, method: Callable[..., Any]) -> FunctionTool:
+        named(method)  # refuses a generator, which cannot be told from outside `called`
+
         @wraps(method)
         async def called(**arguments: Any) -> str:
             try:
                 return str(await self._run(method, **arguments))
             except Exception as error:  # in TRL's words, which leave out the type
-                raise ToolFailed(said(error)) from None
+                raise ToolFailed(said(error)) from error
 
         return FunctionTool(called)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rewards.loader import load_own
-from rollout.env.tools.function_tool import ToolError
+from rollout.env.tools.tool_schema import ToolError
 
 
 def given(reward: Callable[..., Any], have: Mapping[str, Any]) -> dict[str, Any]:

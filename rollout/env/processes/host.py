@@ -24,7 +24,7 @@ from rewards.worker import confine
 from rollout.env.loader import make
 from rollout.env.processes.wire import BadAnswer, encoded, parts, start_to_json, step_to_json
 from rollout.env.program import Hosted
-from rollout.env.tools.function_tool import ToolError
+from rollout.env.tools.tool_schema import ToolError
 
 LENGTH = 8  # bytes before each message
 MOST_BYTES = 2**20  # of an answer in words; a longer one is a flood
@@ -48,6 +48,7 @@ def host(end: socket.socket, spec: Spec, folder: str) -> None:
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
     _leave_the_server_to_its_owner()
     _part_from_the_others()
+    _keep_from_children(end.fileno())
     confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
     with lent(spec.variables), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
         asyncio.run(_serve(end, spec))
@@ -69,6 +70,12 @@ def _part_from_the_others() -> None:
         sys.modules["numpy.random"].seed()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
+
+
+def _keep_from_children(descriptor: int) -> None:
+    """The end of the socket: held by a process that the environment has forked, it would not be seen that ours died."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, descriptor))
 
 
 async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
@@ -103,20 +110,25 @@ def _fault(outcome: str, sentence: str) -> bytes:
     return json.dumps({"outcome": outcome, "sentence": sentence}).encode()
 
 
+async def _answer(value: Any) -> Any:
+    """Of a method that may be plain: nobody else waits in this process."""
+    return await value if isinstance(value, Awaitable) else value
+
+
 async def _reset(env: Hosted, *arguments: Any) -> dict[str, Any]:
-    return start_to_json(await env.reset(*arguments))
+    return start_to_json(await _answer(env.reset(*arguments)))
 
 
 async def _step(env: Hosted, turn: Any) -> dict[str, Any]:
-    return step_to_json(await env.step(turn))
+    return step_to_json(await _answer(env.step(turn)))
 
 
 async def _score(env: Hosted) -> dict[str, float]:
-    return parts(await env.score())
+    return parts(await _answer(env.score()))
 
 
 async def _close(env: Hosted) -> None:
-    await env.close()
+    await _answer(env.close())
 
 
 _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {

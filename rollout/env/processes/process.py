@@ -49,7 +49,10 @@ class EnvironmentProcess:
 
     async def step(self, turn: Turn | Sampled | NoMore) -> Step | Asked:
         async with _within(self._config.step_timeout_s, "step", "env.step_timeout_s"):
-            return step_from_json(await self._ask("step", turn))
+            step = step_from_json(await self._ask("step", turn))
+        if isinstance(step, Step):
+            self._forks.sentences.warn_of(step.warnings)
+        return step
 
     async def score(self) -> Mapping[str, float]:
         async with _within(self._config.step_timeout_s, "score", "env.step_timeout_s"):

@@ -46,7 +46,10 @@ def step_to_json(step: Any) -> dict[str, Any]:
     if not step.done and not messages:
         raise BadAnswer("step: must return at least one message unless it is done, got none")
     reward = None if step.reward is None else _number("step: reward", step.reward)
-    return {"messages": messages, "reward": reward, "done": bool(step.done), "metrics": _metrics(step.metrics)}
+    if not isinstance(step.warnings, Mapping) or not all(map(is_text, [*step.warnings, *step.warnings.values()])):
+        raise BadAnswer(f"step: warnings must come as a mapping from text to text, got {step.warnings!r:.80}")
+    told = {"metrics": _metrics(step.metrics), "warnings": dict(step.warnings)}
+    return {"messages": messages, "reward": reward, "done": bool(step.done)} | told
 
 
 def encoded(method: str, value: Any) -> bytes:
@@ -70,7 +73,7 @@ def step_from_json(answer: dict[str, Any]) -> Step | Asked:
     """The inverse of step_to_json."""
     if "token_ids" in answer:
         return _asked_from_json(answer)
-    return Step(tuple(answer["messages"]), answer["reward"], answer["done"], answer["metrics"])
+    return Step(tuple(answer["messages"]), answer["reward"], answer["done"], answer["metrics"], answer["warnings"])
 
 
 def parts(values: Any) -> dict[str, float]:

@@ -4,9 +4,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollout.env.protocol import Message, ToolCall, Turn
-from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolError, ToolFailed
+from rewards.described import OF_ENVIRONMENTS, described
+from rollout.env.plain import as_text
+from rollout.env.protocol import Message, Step, ToolCall, Turn
+from rollout.env.tools.function_tool import BadCall, FunctionTool, ToolFailed
 from rollout.env.tools.tool_calls import MAX_NAME
+from rollout.env.tools.tool_schema import ToolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +45,21 @@ class Answering:
     ) -> None:
         self._tools, self._limits, self._no_tool, self._error = tools, limits, no_tool, error
 
-    async def __call__(self, turn: Turn) -> tuple[tuple[Message, ...], dict[str, float]]:
-        """Messages for the calls, then for attempts that could not be read; and numbers: bad_calls (no such tool, or
-        wrong arguments), tool_errors (exceptions, time-outs, no time left), cut_answers."""
+    async def __call__(self, turn: Turn) -> Step:
+        """Messages for the calls, then for attempts that could not be read; done without any. Its metrics: bad_calls
+        (no such tool, or wrong arguments), tool_errors (exceptions, time-outs, no time left), cut_answers. Warnings:
+        of each tool the first failure of a kind, which may come of a wrong key or a missing package as well as of what
+        the policy wrote."""
         counts = {"bad_calls": 0.0, "tool_errors": 0.0, "cut_answers": 0.0}
         until = time.monotonic() + self._limits.turn_timeout_s
-        messages = [await self._answer(call, until, counts) for call in turn.calls]
+        warnings: dict[str, str] = {}
+        messages = [await self._answer(call, until, counts, warnings) for call in turn.calls]
         messages += [{"role": "tool", "content": self._error(sentence)} for sentence in turn.malformed]
-        return tuple(messages), counts
+        return Step(tuple(messages), done=not messages, metrics=counts, warnings=warnings)
 
-    async def _answer(self, call: ToolCall, until: float, counts: dict[str, float]) -> Message:
+    async def _answer(
+        self, call: ToolCall, until: float, counts: dict[str, float], warnings: dict[str, str]
+    ) -> Message:
         try:
             answer = await self._call(call, until - time.monotonic())
         except BadCall as error:
@@ -59,6 +67,8 @@ class Answering:
             answer = self._error(str(error))
         except ToolFailed as error:
             counts["tool_errors"] += 1
+            kind = type(error.__cause__ or error).__name__
+            warnings.setdefault(f"{call.name}: {kind}", _warning(call.name, error))
             answer = self._error(str(error))
         most = self._limits.max_chars
         if len(answer) > most:
@@ -73,3 +83,9 @@ class Answering:
             seconds = self._limits.turn_timeout_s
             raise ToolFailed(f"{call.name} was not called: the {seconds:g} s for the calls of a turn are over")
         return await self._tools[call.name].call(call.arguments, min(self._limits.timeout_s, left_s))
+
+
+def _warning(tool: str, error: ToolFailed) -> str:
+    cause = error.__cause__
+    told = f"{tool} raised {described(cause, OF_ENVIRONMENTS)}" if cause is not None else str(error)
+    return as_text(f"env: the tool {told}; the policy is answered so, and env/tool_errors counts it")

@@ -6,19 +6,15 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import ValidationError
 
 from rewards.base import said
 from rollout.env.plain import as_text
-from rollout.env.protocol import ToolSpec
+from rollout.env.tools.tool_schema import arguments_of, named, spec_of
 
 MAX_SAID = 500  # characters of an exception's text that are worth showing to the policy
-
-
-class ToolError(ValueError):
-    """A function that cannot be a tool; the message says what it lacks."""
 
 
 class BadCall(ValueError):
@@ -26,23 +22,24 @@ class BadCall(ValueError):
 
 
 class ToolFailed(RuntimeError):
-    """The function raised, took too long, or returned what has no text; the message is for the policy."""
+    """The function raised, took too long, or returned what has no text; the message is for the policy. Its cause: what
+    the function raised."""
 
 
 class FunctionTool:
     """A plain or async function that a policy may call.
 
-    function: every parameter is annotated and described in the docstring (Google style), since the JSON schema that the
-    chat template shows is made of them by transformers.utils.get_json_schema.
+    function: every parameter is annotated and described in the docstring (Google style, without types), since the JSON
+    schema that the chat template shows is made of them (rollout.env.tools.tool_schema).
 
     Raises ToolError for a function of which no schema can be made.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = str(getattr(function, "__name__", type(function).__name__))
+        self.name, shown = named(function)
         self._function = function
-        self.spec = _spec(function, self.name)
-        self._arguments = _arguments(function, self.name)
+        self._arguments = arguments_of(shown, self.name)
+        self.spec = spec_of(shown, self.name, self._arguments)
 
     async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
         """The function's answer as text: a string as it is, all else as JSON.
@@ -76,42 +73,15 @@ class FunctionTool:
         except BaseException as error:  # sys.exit() in a tool is its failure, not the environment's end
             if deadline.expired() and isinstance(error, TimeoutError):
                 raise ToolFailed(f"{self.name} was stopped after {timeout_s:.3g} s without an answer") from None
-            raise ToolFailed(f"{self.name} failed: {type(error).__name__}: {as_text(said(error))[:MAX_SAID]}") from None
+            raise ToolFailed(
+                f"{self.name} failed: {type(error).__name__}: {as_text(said(error))[:MAX_SAID]}"
+            ) from error
 
     async def _run(self, given: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**given)
         answer = await _in_thread(lambda: self._function(**given))
         return await answer if isinstance(answer, Awaitable) else answer
-
-
-def _spec(function: Callable[..., Any], name: str) -> ToolSpec:
-    from transformers.utils.chat_template_utils import get_json_schema  # which loads torch
-
-    try:
-        spec: ToolSpec = get_json_schema(function)
-    except Exception as error:  # of a function that nothing is known of
-        raise ToolError(
-            f"tool {name}: every parameter must have an annotation and a line in the docstring's Args section, so that "
-            f"the model can be told how to call it; {said(error).rstrip('.!')}"
-        ) from error
-    spec["function"].pop("return", None)  # no chat template reads it
-    return spec
-
-
-def _arguments(function: Callable[..., Any], name: str) -> type[BaseModel]:
-    """A model of the keyword arguments. Its fields have made-up names, since a parameter may be called as a method."""
-    hints = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
-    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolError(f"tool {name}: parameters must be given by name, got {parameter}; name each")
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[f"argument_{index}"] = (hints[parameter.name], Field(default, alias=parameter.name))
-    try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    except Exception as error:  # pydantic's own are of several kinds
-        raise ToolError(f"tool {name}: annotations must be types that JSON can hold: {said(error)[:200]}") from error
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:

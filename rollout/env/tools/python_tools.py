@@ -11,7 +11,8 @@ from rewards.loader import load_own
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
-from rollout.env.tools.function_tool import FunctionTool, ToolError
+from rollout.env.tools.function_tool import FunctionTool
+from rollout.env.tools.tool_schema import ToolError
 from rollout.schema import Problem
 
 
@@ -23,7 +24,7 @@ class PythonTools:
     never free of consequences for the policy. An attempt at a call that could not be read is answered too. The
     trajectory is over with the first turn that calls nothing.
 
-    Metrics of a step: see rollout.env.tools.answering.Answering.
+    Metrics and warnings of a step: see rollout.env.tools.answering.Answering.
 
     functions: functions, or names of them as in `rewards[].use`: package.module:function, path/file.py:function.
     timeout_s: seconds for one call.
@@ -57,8 +58,7 @@ class PythonTools:
         return Start(problem.messages, tuple(tool.spec for tool in self._tools.values()))
 
     async def step(self, turn: Turn) -> Step:
-        messages, counts = await self._answer(turn)
-        return Step(messages, done=not messages, metrics=counts)
+        return await self._answer(turn)
 
     async def score(self) -> Mapping[str, float]:
         return {}

@@ -46,11 +46,23 @@ def parse_hermes(text: str) -> Parsed:
 
 def answer_of(text: str) -> str:
     """A turn without its thinking, in which calls are only thought of: up to the first </think>, or all of a turn that
-    opens <think> and never ends it. The template may have opened it in the prompt already."""
+    opens <think> and never ends it. The template may have opened it in the prompt already. Within the JSON of a call
+    the mark is part of an argument."""
     before, closed, after = text.partition("</think>")
+    opened = before.lstrip().startswith("<think>")
     if closed:
-        return after
-    return "" if before.lstrip().startswith("<think>") else before
+        return text if not opened and _in_call(text, len(before)) else after
+    return "" if opened else before
+
+
+def _in_call(text: str, place: int) -> bool:
+    """Whether the last opening mark before that place begins a call that can be read and goes beyond it. Of one mark
+    alone: to try each of thousands takes as long as the turn is, each time."""
+    at = text.rfind(OPEN, 0, place)
+    try:
+        return at >= 0 and _call(text, at + len(OPEN))[1] > place
+    except ValueError:
+        return False
 
 
 def call_of(value: Any) -> ToolCall:

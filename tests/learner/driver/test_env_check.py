@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def config(env: dict[str, Any], **rollout: Any) -> RunConfig:
 
 
 def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() -> None:
-    assert check_environment(config({"use": FAULTY}), CHAT, PROBLEM) == ()
-    assert check_environment(config({}), CHAT, PROBLEM) == ()
-    assert check_environment(config({"use": PROGRAM}, max_prompt_length=3), CHAT, PROBLEM) == ()
+    assert check_environment(config({"use": FAULTY}), CHAT, PROBLEM).notes == ()
+    assert check_environment(config({}), CHAT, PROBLEM).notes == ()
+    assert check_environment(config({"use": PROGRAM}, max_prompt_length=3), CHAT, PROBLEM).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,18 @@ def chat_of(template: str) -> Chat:
     return chat
 
 
+def test_tokens_of_tools_are_counted_beside_the_problems_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TOOL)
+    chat = chat_of("{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    env = {"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}, "tool_parser": "hermes"}
+    own = chat.render([{"role": "user", "content": "1 + 2"}])[1]
+    problem = replace(PROBLEM, prompt_ids=own)
+    tried = check_environment(config(env, max_prompt_length=len(own)), chat, problem)  # left to data.overlong
+    whole = {"use": FAULTY, "args": {"wrong": "has tools"}, "tool_parser": "hermes"}
+    assert tried.tools > 50
+    assert check_environment(config(whole), chat, problem).tools == 0  # it begins with messages of its own
+
+
 # Ends a turn otherwise where it called the tool before.
 FICKLE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
@@ -88,7 +101,7 @@ FICKLE = (
 
 def test_a_template_that_writes_answers_differently_is_told_or_refused() -> None:
     chat = chat_of(FICKLE)
-    (note,) = check_environment(config({"use": FAULTY}), chat, PROBLEM)
+    (note,) = check_environment(config({"use": FAULTY}), chat, PROBLEM).notes
     assert note.startswith("env: answers of role user: the model's chat template varies: with")
     with pytest.raises(
         PreflightError, match="env.history: refuse, and the model's chat template writes answers of role"
@@ -109,7 +122,7 @@ SILENT = (
 def test_a_template_that_is_to_render_the_past_must_write_answers_behind_calls_that_are_text() -> None:
     chat = chat_of(SILENT)
     env = {"use": FAULTY, "args": {"wrong": "has tools"}, "tool_parser": "hermes"}
-    assert check_environment(config(env), chat, PROBLEM) == ()
+    assert check_environment(config(env), chat, PROBLEM).notes == ()
     with pytest.raises(PreflightError, match="env.history: template, .* role tool .* text, and leaves it out; set"):
         check_environment(config(env | {"history": "template"}), chat, PROBLEM)
-    assert check_environment(config({"use": FAULTY, "history": "template"}), chat_of(FICKLE), PROBLEM) == ()
+    assert check_environment(config({"use": FAULTY, "history": "template"}), chat_of(FICKLE), PROBLEM).notes == ()

@@ -255,7 +255,12 @@ def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Pa
     longest = len(chat.render([{"role": "user", "content": "?" * 300}])[1])
     assert "256 tokens, and 10 of 20 do not (train-0, train-2, train-4, train-6, train-8, ...;" in str(caught.value)
     assert f"set rollout.max_prompt_length: {longest}" in str(caught.value)
-    assert len(load(data, chat, longest, seed=0)[0]) == 20
+    problems, _ = load(data, chat, longest, seed=0)
+    assert len(problems) == len(problems.fitting(data, longest + 9, tools=9)) == 20
+    with pytest.raises(ProblemsError, match=f"which take 9, and 10 of 20 .*; set rollout.*: {longest + 9}, or"):
+        problems.fitting(data, longest, tools=9)
+    fit = problems.fitting(data.model_copy(update={"overlong": "drop"}), longest, tools=9)
+    assert {fit.at(position).columns["question"] for position in range(len(fit))} == {"?" * 10}
 
 
 def test_one_problem_cannot_be_trained_on_and_held_out(tmp_path: Path, chat: Chat) -> None:

@@ -1,11 +1,13 @@
 """Environments that do what environments do when they are broken. Loaded by their file, as a user's are."""
 
 import asyncio
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ import numpy.random as npr  # which is loaded before processes are forked
 from rollout.env.protocol import Start, Step
 
 CALLED = ({"role": "user", "content": "go on"},)
+
+
+def square(number: int) -> int:
+    return number * number
 
 
 class Plain:
@@ -80,6 +86,18 @@ class Plain:
                 print("leaves")
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 time.sleep(600)
+            case "warns":
+                return Step(CALLED, warnings={"of one": f"said by {os.getpid()}"})
+            case "asks processes":
+                with multiprocessing.Pool(1) as pool, ProcessPoolExecutor(1) as executor:
+                    squares = [*pool.map(square, [3]), *executor.map(square, [4])]
+                return Step(({"role": "user", "content": str(squares)},))
+            case "leaves processes":
+                for daemon in (True, False):
+                    child = multiprocessing.Process(target=time.sleep, args=(600,), daemon=daemon)
+                    child.start()
+                    (Path(self._mark) / str(child.pid)).touch()
+                os.kill(os.getpid(), 9)
             case "returns a set":
                 return Step(({"role": "user", "content": "go on", "seen": {1, 2}},))
             case "returns text":
@@ -91,3 +109,36 @@ class Plain:
             case "bad reward":
                 return Step(CALLED, reward="much")  # type: ignore[arg-type]
         return Step(done=True)
+
+
+class Synchronous:
+    """Has plain methods."""
+
+    def __init__(self, wrong: str, mark: str) -> None:
+        self._mark = mark
+
+    def reset(self, problem: Any, seed: int) -> Start:
+        return Start((), state=f"seed {seed}")
+
+    def step(self, turn: Any) -> Step:
+        return Step(reward=0.5, done=True)
+
+    def score(self) -> dict[str, float]:
+        return {"whole": 1.0}
+
+    def close(self) -> None:
+        (Path(self._mark) / "closed").touch()
+
+
+class Untrue(Synchronous):
+    """Takes its arguments, and fails on them."""
+
+    def __init__(self, wrong: Any = 3, mark: str = "") -> None:
+        len(3)  # type: ignore[arg-type]
+
+
+class Waitless:
+    def __init__(self, wrong: str, mark: str) -> None: ...
+
+    def run(self, problem: Any, seed: int, model: Any) -> dict[str, float]:
+        return {}

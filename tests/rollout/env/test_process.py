@@ -20,7 +20,7 @@ import pytest
 from rollout.env.config import EnvConfig
 from rollout.env.processes.forks import Forks, spec_of
 from rollout.env.processes.process import EnvironmentProcess
-from rollout.env.protocol import Turn
+from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
@@ -85,6 +85,27 @@ async def test_what_a_broken_environment_does_has_a_name(wrong: str, tmp_path: P
     made.close()
 
 
+async def test_multiprocessing_serves_an_environment_and_what_it_starts_ends_with_it(tmp_path: Path) -> None:
+    made = forks("asks processes")
+    env: Any = EnvironmentProcess(made, config("asks processes"))
+    await env.reset(PROBLEM, 3)
+    assert (await env.step(TURN)).messages[0]["content"] == "[9, 16]"
+    await env.close()
+    made.close()
+    made = forks("leaves processes", tmp_path)
+    env = EnvironmentProcess(made, config("leaves processes"))
+    await env.reset(PROBLEM, 3)
+    with pytest.raises(EnvironmentFault, match=r"step: its process died \(SIGKILL\)"):  # though they have the socket
+        await env.step(TURN)
+    await env.close()
+    pids, deadline = [int(file.name) for file in tmp_path.iterdir()], time.monotonic() + 10
+    assert len(pids) == 3
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    made.close()
+
+
 ORPHANS = """
 import asyncio, os
 from tests.rollout.env.test_process import PROBLEM, TURN, EnvironmentProcess, config, forks
@@ -141,6 +162,20 @@ async def test_a_whole_one_answers_and_may_free_what_it_holds(tmp_path: Path) ->
     made.close()
 
 
+async def test_plain_methods_do(tmp_path: Path) -> None:
+    use = FAULTY.replace("Plain", "Synchronous")
+    made = Forks(spec_of(config(mark=tmp_path, use=use)))
+    env = EnvironmentProcess(made, config(mark=tmp_path, use=use))
+    assert isinstance(begun := await env.reset(PROBLEM, 3), Start)
+    assert begun.state == "seed 3"
+    assert isinstance(step := await env.step(TURN), Step)
+    assert step.reward == 0.5
+    assert await env.score() == {"whole": 1.0}
+    await env.close()
+    assert (tmp_path / "closed").exists()
+    made.close()
+
+
 async def test_what_cannot_close_is_ended_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = forks("cannot close", tmp_path)
     for _ in range(2):
@@ -151,6 +186,18 @@ async def test_what_cannot_close_is_ended_and_said_once(tmp_path: Path, caplog: 
     (told,) = caplog.messages
     assert re.fullmatch(r"environment: close: OSError: still in use \(faulty.py, line \d+\)", told)
     assert not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir())
+
+
+async def test_what_a_step_warns_of_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = forks("warns")
+    for _ in range(2):
+        env = EnvironmentProcess(made, config("warns"))
+        await env.reset(PROBLEM, 3)
+        await env.step(TURN)
+        await env.close()
+    made.close()
+    (told,) = caplog.messages
+    assert told.startswith("said by ")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +221,12 @@ async def test_a_score_that_is_none_is_a_fault(wrong: str, sentence: str) -> Non
     ("use", "sentence"),
     [
         ("number_gessing", "did you mean 'number_guessing'"),
-        (FAULTY.replace("Plain", "Plane"), "has no function 'Plane'"),
+        (
+            FAULTY.replace("Plain", "Plane"),
+            "has no class or function 'Plane'; classes and functions there: square,",
+        ),
+        (FAULTY.replace("Plain", "Untrue"), r"reset: TypeError: object of type 'int' has no len\(\) \(faulty.py, line"),
+        (FAULTY.replace("Plain", "Waitless"), "run: must be `async def`, since it waits for the policy"),
         ("collections:Counter", "lacks reset, step, score, close"),
         ("collections:deque", "env.args: collections:deque must take wrong, mark: "),
     ],

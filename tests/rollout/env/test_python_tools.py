@@ -13,8 +13,8 @@ import pytest
 
 from rewards.base import RewardLoadError
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.function_tool import ToolError
 from rollout.env.tools.python_tools import PythonTools
+from rollout.env.tools.tool_schema import ToolError
 from rollout.schema import Problem
 
 PROBLEM = Problem("p", ({"role": "user", "content": "2+3=?"},), {}, (), 0, 0)
@@ -150,6 +150,8 @@ async def test_a_tool_that_fails_is_an_observation(call: ToolCall, sentence: str
     seen = await step(call)
     assert said(seen) == [sentence]
     assert seen.metrics == NONE | {"tool_errors": 1}
+    (told,) = seen.warnings.values()
+    assert told.startswith("env: the tool " + call.name)
 
 
 async def test_calls_beyond_the_turns_time_are_answered_without_being_called() -> None:
@@ -174,6 +176,15 @@ async def test_answers_are_text_that_a_tokenizer_takes() -> None:
     seen = await step(*(ToolCall("misbehave", {"how": how}) for how in ("half", "object", "long")))
     assert said(seen) == ["?", "\"<class 'set'>\"", "x" * 200 + "\n[cut: the first 200 of 201 characters]"]
     assert seen.metrics == NONE | {"cut_answers": 1}
+
+
+async def test_the_first_failure_of_each_kind_is_for_the_log_with_its_place() -> None:
+    seen = await step(*(ToolCall("misbehave", {"how": how}) for how in ("what", "how", "stop", "object")))
+    assert list(seen.warnings) == ["misbehave: KeyError", "misbehave: RuntimeError"]
+    told = seen.warnings["misbehave: KeyError"]
+    wanted = r"env: the tool misbehave raised KeyError: 'what' \(test_python_tools.py, line \d+\); .* counts it"
+    assert re.fullmatch(wanted, told)
+    assert (await step()).warnings == {}
 
 
 async def test_who_cancels_a_step_is_obeyed() -> None:

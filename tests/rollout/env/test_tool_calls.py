@@ -34,6 +34,14 @@ def test_what_is_written_is_read(calls: list[ToolCall], between: str, ascii_only
     assert parse_hermes(text if held else thinking + text) == (tuple(calls), ())
 
 
+def test_the_end_of_thinking_is_no_end_within_an_argument() -> None:
+    call = ToolCall("note", {"text": "a</think>b"})
+    assert parse_hermes("First. " + written(ToolCall("add", {})) + written(call)) == ((ToolCall("add", {}), call), ())
+    assert parse_hermes("so</think>" + written(call)) == ((call,), ())
+    assert parse_hermes(f"<think>{written(ToolCall('no', {}))}</think>{written(call)}") == ((call,), ())
+    assert parse_hermes(written(ToolCall("no", {})) + "</think>42") == ((), ())  # the prompt may have opened it
+
+
 @given(call=CALLS, cut=st.integers(min_value=1, max_value=10_000))
 def test_a_call_that_is_cut_off_is_one_sentence(call: ToolCall, cut: int) -> None:
     text = written(call)

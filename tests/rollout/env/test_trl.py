@@ -7,7 +7,7 @@ import pytest
 
 from rollout.env.adapters.trl import TrlEnvironment
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.function_tool import ToolError
+from rollout.env.tools.tool_schema import ToolError
 from tests.rollout.env.hand import problem, said
 
 CLASSES = Path(__file__).with_name("trl_classes.py")
@@ -59,6 +59,8 @@ async def test_what_fails_is_answered_in_trls_words_and_counted() -> None:
         "{'error': 'Not JSON.'}",
     ]
     assert step.metrics == {"bad_calls": 3, "tool_errors": 2, "cut_answers": 0}
+    assert [*step.warnings] == ["add: ValueError", "add: ToolFailed"]
+    assert "add raised ValueError: Only up. (trl_classes.py, line" in step.warnings["add: ValueError"]
     assert contents(await env.step(calls(("add", {"by": 1})))) == [
         "{'value': 1}"
     ]  # the one that hangs is in no one's way
@@ -99,6 +101,8 @@ async def test_global_random_numbers_come_from_the_groups_seed() -> None:
     assert lucks[0] == lucks[1] != lucks[2]
 
 
-async def test_a_class_without_reset_is_refused() -> None:
+async def test_a_class_without_reset_or_with_a_generator_is_refused() -> None:
     with pytest.raises(ToolError, match="env.args.factory: NoReset must have a method reset"):
         await begun("NoReset")
+    with pytest.raises(ToolError, match="tool lines: must return its answer, and yields"):
+        await begun("Yields")

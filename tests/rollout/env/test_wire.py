@@ -26,6 +26,7 @@ for _ in range(500):
         (step_to_json, user(name=["b"]), "step: a message's name must be text that UTF-8 can hold, got .'b'"),
         (step_to_json, user(tool_call_id=3), "step: a message's tool_call_id must be text"),
         (step_to_json, Step(done=True, metrics={"\ud83d": 1.0}), "step: numbers must come as a mapping from names"),
+        (step_to_json, Step(done=True, warnings={"tool": None}), "step: warnings must come as a mapping"),  # type: ignore[dict-item]
         (step_to_json, Step(done=True, reward=1e39), "step: reward must be a finite number of at most 1e30, got 1e"),
         (parts, {"env": 5.0}, "score: a reward is named env already"),
         (start_to_json, Start((), ({"name": "search"},)), 'reset: tools must be a sequence of {"type": "function"'),

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -50,6 +51,12 @@ class Judged:
 
     async def get_reward(self) -> float:
         return 0.5
+
+
+class Yields(Judged):
+    def lines(self) -> Iterator[str]:
+        """Lines."""
+        yield ""
 
 
 class NoReset:
