@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
         return _dry_run(config, args.assume_gpus) if args.dry_run else _train(config)
-    except KeyboardInterrupt:  # once it has begun, learner.driver.launch stops it with a checkpoint
+    # Once it has begun, learner.driver.launch stops it with a checkpoint. While Ray starts, SIGTERM is a SystemExit.
+    except (KeyboardInterrupt, SystemExit):
         print("stopped before the run began", file=sys.stderr)
         return 130
     except asyncio.CancelledError:  # the second Ctrl-C of a run

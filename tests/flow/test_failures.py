@@ -66,6 +66,19 @@ def _has_another_than(run: Run, lost: int) -> bool:
     return learners(run) - {lost} != set()
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("begun", ["gcs_server", "ray::learner"])
+def test_sigterm_before_the_run_has_begun_is_what_ctrl_c_is(tmp_path: Path, model: Path, begun: str) -> None:
+    run = Run(tmp_path, model)
+    process = run.start()
+    wait_until(lambda: any(begun in command for command in run.processes().values()), begun, 60, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.splitlines()[-1]) == (130, "stopped before the run began"), output
+    assert not (run.folder / "checkpoints").exists()
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+
+
 WITH_STAND_INS = """
 import sys
 from learner import main

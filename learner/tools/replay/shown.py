@@ -57,7 +57,8 @@ def difference(recorded: Recorded, found: Compared) -> None:
         print(f"and {len(rows) - MOST} more")
     print(
         f"step {found.step} is the first that differs: its rollouts were changed, or its settings when the run was "
-        "resumed, or it was computed with something else (docs/replay.md)"
+        "resumed, or it was computed with something else, as by several learner ranks with learner.reduce=fast "
+        "(docs/replay.md)"
     )
     if (policy := recorded.policies.get(found.step)) is not None:
         print(f"the run computed with {', '.join(f'{k} {v}' for k, v in policy.arithmetic._asdict().items())}")
