@@ -96,8 +96,9 @@ class DeadlineConfig(Frozen):
     """Seconds for a process to start, room on the cluster, and reading the data. Raise it for large models and slow
     disks."""
     group: Annotated[float, Field(gt=0)] = 900.0
-    """Seconds for one group of completions; beyond it the generator counts as hung and is replaced. Raise it if
-    completions are long."""
+    """Seconds for one group of completions; beyond it the generator counts as hung and is replaced. It is multiplied by
+    the number of rounds in which a generator decodes (with `env.use`: plays) all that it is asked for at once:
+    `groups_per_step * (1 + max_staleness) / workers` groups. Raise it if completions are long."""
     step: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds for one training step, or one checkpoint. Raise it for large batches on slow hardware."""
     push: Annotated[float, Field(gt=0)] = 120.0

@@ -100,8 +100,8 @@ class DataConfig(Frozen):
     size: Annotated[int, Field(ge=1)] | None = None
     """Use the first n problems; of a reasoning_gym task: how many to make (null: 1000). Set it for a short trial."""
     args: Arguments = Field(default_factory=dict)
-    """Settings of a reasoning_gym task, else arguments of `datasets.load_dataset` (`{name: main}`). Give a secret as
-    `env:NAME`, the name of an environment variable."""
+    """Settings of a reasoning_gym task; of a CSV file arguments of `pandas.read_csv` (`{sep: ";"}`); else of
+    `datasets.load_dataset` (`{name: main}`). Give a secret as `env:NAME`, the name of an environment variable."""
     overlong: Literal["fail", "drop"] = "fail"
     """Prompts above `rollout.max_prompt_length`: refuse the run, or leave them out; they are never cut."""
     eval: EvalConfig = EvalConfig()

@@ -46,7 +46,7 @@ SETTINGS = (
     "cluster.deadlines.start=60", "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5",
     "trackers=[]", "data.eval.every=50", "data.eval.size=100",
 )  # fmt: skip
-WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # within deadlines.group, with those that wait for a place
+WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # below deadlines.group
 WITHOUT_ENVIRONMENTS = ("cluster.rewards.processes=1",)
 
 

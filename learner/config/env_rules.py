@@ -7,14 +7,6 @@ from learner.config.settings import Settings
 from rewards.config import adapters_of
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
-
-def _env_seconds(config: Settings) -> float:
-    """The longest that a group's trajectories may take, those included that wait for a place."""
-    lanes = -(-config.learner.groups_per_step * (config.max_staleness + 1) // config.rollout.workers)
-    rounds = -(-lanes * config.rollout.num_generations // config.trajectories)
-    return config.env.timeout_s * rounds
-
-
 WITH_TOOLS = ("tools", "trl_environment")
 
 
@@ -44,10 +36,9 @@ ENV = (
     ),
     Rule(
         "env.timeout_s:",
-        "must leave a group's trajectories within cluster.deadlines.group, with those that wait for a place",
-        "lower it, or raise env.concurrency or the deadline",
-        ("env.concurrency", "rollout.num_generations", "learner.groups_per_step", "cluster.deadlines.group"),
-        lambda c: c.env.use is not None and _env_seconds(c) >= c.cluster.deadlines.group,
+        "must be below cluster.deadlines.group, past which the generator counts as hung that plays the trajectory",
+        "lower it, or raise the deadline", ("cluster.deadlines.group",),
+        lambda c: c.env.use is not None and c.env.timeout_s >= c.cluster.deadlines.group,
     ),
     Rule(
         "env.args.turn_timeout_s:",

@@ -147,6 +147,20 @@ class Settings(Frozen):
         return 2 * self.rollout.sequences if auto else int(self.env.concurrency)
 
     @property
+    def under_way(self) -> int:
+        """The most completions that one generator is asked for at once in training: of as many groups as
+        rollout.producer has lanes."""
+        slots = self.learner.groups_per_step * (1 + self.max_staleness)
+        return math.ceil(slots / self.rollout.workers) * self.rollout.num_generations
+
+    @property
+    def group_deadline_s(self) -> float:
+        """Seconds that a group may take which waits behind the others that its generator is asked for at once:
+        cluster.deadlines.group for each round of completions that are decoded, or played, at once."""
+        at_once = self.rollout.sequences if self.env.use is None else self.trajectories
+        return self.cluster.deadlines.group * math.ceil(self.under_way / at_once)
+
+    @property
     def run_dir(self) -> Path:
         """Absolute folder of the run (a submitted job's working directory is thrown away)."""
         return (Path(self.output_dir).expanduser() / self.name.format(seed=self.seed)).absolute()

@@ -12,7 +12,7 @@ from rollout.schema import group_position, rewards_of
 
 
 class Batches:
-    """Waits for: groups, no longer than cluster.deadlines allows for one and for those that replace it."""
+    """Waits for: groups, no longer than one may take that waits behind others, and those that replace it."""
 
     def __init__(self, config: RunConfig, buffer: Buffer, timeline: Timeline) -> None:
         self._config, self._buffer, self._timeline = config, buffer, timeline
@@ -21,13 +21,13 @@ class Batches:
     async def take(self, step: int) -> Batch:
         """The batch of the step after `step`, in the order of the problem stream (so that a resumed run sums in the
         same order). TimeoutError names what is missing."""
-        deadlines, buffer = self._config.cluster.deadlines, self._buffer
-        rounds = 1 + MAX_REFILLS * self._config.rollout.dynamic_sampling
-        patience = deadlines.start + rounds * deadlines.group
+        config, buffer = self._config, self._buffer
+        batches = 1 + MAX_REFILLS * config.rollout.dynamic_sampling
+        patience = config.cluster.deadlines.start + batches * config.group_deadline_s
         try:
             async with asyncio.timeout(patience):
                 with self._timeline.span("wait", "loop", step=step + 1):
-                    batch = await buffer.take(self._size, step - self._config.max_staleness, self._useful)
+                    batch = await buffer.take(self._size, step - config.max_staleness, self._useful)
         except TimeoutError:
             raise TimeoutError(
                 f"step {step + 1}: waited {patience:g} s for {self._size} groups; {len(buffer)} lie in the buffer, "

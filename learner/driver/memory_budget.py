@@ -17,7 +17,7 @@ from cluster.memory.shape import Shape
 from learner.config import RunConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.config.rules import broken_rules
-from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, under_way, wish_of, workload
+from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, wish_of, workload
 from rollout.config import DEFAULT_KV
 
 NO_LIMIT = 2**60
@@ -88,7 +88,7 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
         f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
         f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
     )
-    note += _waiting(found.sequences, min(sequences, under_way(config)))
+    note += _waiting(found.sequences, min(sequences, config.under_way))
     cap, sent = _learner_cap(config, found), policy_bytes(config, shape)
     return Budgets(chosen, found.kv_bytes, sequences, cap, sent, found.layout, found, note)
 

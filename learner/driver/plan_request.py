@@ -1,7 +1,6 @@
 """What a run's settings ask of the memory planner, as values of cluster.memory.plan."""
 
 from collections import Counter
-from math import ceil
 
 from cluster.memory import learner as learner_memory
 from cluster.memory import units
@@ -22,14 +21,8 @@ def sequence_counts(config: RunConfig) -> list[int]:
     """What rollout.max_num_seqs may be, the preferred first: each sequence costs the logits of its next token."""
     if config.rollout.max_num_seqs != "auto" or config.cluster.gpus.generator == 0:
         return [config.rollout.sequences]
-    most = min(max(under_way(config), DEFAULT_SEQUENCES), MOST_SEQUENCES)
+    most = min(max(config.under_way, DEFAULT_SEQUENCES), MOST_SEQUENCES)
     return [most, *(count for count in (128, 64, 32, 16, 8) if count < most)]
-
-
-def under_way(config: RunConfig) -> int:
-    """The most completions that one generator has at once for training."""
-    slots = config.learner.groups_per_step * (config.max_staleness + 1)
-    return ceil(slots / config.rollout.workers) * config.rollout.num_generations
 
 
 def layouts(config: RunConfig) -> tuple[Layout, ...]:

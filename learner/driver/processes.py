@@ -187,7 +187,7 @@ def worker_spec(
         make_engine=vllm_engine,
         env=env_settings(config),
         judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
-        reward_processes=RewardProcesses(tuple(rewards), config.cluster.deadlines.group) if rewards else None,
+        reward_processes=RewardProcesses(tuple(rewards), config.group_deadline_s) if rewards else None,
     )
 
 

@@ -30,7 +30,7 @@ class WeightSync:
         # The learner may be without its base until a lost generator is replaced.
         without = self._deadlines.start if config.memory.base == "shared" else 0.0
         self._probe_s = self._deadlines.push + without
-        self._under_way_s = config.cluster.deadlines.group if config.max_staleness > 0 else 0.0
+        self._under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
         self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
         self._answered_s = 0.0  # what the learner's answer to the newest probe took
 

@@ -61,7 +61,8 @@ def wire(
         on_drop=lambda group: cursor.again(*group_position(group)),
     )
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
-    producers = [Producer(generator, pipes, sampling_of(config), deadlines) for generator in generators]
+    queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
+    producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
     if config.memory.base == "shared":
         for producer in producers:
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)

@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from glob import escape
@@ -17,6 +19,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 SAVED = ("dataset_dict.json", "state.json")  # one of them lies in a folder of save_to_disk
 BOM = b"\xef\xbb\xbf"  # what some editors put before UTF-8
+WHOLE = re.compile(r"\s*(?:0|-?[1-9][0-9]{0,999})\s*", re.ASCII)  # a number that is written in no other way
 MAX_DEPTH = 64  # of a row's lists and mappings: what a reward process and Arrow take
 
 
@@ -90,6 +93,10 @@ def read_file(file: Path, split: str | None, args: Mapping[str, Any], size: int 
         rows = list(islice(_json_rows(file, names), size if split == "train" else None))
         start, stop = _slice(split, {"train": len(rows)}, names)[1:]
         return rows[start:stop][:size]
+    if kind == "csv":
+        rows = _csv_rows(file, args)
+        start, stop = _slice(split, {"train": len(rows)}, names)[1:]
+        return rows[start:stop][:size]
     import datasets
 
     found = datasets.load_dataset(kind, data_files=escape(str(file)), split=split, **args)
@@ -130,6 +137,30 @@ def _slice(split: str, sizes: Mapping[str, int], names: Names) -> tuple[str, int
         )
     first, last = parts[0].from_ or 0, parts[0].to
     return parts[0].splitname, first, sizes[parts[0].splitname] if last is None else last
+
+
+def _csv_rows(file: Path, args: Mapping[str, Any]) -> list[Row]:
+    """Cells as they are written, but for columns whose type is asked for. What pandas takes for a number or for nothing
+    by itself would be other gold answers: 712 for 00712, 2.0 for 2 in a column with an empty cell, nothing for NA."""
+    import pandas
+
+    asked = args.get("dtype", {})
+    types = defaultdict(lambda: str, asked) if isinstance(asked, Mapping) else asked
+    as_written = {"keep_default_na": False, "na_values": [""]}
+    table = pandas.read_csv(file, **as_written | dict(args) | {"dtype": types})
+    columns = {}
+    for name in table.columns:
+        column = table[name].astype(object)
+        cells = column.where(column.notna(), None).tolist()
+        columns[name] = cells if types is asked or name in asked else _whole_numbers(cells)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _whole_numbers(cells: list[Any]) -> list[Any]:
+    """A column's cells as whole numbers, if all that are not empty are written as such; else as they are."""
+    if not all(cell is None or (isinstance(cell, str) and WHOLE.fullmatch(cell)) for cell in cells):
+        return cells
+    return [None if cell is None else int(cell) for cell in cells]
 
 
 def _json_rows(file: Path, names: Names) -> Iterator[Row]:

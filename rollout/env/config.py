@@ -40,8 +40,8 @@ class EnvConfig(Frozen):
     step_timeout_s: Seconds = 30.0
     """Seconds for one answer of the environment; beyond it the trajectory ends as `env_timeout`, without a reward."""
     timeout_s: Seconds = 300.0
-    """Seconds for a whole trajectory, generation included. With the time that trajectories wait for their turn it must
-    stay below `cluster.deadlines.group`."""
+    """Seconds for a whole trajectory, generation included, from when it begins. It must be below
+    `cluster.deadlines.group`."""
     memory: Bytes = 2**30
     """The most main memory that each environment's process may hold. Raise it for environments that load much."""
     concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"

@@ -44,8 +44,8 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ),
     (["env.use=tools", "env.history=template", "rewards=[{use: 'adapter:x'}]"], "env.history: template may make"),
     (
-        ["env.use=tools", "env.concurrency=16", "env.timeout_s=250"],  # 64 trajectories in 4 rounds
-        "env.timeout_s: must leave.*env.concurrency=16, .*generations=8, .*step=8, .*deadlines.group=900.0",
+        ["env.use=tools", "env.timeout_s=900"],
+        "env.timeout_s: must be below cluster.deadlines.group.*got cluster.deadlines.group=900.0",
     ),
     (["steps=3", "epochs=1"], "steps: does not go with epochs.*got steps=3, epochs=1.0"),
     (["rollout.in_flight=continue"], "rollout.in_flight: continue needs.*got max_staleness=0"),
@@ -112,7 +112,7 @@ ALLOWED = [
     [],
     ["rewards=[]", "env.use=number_guessing"],
     ["env.use=tools", "env.step_timeout_s=20", "env.args.turn_timeout_s=19"],
-    ["env.use=tools", "env.concurrency=16", "env.timeout_s=220"],
+    ["env.use=tools", "env.concurrency=1", "env.timeout_s=899"],
     [PPO, "rollout.num_generations=1", "learner.value.warmup=3"],
     ["epochs=2"],
     ["rollout.in_flight=continue", "max_staleness=1"],

@@ -104,7 +104,7 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
     ]
     budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
     spec = worker_spec(config, 0, budgets, found)
-    assert spec.reward_processes == RewardProcesses(tuple(found), config.cluster.deadlines.group)
+    assert spec.reward_processes == RewardProcesses(tuple(found), config.group_deadline_s)
     assert config.reward_processes == 2 * 2
     assert [role.name for role in roles(config)] == ["generator-0", "rewards-0", "rewards-1", "learner"]
 

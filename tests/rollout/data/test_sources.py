@@ -89,6 +89,36 @@ def test_a_delimiter_and_rows_of_different_columns() -> None:
     assert second["n"] == 123456789012345678901  # exact, where datasets makes a float of it
 
 
+CELLS: dict[str, list[int | str | None]] = {
+    "2||7": [2, None, 7],
+    "None|NA|nan|null|": ["None", "NA", "nan", "null", None],
+    "00712|1234": ["00712", "1234"],
+    f"{10**30}|-5| 6": [10**30, -5, 6],
+    "1.10|2": ["1.10", "2"],
+    "+5|-0|٣": ["+5", "-0", "٣"],
+    "true|False": ["true", "False"],
+    "|": [None, None],
+    '"2"|"a, b"': ["2", "a, b"],
+}
+
+
+@pytest.mark.parametrize("written", CELLS)
+def test_cells_of_csv_are_what_is_written_in_them(written: str) -> None:
+    lines = [f"q,{cell}" for cell in written.split("|")]
+    Path("a.csv").write_text("\n".join(["question,answer", *lines, ""]))
+    found = [row["answer"] for row in read("a.csv", "train", {}, None, 0)]
+    assert found == CELLS[written]
+    assert [type(cell) for cell in found] == [type(cell) for cell in CELLS[written]]
+
+
+def test_what_is_asked_of_a_csv_file_goes_before() -> None:
+    Path("a.csv").write_text("answer,id,place,n\n1.10,7,007,7\nNA,8,008,8\n")
+    asked = {"dtype": {"answer": "float", "id": "str"}, "keep_default_na": True}
+    rows = read("a.csv", "train", asked, None, 0)
+    assert [[*row.values()] for row in rows] == [[1.1, "7", "007", 7], [None, "8", "008", 8]]
+    assert read("a.csv", "train", {"dtype": "str", "usecols": ["n"]}, None, 0) == [{"n": "7"}, {"n": "8"}]
+
+
 def nested(depth: int) -> bytes:
     return b'{"question": ' + b"[" * depth + b"]" * depth + b"}"
 
