@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
+from learner.driver.prompt_check import check_prompts
 from learner.driver.trials import TOOL_PARSER, Trial
-from rollout.data.chat import Chat
+from rollout.data.chat import Chat, Messages
 from rollout.data.observation_check import check, hidden_tools, loses
 from rollout.env.play import opened
 from rollout.env.processes.forks import Forks, spec_of
@@ -35,7 +36,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[
         start = asyncio.run(_begun(config, problem))
     except EnvironmentFault as fault:
         raise PreflightError(f"env.use: {config.env.use}: {fault.sentence}") from None
-    length = len(start.token_ids if isinstance(start, Asked) else chat.render(opened(start, problem), start.tools)[1])
+    length = len(start.token_ids if isinstance(start, Asked) else _asked(config, chat, opened(start, problem), start))
     if length > config.rollout.max_prompt_length:
         raise PreflightError(
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
@@ -46,6 +47,13 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> tuple[
     if start.tools:
         _check_tools(config, chat, start.tools)
     return _check_template(config, chat, start.tools)
+
+
+def _asked(config: RunConfig, chat: Chat, messages: Messages, start: Start) -> tuple[int, ...]:
+    """The ids of the first prompt."""
+    prompt, ids = chat.render(messages, start.tools)
+    check_prompts(chat, config.model.path, [prompt])
+    return ids
 
 
 def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> None:

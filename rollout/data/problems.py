@@ -65,6 +65,10 @@ class Problems:
         """The columns of each problem, in the order of their source."""
         return (item.columns for item in self._items)
 
+    def prompts(self) -> Iterator[Prompt]:
+        """What the model is given of each problem, likewise."""
+        return (item.prompt for item in self._items)
+
     def at(self, position: int) -> Problem:
         """The problem at this position, counted over epochs from 0."""
         epoch, place = divmod(position, len(self._items))
