@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
+from learner.driver.prompt_check import check_prompts
 from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
 from rollout.data.observation_check import check, hidden_tools, loses
@@ -51,6 +52,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
         )
     if isinstance(start, Asked):  # a program writes its prompts itself
         return Tried()
+    check_prompts(chat, config.model.path, [chat.render(opened(start, problem), start.tools)[0]])
     if start.tools:
         _check_tools(config, chat, start.tools)
     return Tried(_check_template(config, chat, start.tools), tools)

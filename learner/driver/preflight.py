@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from cluster.memory.plan import gib
@@ -25,6 +26,7 @@ from learner.driver.machine_checks import (
 )
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.model_checks import check_weights, follow_adapter, load_chat
+from learner.driver.prompt_check import check_data_prompts
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_length import total_steps
@@ -134,6 +136,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(check_accuracy, config)
     found.of(check_loss, config)
     if chat is not None and data is not None:
+        found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += found.of(check_rewards, config, data[0].at(0)) or ()
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
         notes += tried.notes
@@ -157,12 +160,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         changed=changed,
         fingerprints=fingerprints,
         budgets=budgets,
-        notes=(
-            *notes,
-            *of_memory,
-            *_other_rate(config, steps, finished),
-            *_fewer_held_out(config, len(heldout)),
-        ),
+        notes=(*notes, *of_memory, *_other_rate(config, steps, finished), *_fewer_held_out(config, len(heldout))),
     )
 
 

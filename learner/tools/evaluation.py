@@ -24,6 +24,7 @@ from learner.driver.memory_budget import settle, settled
 from learner.driver.model_checks import load_chat
 from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
+from learner.driver.prompt_check import check_data_prompts
 from learner.model.weight_files import model_weights
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import Asked, groups, policy_of
@@ -134,6 +135,7 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
     chat = found.of(load_chat, config)
     problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
     if chat is not None and problems:
+        found.of(check_data_prompts, config, chat, (problem.messages for problem in problems))
         found.of(check_rewards, config, problems[0])
         tried = found.of(check_environment, config, chat, problems[0]) or Tried()
         problems = found.of(fitting, problems, config.data, config.rollout.max_prompt_length, tried.tools)

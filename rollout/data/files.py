@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from glob import escape
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 SAVED = ("dataset_dict.json", "state.json")  # one of them lies in a folder of save_to_disk
 BOM = b"\xef\xbb\xbf"  # what some editors put before UTF-8
-WHOLE = re.compile(r"\s*(?:0|-?[1-9][0-9]{0,999})\s*", re.ASCII)  # a number that is written in no other way
+WHOLE = re.compile(r"0|-?[1-9][0-9]{0,999}", re.ASCII)  # a number that is written in no other way
 MAX_DEPTH = 64  # of a row's lists and mappings: what a reward process and Arrow take
 
 
@@ -152,15 +153,29 @@ def _csv_rows(file: Path, args: Mapping[str, Any]) -> list[Row]:
     for name in table.columns:
         column = table[name].astype(object)
         cells = column.where(column.notna(), None).tolist()
-        columns[name] = cells if types is asked or name in asked else _whole_numbers(cells)
+        columns[name] = cells if types is asked or name in asked else _values(cells)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _whole_numbers(cells: list[Any]) -> list[Any]:
-    """A column's cells as whole numbers, if all that are not empty are written as such; else as they are."""
-    if not all(cell is None or (isinstance(cell, str) and WHOLE.fullmatch(cell)) for cell in cells):
-        return cells
-    return [None if cell is None else int(cell) for cell in cells]
+def _values(cells: list[Any]) -> list[Any]:
+    """A column's cells as numbers, or as truth values, if Python writes each such value as its cell has it; else as
+    they are."""
+    filled = {cell for cell in cells if cell is not None}
+    for value_of in (_number, {"True": True, "False": False}.get):
+        if all(isinstance(cell, str) and value_of(cell.strip()) is not None for cell in filled):
+            return [None if cell is None else value_of(cell.strip()) for cell in cells]
+    return cells
+
+
+def _number(text: str) -> int | float | None:
+    """None for what is written as Python would not write it: 007, 1.50, +5, nan."""
+    if WHOLE.fullmatch(text):
+        return int(text)
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if repr(found) == text and isfinite(found) else None
 
 
 def _json_rows(file: Path, names: Names) -> Iterator[Row]:

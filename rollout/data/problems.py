@@ -72,6 +72,10 @@ class Problems:
         """See the function of that name."""
         return Problems(fitting(self._items, config, longest, tools), self._seed)
 
+    def prompts(self) -> Iterator[Prompt]:
+        """What the model is given of each problem, likewise."""
+        return (item.prompt for item in self._items)
+
     def at(self, position: int) -> Problem:
         """The problem at this position, counted over epochs from 0."""
         epoch, place = divmod(position, len(self._items))

@@ -89,14 +89,17 @@ def test_a_delimiter_and_rows_of_different_columns() -> None:
     assert second["n"] == 123456789012345678901  # exact, where datasets makes a float of it
 
 
-CELLS: dict[str, list[int | str | None]] = {
+CELLS: dict[str, list[float | str | None]] = {
     "2||7": [2, None, 7],
     "None|NA|nan|null|": ["None", "NA", "nan", "null", None],
     "00712|1234": ["00712", "1234"],
     f"{10**30}|-5| 6": [10**30, -5, 6],
     "1.10|2": ["1.10", "2"],
+    "0.5||-2|1e-07": [0.5, None, -2, 1e-07],
+    "1e400|inf": ["1e400", "inf"],
     "+5|-0|٣": ["+5", "-0", "٣"],
     "true|False": ["true", "False"],
+    "True||False": [True, None, False],
     "|": [None, None],
     '"2"|"a, b"': ["2", "a, b"],
 }
