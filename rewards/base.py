@@ -46,10 +46,15 @@ class RewardFailed(RewardError):
     """A reward function with `on_error: fail` gave no score for at least one sample."""
 
 
+def writable(text: str) -> str:
+    """The text with each half of a surrogate pair, which no file or Arrow column takes, as Python writes it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def said(error: BaseException) -> str:
     """The text of an exception that is not ours, in one line, whatever its __str__ does."""
     try:
-        return " ".join(str(error).split())
+        return writable(" ".join(str(error).split()))
     except BaseException as second:
         return f"its text cannot be read, since its __str__ raises {type(second).__name__}"
 

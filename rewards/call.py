@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said
+from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said, writable
 from rewards.described import LONGEST, described
 
 Status = Literal["ok", "nan", "timeout", "error"]
@@ -81,7 +81,7 @@ def scores(
 
 def failed(status: Status, size: int, problem: str) -> Verdict:
     """A call that gave no value for any of the `size` completions."""
-    return Verdict(status, [math.nan] * size, problem)
+    return Verdict(status, [math.nan] * size, writable(problem))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 
 from rewards.base import Reward
-from rewards.call import Group, Verdict, score
+from rewards.call import Group, Verdict, failed, score
 from rewards.number import number
 
 GROUP = Group(
@@ -23,6 +23,10 @@ class Mute(Exception):
 
 def mute(completions: Sequence[str]) -> NoReturn:
     raise Mute
+
+
+def broken_text(completions: Sequence[str]) -> NoReturn:
+    raise ValueError("bad \ud83d")  # half of a surrogate pair, as of a text that was cut
 
 
 def call(reward: Reward, args: Mapping[str, Any] | None = None, built_in: bool = False) -> Verdict:
@@ -132,6 +136,7 @@ def test_what_a_call_leaves_behind_ends_with_it() -> None:
         (returning([1.0]), {}, False, "returned 1 values for 2 completions"),
         (lambda completions: 1 / 0, {}, False, "ZeroDivisionError: division by zero (test_reward_call.py, line "),
         (lambda completions: exit(), {}, False, "SystemExit"),
+        (broken_text, {}, False, r"ValueError: bad \ud83d (test_reward_call.py"),
         (
             mute,
             {},
@@ -145,6 +150,12 @@ def test_problems_are_told(reward: Reward, args: dict[str, Any], built_in: bool,
     assert verdict.status == "error"
     assert verdict.values == pytest.approx([NAN, NAN], nan_ok=True)
     assert sentence in verdict.problem
+    assert verdict.problem.encode()  # a column of Arrow takes it
+
+
+def test_a_sentence_from_elsewhere_is_text() -> None:
+    """Such as what a judge's server has answered."""
+    assert failed("error", 1, "no \ud83d").problem == r"no \ud83d"
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion", "completion[0][value]"])

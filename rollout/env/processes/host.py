@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from multiprocessing import forkserver
 from typing import Any, NamedTuple, NoReturn
 
-from rewards.base import RewardError
+from rewards.base import RewardError, writable
 from rewards.described import OF_ENVIRONMENTS, described
 from rewards.environment import lent
 from rewards.worker import confine
@@ -107,7 +107,7 @@ def _bounded(method: str, answer: bytes, of_ids: bool) -> bytes:
 
 
 def _fault(outcome: str, sentence: str) -> bytes:
-    return json.dumps({"outcome": outcome, "sentence": sentence}).encode()
+    return json.dumps({"outcome": outcome, "sentence": writable(sentence)}).encode()
 
 
 async def _answer(value: Any) -> Any:

@@ -12,9 +12,9 @@ from learner.driver.env_check import check_environment
 from learner.driver.prompt_check import check_data_prompts, check_prompts
 from rollout.data.chat import Chat, ChatError
 from rollout.schema import Problem
-from tests.learner.driver.test_env_check import FAULTY, MODEL
+from tests.learner.driver.test_env_check import FAULTY, MODEL, TOOL
+from tests.learner.driver.test_env_check import config as configured
 from tests.learner.driver.test_preflight import check, config, model
-from tests.learner.loops import configure
 
 __all__ = ["config", "model"]  # fixtures
 
@@ -83,12 +83,16 @@ def test_a_start_refuses_a_system_message_that_would_not_be_read(
     assert (code, "role system says" in err) == (2, True)
 
 
-def test_what_an_environment_begins_with_is_tried_instead() -> None:
-    """The problem's own messages where the environment gives none."""
+def test_what_an_environment_begins_with_is_tried_instead(tmp_path: Path) -> None:
+    """Which may be the problem's own messages."""
+    (tmp_path / "mine.py").write_text(TOOL)
     chat = Chat.load(MODEL)
     chat.tokenizer.chat_template = PHI
-    prompt = conversation(SYSTEM, USER)
-    with_environment = configure(env={"use": FAULTY}, model={"path": MODEL, "dtype": "float32"})
-    check_data_prompts(with_environment, chat, [prompt])
+    problem = Problem("train-3", conversation(SYSTEM, USER), {"answer": "4"}, (1, 5), 3, 0)
+    begins = configured({"use": FAULTY})
+    check_data_prompts(begins, chat, [problem.messages])
+    assert check_environment(begins, chat, problem) == ()
     with pytest.raises(ChatError, match="role system says"):
-        check_environment(with_environment, chat, Problem("train-3", prompt, {"answer": "4"}, (1, 5), 3, 0))
+        check_environment(
+            configured({"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}}), chat, problem
+        )

@@ -68,6 +68,8 @@ class Plain:
                 return Step(CALLED)
             case "raises":
                 raise ZeroDivisionError("three over nought")
+            case "raises half a pair":
+                raise ValueError("bad \ud83d")
             case "exits":
                 sys.exit(3)
             case "dies":

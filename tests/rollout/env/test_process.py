@@ -38,6 +38,7 @@ BROKEN = {
     "leaves a child": ("env_timeout", "step: no answer within 1 s"),
     "floods": ("flood", r"step: answered with 335545\d\d bytes, at most 1048576 are taken"),
     "eats": ("env_error", r"step: MemoryError.*its process may hold 0.5 GiB: raise env.memory, for example to 1GiB"),
+    "raises half a pair": ("env_error", r"step: ValueError: bad \\ud83d \(faulty.py"),
     "returns a set": ("bad_observation", "step: must answer with what JSON can hold: Object of type set is not"),
     "returns text": ("bad_observation", "step must return a Step, got str"),
     "says nothing": ("bad_observation", "step: must return at least one message unless it is done, got none"),
