@@ -91,7 +91,7 @@ def test_what_an_environment_begins_with_is_tried_instead(tmp_path: Path) -> Non
     problem = Problem("train-3", conversation(SYSTEM, USER), {"answer": "4"}, (1, 5), 3, 0)
     begins = configured({"use": FAULTY})
     check_data_prompts(begins, chat, [problem.messages])
-    assert check_environment(begins, chat, problem) == ()
+    assert check_environment(begins, chat, problem).notes == ()
     with pytest.raises(ChatError, match="role system says"):
         check_environment(
             configured({"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}}), chat, problem
