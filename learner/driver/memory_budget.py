@@ -16,7 +16,6 @@ from cluster.memory.search import plan
 from cluster.memory.shape import Shape
 from learner.config import RunConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
-from learner.config.rules import broken_rules
 from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, wish_of, workload
 from rollout.config import DEFAULT_KV
 
@@ -198,18 +197,11 @@ def _learner_cap(config: RunConfig, found: Plan) -> int:
 
 def settled(config: RunConfig, budgets: Budgets) -> RunConfig:
     """The configuration with the plan's rollout.max_num_seqs, by which generators and evaluation go, and with the
-    seconds that the bytes of a policy take on their way. Raises MemoryPlanError where that breaks a rule."""
+    seconds that the bytes of a policy take on their way."""
     deadlines = config.cluster.deadlines
     patient = deadlines.model_copy(update={"push": deadlines.push + budgets.policy_bytes / PUSH_RATE})
     updates = {
         "rollout": config.rollout.model_copy(update={"max_num_seqs": budgets.sequences}),
         "cluster": config.cluster.model_copy(update={"deadlines": patient}),
     }
-    chosen = config.model_copy(update=updates)
-    if broken := broken_rules(chosen):
-        raise MemoryPlanError(
-            "\n".join(
-                f"{sentence}: the memory plan chose rollout.max_num_seqs={budgets.sequences}" for sentence in broken
-            )
-        )
-    return chosen
+    return config.model_copy(update=updates)
