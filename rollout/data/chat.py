@@ -73,7 +73,7 @@ class Chat:
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
         context = text_of(config).get("max_position_embeddings", 0)
         _check_whole(path, {"vocab_size": [vocabulary], "eos_token_id": flat, "max_position_embeddings": [context]})
-        known = [i for i in dict.fromkeys(flat) if i < int(vocabulary)]  # another can never be sampled
+        known = [i for i in dict.fromkeys(flat) if 0 <= i < int(vocabulary)]  # another can never be sampled
         return cls(tokenizer, known, int(vocabulary), config, template_kwargs)
 
     @property

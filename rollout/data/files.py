@@ -35,9 +35,11 @@ class Names(NamedTuple):
     split: str
     usual: str = "train"
     others: str = " and data.args"  # what else may be wrong
+    size: str = "data.size"
 
 
-DATA, EVAL = Names("data.path", "data.split"), Names("data.eval.path", "data.eval.split", usual="test")
+DATA = Names("data.path", "data.split")
+EVAL = Names("data.eval.path", "data.eval.split", usual="test", size="data.eval.size")
 
 
 def is_file_name(path: str) -> bool:

@@ -114,7 +114,7 @@ def load(
         size, eval_seed = config.eval.size * (4 if fresh else 1), sources.other_seed(seed)
         rows = sources.read(path, config.eval.split, args, size, eval_seed, files.EVAL, deadline_s)
         name = sources.label(path, config.eval.split or "test")
-        candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}", deadline_s)
+        candidates = _items(rows, config, chat, max_prompt_length, f"eval-{name}", deadline_s, files.EVAL)
         held_out = _unseen(candidates, items)[: config.eval.size] if fresh else candidates
         if not fresh:
             _check_apart(candidates, items, config)
@@ -176,7 +176,13 @@ def _unseen(items: Iterable[Item], known: Iterable[Item], distinct: bool = True)
 
 
 def _items(
-    rows: Sequence[Row], config: DataConfig, chat: Renderer, longest: int, name: str, deadline_s: float
+    rows: Sequence[Row],
+    config: DataConfig,
+    chat: Renderer,
+    longest: int,
+    name: str,
+    deadline_s: float,
+    names: files.Names = files.DATA,
 ) -> list[Item]:
     items = []
     pace = Pace(len(rows), deadline_s)
@@ -187,7 +193,7 @@ def _items(
             raise ChatError(f"{error} ({name}-{index})") from error
         items.append(Item(f"{name}-{index}", prompt, ids, rows[index]))
         if late := pace.late(index + 1):
-            raise ProblemsError(f"data.size: tokenising {late} (cluster.deadlines.start); lower data.size")
+            raise ProblemsError(f"{names.size}: tokenising {late} (cluster.deadlines.start); lower {names.size}")
     return fitting(items, config, longest)
 
 

@@ -47,7 +47,7 @@ def read(
     if path.startswith(GENERATED):
         if split not in (None, "train"):
             raise ProblemsError(f"{names.split}: a reasoning_gym task has no splits, got {split!r}; leave it out")
-        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, deadline_s)
+        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, names, deadline_s)
     else:
         rows = _read_dataset(path, split, args, size, names)
     if not rows:
@@ -110,7 +110,7 @@ def _named(args: Mapping[str, Any]) -> str:
     return f", args {', '.join(args)}" if args else ""
 
 
-def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, deadline_s: float) -> list[Row]:
+def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: Names, deadline_s: float) -> list[Row]:
     try:
         factory = gym_tasks.factory(task)
     except ImportError as error:
@@ -137,7 +137,7 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, deadline
     for index in range(size):
         rows.append(_generated(made[index]))
         if late := pace.late(index + 1):
-            raise ProblemsError(f"data.size: {late} (cluster.deadlines.start); lower data.size")
+            raise ProblemsError(f"{names.size}: {late} (cluster.deadlines.start); lower {names.size}")
     return rows
 
 

@@ -7,6 +7,16 @@ import pytest
 from cluster.policy_slot import PolicySlot
 
 
+@pytest.fixture
+async def policy_slot() -> PolicySlot[str]:
+    """Two generators hold v0, the newest."""
+    made: PolicySlot[str] = PolicySlot()
+    await made.publish(0, "v0")
+    for name in ("generator-0", "generator-1"):
+        await made.acknowledge(name, 0)
+    return made
+
+
 async def test_newest_wins_and_versions_in_between_are_skipped() -> None:
     policy_slot: PolicySlot[str] = PolicySlot()
     reader = asyncio.create_task(policy_slot.wait_newer(-1))
@@ -41,3 +51,24 @@ async def test_who_is_late_is_named_with_what_it_holds() -> None:
     late = r"v7 not acknowledged .* by generator-1 \(holds v6\), generator-2 \(holds v-1\);"
     with pytest.raises(TimeoutError, match=late):
         await policy_slot.acknowledged(7, ["generator-0", "generator-1", "generator-2"], deadline_s=0.01)
+
+
+async def test_who_leaves_is_no_longer_waited_for(policy_slot: PolicySlot[str]) -> None:
+    waiting = asyncio.create_task(policy_slot.acknowledged(1, ["generator-0", "generator-1"], deadline_s=30))
+    await policy_slot.acknowledge("generator-0", 1)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await policy_slot.leave("generator-1")
+    async with asyncio.timeout(1):
+        await waiting
+    assert not policy_slot.others("generator-0")
+
+
+async def test_who_comes_back_is_waited_for_again(policy_slot: PolicySlot[str]) -> None:
+    await policy_slot.leave("generator-1")
+    policy_slot.back("generator-1")
+    assert policy_slot.others("generator-0")
+    await policy_slot.publish(1, "v1")
+    await policy_slot.acknowledge("generator-0", 1)
+    with pytest.raises(TimeoutError, match=r"by generator-1 \(holds v0\);"):
+        await policy_slot.acknowledged(1, ["generator-0", "generator-1"], deadline_s=0.01)

@@ -1,6 +1,8 @@
 """The border between processes: everything arrives, nothing is copied, and what is not whole is refused."""
 
+import json
 import pickle
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,18 @@ from hypothesis import strategies as st
 
 from rollout import ledger
 from rollout.fake_groups import make_columns, make_group
-from rollout.schema import SCHEMA, build_group, check, group_position, lasts, parts_of, ragged, rewards_of, whole
+from rollout.schema import (
+    SCHEMA,
+    Problem,
+    build_group,
+    check,
+    group_position,
+    lasts,
+    parts_of,
+    ragged,
+    rewards_of,
+    whole,
+)
 from rollout.types import Completion
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -81,6 +94,17 @@ def test_the_ledger_keeps_every_row(tmp_path: Path) -> None:
     ledger.write(tmp_path / "rollouts", 3, groups)
     assert ledger.read(path).equals(pa.concat_tables(groups))
     assert [p.name for p in ledger.steps(tmp_path / "rollouts")] == ["step-000003.parquet", "step-000012.parquet"]
+
+
+def test_groups_that_were_joined_travel_whole() -> None:
+    joined = pa.concat_tables([make_group(1), make_group(2, rewards=(0.5,))])
+    assert joined.column("reward").num_chunks == 2
+    assert pickle.loads(pickle.dumps(joined)).equals(joined)
+
+
+def test_a_column_that_json_has_no_word_for_is_kept_as_text() -> None:
+    problem = Problem("train-0", "When?", {"day": date(2020, 1, 2)}, (1,), 0, 0)
+    assert json.loads(problem.to_json()) == {"messages": "When?", "columns": {"day": "2020-01-02"}}
 
 
 def test_another_version_is_refused() -> None:

@@ -272,3 +272,10 @@ async def test_a_late_acknowledgement_ends_the_wait_for_groups(tmp_path: Path) -
     with pytest.raises(BaseExceptionGroup) as caught:
         await finish(build(tmp_path, config, 6, workers=[Stuck("generator-0", Worker, [0.0, None])]))
     assert "adapter v1 not acknowledged after 0.2 s by generator-0 (holds v0)" in str(first(caught.value))
+
+
+async def test_a_generator_for_which_there_is_no_slot_keeps_nobody_waiting(tmp_path: Path) -> None:
+    config = configure(learner={"groups_per_step": 1}, data={"path": "fake", "eval": {"every": 0}})
+    async with asyncio.timeout(10):
+        await finish(build(tmp_path, config, 2))
+    assert len(consumed(tmp_path)) == 2

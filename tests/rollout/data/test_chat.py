@@ -167,6 +167,6 @@ def test_a_variable_without_a_template_to_read_it_is_refused() -> None:
 
 
 def test_end_tokens_of_config_count_where_generation_config_is_missing(tmp_path: Path) -> None:
-    beyond = VOCAB_SIZE  # which can never be sampled
-    save_model(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": [7, beyond]})
+    never = [VOCAB_SIZE, -1]  # -1: how some files say that there is none
+    save_model(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": [7, *never]})
     assert Chat.load(str(tmp_path)).stop_ids == (EOS_IDS[0], 7)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.config import DataConfig
 from rollout.data.files import ProblemsError
-from rollout.data.prompts import messages_of
+from rollout.data.prompts import NoPrompt, messages_of, prompts_of
 
 ROW: dict[str, Any] = {
     "question": "1+1?",
@@ -98,3 +98,11 @@ def test_no_row_ends_in_anything_but_a_sentence(value: object, prompt: str) -> N
     with contextlib.suppress(ProblemsError):
         messages = messages_of({"q": value}, DataConfig(path="d", prompt=prompt, system="S"), "row-0")
         assert all(isinstance(m["role"], str) and m["content"].strip() for m in messages)
+
+
+def test_rows_without_a_prompt_are_left_out_while_they_are_fewer_than_half() -> None:
+    config = DataConfig(path="d")
+    there, missing = {"question": "1+1?"}, {"question": None}
+    assert [index for index, _ in prompts_of([there, missing, there], config, "d")] == [0, 2]
+    with pytest.raises(NoPrompt, match="^data.prompt: .* d-1 gives None"):
+        list(prompts_of([there, missing], config, "d"))

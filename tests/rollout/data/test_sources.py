@@ -187,9 +187,25 @@ def test_nothing_that_is_given_is_ignored(path: str, split: str, args: dict[str,
     assert "hunter2" not in str(caught.value)  # values of data.args may be secrets
 
 
-def test_a_hundred_million_problems_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("names", "key"), [(files.DATA, r"data\.size"), (files.EVAL, r"data\.eval\.size")])
+def test_a_hundred_million_problems_are_refused_early(
+    names: files.Names, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pace, "PROBE_S", 0.2)
     with pytest.raises(
-        ProblemsError, match=r"^data\.size: \d+ of 100000000 took 0 s, so that all would take \d+ s of 60 "
+        ProblemsError, match=rf"^{key}: \d+ of 100000000 took 0 s, .* take \d+ s of 60 .*; lower {key}$"
     ):
-        read("rg:chain_sum", "train", {}, 100_000_000, 0, deadline_s=60)
+        read("rg:chain_sum", None, {}, 100_000_000, 0, names, deadline_s=60)
+
+
+def test_the_first_piece_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("rollout.data.pace.time.monotonic", lambda: now)
+    one = pace.Pace(10, 4.0)
+    now = 100.0
+    assert one.late(1) == ""
+    now = 102.9
+    assert one.late(2) == ""  # too early to say
+    now = 103.0
+    assert one.late(5) == "5 of 10 took 3 s, so that all would take 7 s of 4"
+    assert one.late(8) == ""
