@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit):
         print("stopped before the run began", file=sys.stderr)
         return 130
-    except asyncio.CancelledError:  # the second Ctrl-C of a run
-        print("stopped at once; the same command goes on from its last checkpoint", file=sys.stderr)
+    except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or SIGTERM during its start
+        begun = "stopped at once; the same command goes on from its last checkpoint"
+        print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
     except (Exception, BaseExceptionGroup) as several:
         from learner.driver import preflight
@@ -93,9 +94,7 @@ def _dry_run(config: "RunConfig", assumed: str | None) -> int:
 def _train(config: "RunConfig") -> int:
     from learner.driver.prestart import prestarted
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
-    )  # as learner.driver.launch has it later
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # learner.driver.launch has others later
     with prestarted(config) as early:
         from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
 

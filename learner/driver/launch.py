@@ -30,6 +30,7 @@ from rewards.service import RewardService
 from rollout.service import RolloutService
 
 CLOSE_S = 20.0
+NOT_BEGUN = "before the run began"  # of a CancelledError
 
 
 async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
@@ -174,7 +175,9 @@ def _where_it_goes_on(config: RunConfig) -> str:
 
 def _as_ctrl_c() -> None:
     """Until the run has begun SIGTERM is what Ctrl-C is. (Ray has set its own handler, which ends the process.)"""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel, NOT_BEGUN)
 
 
 def _obey_signals(stop: asyncio.Event, note: Callable[[str], None]) -> None:
