@@ -1,4 +1,4 @@
-"""What this machine has beside its cards: main memory, shared memory, free disk, and whether it is WSL2."""
+"""What this machine has beside its cards: main memory, shared memory, free disk, whether it is WSL2, and its name."""
 
 import os
 import shutil
@@ -54,3 +54,10 @@ def _existing(folder: Path) -> Path:
 def is_wsl() -> bool:
     """Whether this Linux runs inside Windows."""
     return "microsoft" in KERNEL.read_text().lower()
+
+
+def name() -> str:
+    """What two processes have in common if one can open the other's files by its process number: this boot of the
+    kernel, and the numbering of processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"boot {boot}, {os.readlink('/proc/self/ns/pid')}"

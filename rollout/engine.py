@@ -143,7 +143,7 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, adapter: Adapter) -> str:
-        """Makes the adapter the newest; returns the sha256 hex of the bytes that were loaded.
+        """Makes the adapter the newest; returns the digest of the bytes that were loaded.
 
         Calls that began before go on as EngineSettings.in_flight says. Loading the newest version again is a no-op.
         Raises AdapterCorrupt, AdapterRefused, EngineAsleep, EngineDied, EngineClosed.
@@ -151,7 +151,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, weights: Weights) -> str:
-        """Replaces the weights that are named; returns the sha256 hex of the bytes that were loaded.
+        """Replaces the weights that are named; returns the digest of the bytes that were loaded.
 
         One engine holds one version: with in_flight "finish" it waits until the calls that began before are done, and
         lets later ones wait. Loading the newest version again is a no-op. Raises AdapterCorrupt, AdapterRefused (also

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from cluster import machine
 from rollout.engine import Engine
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
 from rollout.side_by_side import side_by_side
-from rollout.types import Adapter, Sampling, Weights
+from rollout.types import Sampling, SentPolicy, Weights, WeightsInFile
 from rollout.weight_sync import Answer, Receipt
 
 
@@ -40,7 +41,11 @@ class FakeWorker(RolloutService):
         made = [group for group in groups if group is not None]
         return pa.concat_tables(made).combine_chunks() if len(made) == len(groups) else None
 
-    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+    async def machine(self) -> str:
+        return machine.name()
+
+    async def take_policy(self, policy: SentPolicy) -> Receipt | None:
+        assert not isinstance(policy, WeightsInFile), "the fake trainer sends adapters"
         if isinstance(policy, Weights):
             digest = await self.engine.load_weights(policy)
         else:

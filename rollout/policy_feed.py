@@ -44,11 +44,12 @@ class PolicyFeed:
     async def follow(self, push: Push) -> None:
         """Proves the policy that was delivered, then waits for the next, for ever."""
         while True:
-            await self._bring(self.prove, push)
+            if self._held >= push.policy_id.version:  # else it was overwritten before it was read
+                await self._bring(self.prove, push)
             push = await self.policy_slot.wait_newer(push.policy_id.version)
             await self._bring(self.deliver, push)
 
-    async def _bring(self, how: Callable[[Push], Awaitable[None]], push: Push) -> None:
+    async def _bring(self, how: Callable[[Push], Awaitable[object]], push: Push) -> None:
         async def ask() -> None:
             if self._proven < push.policy_id.version:  # else a fresh process got it, or a newer one
                 await how(push)
@@ -68,24 +69,26 @@ class PolicyFeed:
         """A policy that was published meanwhile did not wait for this worker, so the next one is brought, too."""
         if self.policy_slot.version < 0:
             return
-        while True:
-            newest = self.policy_slot.get()
-            await self.deliver(newest)
-            if newest.policy_id.version == self.policy_slot.version:
-                break
+        newest = self.policy_slot.get()
+        while not await self.deliver(newest) or newest.policy_id.version < self.policy_slot.version:
+            newest = await self.policy_slot.wait_newer(newest.policy_id.version)
         self.policy_slot.back(self.worker.name)
         await self.prove(newest)
 
-    async def deliver(self, push: Push) -> None:
-        """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent."""
+    async def deliver(self, push: Push) -> bool:
+        """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent. False if the
+        learner has overwritten them with a newer one, which it is about to publish."""
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("push", name, version=version):
             receipt = await self.worker.actor.call(
                 RolloutService.take_policy, self.worker.deadlines.push, push.policy.argument()
             )
+            if receipt is None:
+                return False
             check_digest(push.policy_id, name, receipt.digest)
         self.receipt, self._held = receipt, version
         await self.policy_slot.acknowledge(name, version)
+        return True
 
     async def prove(self, push: Push) -> None:
         """Asks the worker which tensors it computes with and what they say of the probe; DeliveryError if that is not

@@ -32,12 +32,16 @@ class Source(NamedTuple):
         return cls(tensor.shape, lambda place: place.copy_(tensor))
 
 
+def _fresh_bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
 @torch.no_grad()
-def pack(sources: Mapping[str, Source], dtype: torch.dtype) -> memoryview:
-    """Every tensor, in `dtype`."""
+def pack(sources: Mapping[str, Source], dtype: torch.dtype, room: Callable[[int], Tensor] = _fresh_bytes) -> memoryview:
+    """Every tensor, in `dtype`. room: bytes -> where they are written, uint8."""
     header, places = _laid_out(sources, dtype)
     begin = len(header)
-    payload = torch.empty(begin + max((end for _, end in places.values()), default=0), dtype=torch.uint8)
+    payload = room(begin + max((end for _, end in places.values()), default=0))
     view = payload.numpy().data
     view[:begin] = header
     for name, source in sources.items():

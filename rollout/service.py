@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from rollout.schema import Problem
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Sampling, Weights
+from rollout.types import Sampling, SentPolicy
 from rollout.weight_sync import Answer, Receipt
 
 
@@ -25,8 +25,12 @@ class RolloutService(Protocol):
         are asked for in however many calls, no more of them are generated at once than the engine decodes, or plays, at
         once: groups of `rollout` find a place beside them."""
 
-    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
-        """Takes a newer policy (requests under way: see EngineSettings.in_flight)."""
+    async def machine(self) -> str:
+        """As cluster.machine.name, of its process."""
+
+    async def take_policy(self, policy: SentPolicy) -> Receipt | None:
+        """Takes a newer policy (requests under way: see EngineSettings.in_flight). None if the learner has overwritten
+        it already with a newer one, which this process is to be brought then."""
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""

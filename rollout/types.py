@@ -1,4 +1,4 @@
-"""The values that cross the border between a rollout worker and its generator. Numpy only.
+"""The values that cross the border between a rollout worker and its generator. Numpy and a hash only.
 
 Letters: P prompt tokens, T completion tokens, G completions per prompt.
 """
@@ -6,19 +6,17 @@ Letters: P prompt tokens, T completion tokens, G completions per prompt.
 from __future__ import annotations
 
 import hashlib
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 # vLLM raises any temperature in (0, 0.01) to 0.01 with no more than a log line; the recorded logprobs would then
 # belong to another temperature than the learner assumes.
 MIN_TEMPERATURE = 0.01
-_PIECE = 1 << 24  # bytes
 
 
 class EngineError(RuntimeError):
@@ -128,7 +126,7 @@ class Weights:
     the adapter changes, merged with it (learner.push: merged), or none: the model as its folder has it. version: as of
     an Adapter.
 
-    digest: digest_of_pieces of the payload.
+    digest: digest_of_weights of the payload.
     payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Layers that
     engines fuse (q, k and v; gate and up) come together or not at all.
     """
@@ -144,7 +142,7 @@ class Weights:
     @classmethod
     def build(cls, version: int, payload: bytes | memoryview) -> Weights:
         """Computes the digest."""
-        return cls(version=version, digest=digest_of_pieces(payload), payload=payload)
+        return cls(version=version, digest=digest_of_weights(payload), payload=payload)
 
     @classmethod
     def unchanged(cls, version: int) -> Weights:
@@ -157,7 +155,26 @@ class Weights:
 
     def verify(self) -> None:
         """Raises AdapterCorrupt if the payload is not the one that the digest was computed from."""
-        _verify("weights", self, digest_of_pieces(self.payload))
+        _verify("weights", self, digest_of_weights(self.payload))
+
+
+class WeightsInFile(NamedTuple):
+    """Where whole weights lie for processes of the learner's machine (rollout.weights_file).
+
+    version, digest: as of Weights. size: in bytes, of their payload.
+    """
+
+    version: int
+    digest: str
+    path: str
+    size: int
+
+    @property
+    def policy_id(self) -> PolicyId:
+        return PolicyId(self.version, self.digest)
+
+
+SentPolicy = Adapter | Weights | WeightsInFile  # on its way from the learner to the generators
 
 
 def _arrived_adapter(version: int, digest: str, payload: Any, config: dict[str, Any]) -> Adapter:
@@ -171,7 +188,7 @@ def _arrived_weights(version: int, digest: str, payload: Any) -> Weights:
 def _verify(what: str, update: Adapter | Weights, found: str) -> None:
     if found != update.digest:
         raise AdapterCorrupt(
-            f"{what} v{update.version}: sha256 of its {len(update.payload)} payload bytes must be "
+            f"{what} v{update.version}: the digest of its {len(update.payload)} payload bytes must be "
             f"{update.digest[:12]}…, got {found[:12]}…; send it again from the learner"
         )
 
@@ -181,16 +198,10 @@ def digest_of(payload: bytes | memoryview) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-def digest_of_pieces(payload: bytes | memoryview) -> str:
-    """sha256 of the sha256s of its pieces of 16 MiB, hex.
-
-    Whole weights are gigabytes, of which one thread hashes some 1.4 in a second; pieces are hashed beside each other.
-    """
-    whole = memoryview(payload)
-    pieces = (whole[start : start + _PIECE] for start in range(0, len(whole), _PIECE))
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        digests = b"".join(pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces))
-    return hashlib.sha256(digests).hexdigest()
+def digest_of_weights(payload: bytes | memoryview) -> str:
+    """BLAKE3 of the payload, hex, by all cores. Whole weights are gigabytes, of which sha256 takes a second of a core
+    for each."""
+    return blake3(payload, max_threads=blake3.AUTO).hexdigest()
 
 
 class Held(NamedTuple):

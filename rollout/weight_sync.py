@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cluster.actor import Shared
 from rollout.evidence import Evidence
-from rollout.types import Adapter, Held, PolicyId, Weights
+from rollout.types import Held, PolicyId, SentPolicy
 
 # Most nats that learner and generator may differ by on the probe, by compute type. float32: at any token; 5e-5 is
 # measured. The others: rms without the token that differs most, which in 16 bits says nothing (rollout.evidence). Of
@@ -46,7 +46,7 @@ class DeliveryError(RuntimeError):
 class Receipt(NamedTuple):
     """A generator's answer to a policy that it was sent.
 
-    digest: sha256 hex of the bytes it loaded. load_s: seconds that it took. peak_memory: as of
+    digest: of the bytes it loaded. load_s: seconds that it took. peak_memory: as of
     Engine.peak_memory.
     """
 
@@ -55,7 +55,7 @@ class Receipt(NamedTuple):
     peak_memory: float
 
 
-def check_digest(policy: PolicyId | Adapter | Weights, worker: str, digest: str) -> None:
+def check_digest(policy: PolicyId | SentPolicy, worker: str, digest: str) -> None:
     """DeliveryError if the worker loaded other bytes than were sent."""
     if digest != policy.digest:
         raise DeliveryError(
@@ -81,7 +81,7 @@ class Push:
     """An adapter (weights with learner.push merged or learner.mode full) on its way from the learner to all generators.
     `expected`: the learner's answer to the N tokens probe_ids, which it works out while the policy travels."""
 
-    policy: Shared[Adapter | Weights]
+    policy: Shared[SentPolicy]
     policy_id: PolicyId
     probe_ids: tuple[int, ...]
     expected: asyncio.Future[Answer]

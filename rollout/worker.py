@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from cluster import machine
 from cluster.actor import Unusable
 from rewards.call import Group
 from rewards.config import RewardConfig
@@ -28,8 +29,11 @@ from rollout.sentences import Sentences
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
 from rollout.side_by_side import Room, side_by_side
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Completion, Sampling, SentPolicy, Weights, WeightsInFile
 from rollout.weight_sync import Answer, Receipt
+
+if TYPE_CHECKING:
+    from rollout.weights_file import WeightsReader
 
 log = logging.getLogger("rollout")
 
@@ -74,6 +78,7 @@ class RolloutWorker(RolloutService):
         concurrency = spec.env.concurrency if spec.env is not None else spec.engine.max_num_seqs
         self._room = Room(min(spec.engine.max_num_seqs, concurrency))  # of `rollouts`
         self._version = 0  # of the newest policy
+        self._reader: WeightsReader | None = None
         self._sentences = Sentences(log)
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
@@ -141,15 +146,30 @@ class RolloutWorker(RolloutService):
             log.exception("the engine died; a fresh process takes the place of this one")
             raise Unusable(" ".join(str(error).split())) from None
 
-    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+    async def machine(self) -> str:
+        return machine.name()
+
+    async def take_policy(self, policy: SentPolicy) -> Receipt | None:
         start = time.perf_counter()
         with self._engine_alive():
-            if isinstance(policy, Weights):
+            digest: str | None
+            if isinstance(policy, WeightsInFile):
+                digest = await self._load_from(policy)
+            elif isinstance(policy, Weights):
                 digest = await self.engine.load_weights(policy)
             else:
                 digest = await self.engine.load_adapter(policy)
+            if digest is None:
+                return None
             self._version, seconds = policy.version, time.perf_counter() - start
             return Receipt(digest, seconds, await self.engine.peak_memory())
+
+    async def _load_from(self, place: WeightsInFile) -> str | None:
+        if self._reader is None:
+            from rollout.weights_file import WeightsReader  # here: the driver, which loads no torch, reads this file
+
+            self._reader = WeightsReader()
+        return await self._reader.load(place, self.engine.load_weights)
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         start = time.perf_counter()

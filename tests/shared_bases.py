@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cluster.machine import name as machine
 from rollout.shared_base.checksum import digest_of_piece
 from rollout.shared_base.manifest import Manifest, Piece, View
-from rollout.shared_base.shared_file import SharedFile, machine
+from rollout.shared_base.shared_file import SharedFile
 
 
 @dataclass(frozen=True, slots=True)

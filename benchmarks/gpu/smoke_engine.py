@@ -122,7 +122,7 @@ async def trained(place: Place, *, base: str = "none", push: str = "adapter") ->
     for step in range(2):
         await trainer.step([made_up(place, step, completions=4)])
         policy = (await trainer.outgoing())[0].value
-        assert policy is not None, "it is in this process"
+        assert isinstance(policy, Adapter | Weights), "it is in this process"
         sent.append(Sent(policy, await trainer.probe(ids)))
     del trainer
     forget(place)

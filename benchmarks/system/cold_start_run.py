@@ -33,7 +33,7 @@ class MarkedWorker(RolloutWorker):
         mark("generator: first group done")
         return group
 
-    async def take_policy(self, *args: Any) -> Receipt:
+    async def take_policy(self, *args: Any) -> Receipt | None:
         mark("generator: first adapter arrives")
         return await super().take_policy(*args)
 

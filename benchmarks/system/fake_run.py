@@ -14,6 +14,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
+from cluster import machine
 from cluster.actor import Local
 from cluster.files import Digest
 from learner.config import RunConfig
@@ -26,7 +27,7 @@ from rollout.producer import Producer
 from rollout.schema import Problem
 from rollout.seeds import group_seed
 from rollout.service import RolloutService
-from rollout.types import Adapter, Sampling, Weights
+from rollout.types import Adapter, Sampling, SentPolicy, Weights, WeightsInFile
 from rollout.weight_sync import Answer, Receipt
 
 VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200
@@ -93,7 +94,11 @@ class Worker(RolloutService):
         self._slots = asyncio.Semaphore(at_once)
         self._random = random.Random(rank)
 
-    async def take_policy(self, policy: Adapter | Weights) -> Receipt:
+    async def machine(self) -> str:
+        return machine.name()
+
+    async def take_policy(self, policy: SentPolicy) -> Receipt:
+        assert not isinstance(policy, WeightsInFile), "the fake trainer sends adapters"
         self._policy = policy
         return Receipt(policy.digest, 0.0, 0.0)
 

@@ -7,7 +7,7 @@ from cluster.memory.plan import Plan, Wish
 from cluster.memory.shape import Shape
 from cluster.memory.sharded import FILE_BYTES, divided_params
 from cluster.memory.units import DTYPE_BYTES, Parts
-from cluster.memory.weight_push import LEARNER_COPIES, SHARDS_COPIES, pushed_bytes
+from cluster.memory.weight_push import SHARDS_COPIES, STORE_COPIES, pushed_bytes
 
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
 # the driver; Ray's own processes together; one reward process.
@@ -39,16 +39,14 @@ def host_bytes(
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
     learners: ranks of the learner, each with its own of what follows.
     offloaded: learner.offload_boundaries. undo: of several ranks, what each step began with. paged: the states of
-      paged_adamw_8bit, once the card is full.
+      paged_adamw_8bit, once the card is full. policy: whole weights, where the generators read them.
     passing: the most of what comes and goes: the learner's weights as they are loaded (4 bits and shards matrix by
       matrix), copies of a push of whole weights, or what a checkpoint of a whole model is writing. vLLM
       reads mapped files: those pages are cache, and given back when memory is wanted.
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
-    loading = b * n if found.base == "none" and wish.base_ranks == 1 else b * shape.vocab * shape.hidden
-    loading = 0 if wish.shared else loading  # the generator's are mapped
     pushed = pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
-    pushing = (LEARNER_COPIES + (found.generators * SHARDS_COPIES if found.shards > 1 else 0)) * pushed
+    copies = (STORE_COPIES if wish.undo else 0) + (found.generators * SHARDS_COPIES if found.shards > 1 else 0)
     saving = _saving(found, wish, learners) if wish.mode == "full" else 0
     asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
     each = reward_models + LEARNER_PROCESS if reward_models else REWARD
@@ -63,9 +61,18 @@ def host_bytes(
         "asleep": found.generators * asleep,
         "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
         "undo": learners * _undo(shape, wish) if wish.undo else 0,
+        "policy": 0 if wish.undo else pushed,
         "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
-        "passing": max(learners * loading, pushing, saving),
+        "passing": max(learners * _loading(found, wish), copies * pushed, saving),
     }
+
+
+def _loading(found: Plan, wish: Wish) -> int:
+    """Of one learner's weights, as they are loaded; those of a generator are mapped."""
+    shape, b = found.shape, DTYPE_BYTES[wish.dtype]
+    if wish.shared:
+        return 0
+    return b * shape.params if found.base == "none" and wish.base_ranks == 1 else b * shape.vocab * shape.hidden
 
 
 def _saving(found: Plan, wish: Wish, learners: int) -> int:

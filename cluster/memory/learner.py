@@ -16,7 +16,7 @@ from cluster.memory.learning import Learning, Micro
 from cluster.memory.shape import LINEAR, Shape
 from cluster.memory.terms import Term
 from cluster.memory.units import CONTEXT, DTYPE_BYTES, Parts
-from cluster.memory.weight_push import LEARNER_COPIES, merging_bytes, pushed_bytes
+from cluster.memory.weight_push import learner_copies, merging_bytes, pushed_bytes
 
 FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
 # On a CPU a role is a process, its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
@@ -31,7 +31,7 @@ def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
     static, step = learner_static(shape, learning), step_bytes(shape, learning, micro)
     lost = round((FRAGMENTATION if learning.cuda else MALLOC) * sum(step.values()))
     sent = pushed_bytes(shape, learning.mode, learning.push, learning.targets, DTYPE_BYTES[learning.dtype])
-    host = {} if learning.cuda else {"push": LEARNER_COPIES * sent, "workspace": LEARNER_WORKSPACE}
+    host = {} if learning.cuda else {"push": learner_copies(undo=learning.undo) * sent, "workspace": LEARNER_WORKSPACE}
     return static | step | {"fragmentation": lost, **host, "context": learner_context(cuda=learning.cuda)}
 
 

@@ -1,7 +1,7 @@
 """What a push of whole weights takes (learner.push: merged; learner.mode: full), in bytes. Pure functions.
 
-What travels is host memory: on CUDA no plan counts it, on a CPU it is of the memory that both roles have. An adapter's
-own bytes are not counted.
+What travels is host memory: on CUDA no plan of a card counts it, on a CPU it is of the memory that both roles have. An
+adapter's own bytes are not counted.
 """
 
 from cluster.memory.shape import LINEAR, Shape
@@ -10,10 +10,11 @@ BLOCKS = (
     tuple(LINEAR)[:4],
     tuple(LINEAR)[4:],
 )  # attention, feed-forward: a block is sent whole (learner.model.lora_merge)
-# On a CPU, as multiples of what is sent; measured with 75 MB by the growth of the resident sets. Learner (3.4): its own
-# bytes, and the object store's pages of this push and of the one before, which is still held. Generator (1.9): its view
-# of the store, and vLLM's copies of the layer that it is loading.
-LEARNER_COPIES, GENERATOR_COPIES = 3, 2
+# On a CPU, as multiples of what is sent, by the growth of the resident sets (benchmarks.engine.whole_push). Learner:
+# the file that generators read (1.0); through the object store its own bytes and the store's pages of this push and of
+# the one before, which is still held (3.4 with 75 MB). Generator (1.4 and 1.9): its view, and vLLM's copies of the
+# layer that it is loading.
+FILE_COPIES, STORE_COPIES, GENERATOR_COPIES = 1, 3, 2
 # Where a generator has several processes: the memory in which they find it (rollout.vllm.weight_shards), an estimate.
 SHARDS_COPIES = 1
 
@@ -27,6 +28,11 @@ def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b
         return 0
     sent = [name for block in BLOCKS if set(block) & set(targets) for name in block]
     return b * shape.layers * sum(i * o for i, o in map(shape.linear, sent))
+
+
+def learner_copies(*, undo: bool) -> int:
+    """Of several ranks that are replaced one by one, what one has sent must outlive it: it goes to the object store."""
+    return STORE_COPIES if undo else FILE_COPIES
 
 
 def merging_bytes(shape: Shape) -> int:

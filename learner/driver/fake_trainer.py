@@ -10,7 +10,7 @@ from cluster.files import Digest, digests_in
 from learner.trainer.service import Arithmetic, Exported, TrainerService
 from rollout.fake_engine import FakeEngine
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Weights
+from rollout.types import Adapter, SentPolicy
 from rollout.weight_sync import Answer
 
 VERSION_FILE = "adapter_model.safetensors"  # what is published must have the name that users load
@@ -40,7 +40,7 @@ class FakeTrainer(TrainerService):
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return {"memory/learner_peak": 0.0}
 
-    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
         adapter = self.adapter()
         return Shared(adapter), Exported(adapter.policy_id, 4.0)
 

@@ -19,6 +19,7 @@ from learner.driver.idle_advice import advice
 from learner.driver.loop import Loop
 from learner.driver.phases import Phases
 from learner.driver.plan_file import PlanFile
+from learner.driver.plan_request import stored_bytes
 from learner.driver.preflight import Prepared
 from learner.driver.processes import Processes, start_processes
 from learner.driver.publishing import publish
@@ -61,7 +62,8 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         progress.note("starting Ray, generators and learner (about 10 s on two cores)")
         cpus = sum(role.cpus for role in roles(config))
         metered = PROMETHEUS in config.trackers
-        session = connect(config.cluster.address, cpus, prepared.budgets.policy_bytes, metered, commands)
+        stored = stored_bytes(config, prepared.budgets.policy_bytes)
+        session = connect(config.cluster.address, cpus, stored, metered, commands)
         _as_ctrl_c()
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()

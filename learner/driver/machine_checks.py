@@ -15,7 +15,7 @@ from cluster.ray_cluster import joins, store_bytes
 from learner.config import RunConfig, roles
 from learner.driver.cards import Cards, wanted
 from learner.driver.memory_budget import Budgets
-from learner.driver.plan_request import layouts, wish_of
+from learner.driver.plan_request import layouts, stored_bytes, wish_of
 from learner.model.weight_files import WeightsError, model_weights
 from rewards.config import classifier_of
 from rollout.architecture import text_of
@@ -23,7 +23,8 @@ from rollout.data.model_files import read_json
 
 # Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}
-MUST_FIT = ("asleep", "offloaded", "paged", "passing")  # of main memory: weights and activations, which nothing swaps
+# Of main memory: weights and activations, which nothing swaps.
+MUST_FIT = ("asleep", "offloaded", "paged", "policy", "passing")
 
 
 class MachineError(ValueError):
@@ -154,8 +155,9 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     if budgets.plan is None or config.cluster.gpus.learner == 0 or joins(config.cluster.address):
         return ()
     has, shared = machine.main_memory(), machine.shared_memory() or 0
+    store = store_bytes(stored_bytes(config, budgets.policy_bytes), shared)
     parts = host_bytes(
-        budgets.plan, wish_of(config, layouts(config)), object_store=store_bytes(budgets.policy_bytes, shared),
+        budgets.plan, wish_of(config, layouts(config)), object_store=store,
         learners=config.cluster.learners,
         reward_processes=config.reward_processes, reward_models=classifier_bytes(config),
         environments=0 if config.env.use is None else config.trajectories,

@@ -59,6 +59,11 @@ def policy_bytes(config: RunConfig, shape: Shape) -> int:
     return pushed_bytes(shape, wish.mode, wish.push, wish.targets, b) or b * shape.lora_params(wish.rank, wish.targets)
 
 
+def stored_bytes(config: RunConfig, policy: int) -> int:
+    """What of a policy of that many bytes lies in the object store, where all processes are on one machine."""
+    return 0 if config.overwrites_policies else policy
+
+
 def _generators_a_card(config: RunConfig) -> int:
     """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
     if config.cluster.gpus.generator == 0:

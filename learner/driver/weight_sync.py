@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from learner.config import RunConfig
+from learner.driver.outgoing import Outgoing
 from learner.driver.probe import Probe
 from learner.driver.task_group import start_in
 from learner.trainer.service import TrainerService
@@ -24,20 +25,22 @@ class WeightSync:
         self, config: RunConfig, trainer: Actor[TrainerService], producers: Sequence[Producer], pipes: Pipes
     ) -> None:
         self._trainer, self._producers, self._pipes = trainer, producers, pipes
-        self._deadlines, self._dtype = config.cluster.deadlines, config.kv_dtype
+        self._dtype, self._outgoing = config.kv_dtype, Outgoing(config, trainer, producers)
         longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
+        deadlines = config.cluster.deadlines
         # The learner may be without its base until a lost generator is replaced.
-        without = self._deadlines.start if config.memory.base == "shared" else 0.0
-        self._probe_s = self._deadlines.push + without
-        self._under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
+        without = deadlines.start if config.memory.base == "shared" else 0.0
+        self._probe_s = deadlines.push + without
+        under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
+        self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting
         self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
         self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
         """The learner's policy as it is now, and the seconds that it took, as metrics. The learner scores the probe
         tokens while the policy is on its way."""
-        policy, exported = await self._trainer.call(TrainerService.outgoing, self._deadlines.push)
+        policy, exported = await self._outgoing.next()
         spent = {"time/push_export": exported.seconds, "time/push_learner_probe": self._answered_s}
         ids = self.probe.ids
         self._expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
@@ -59,10 +62,14 @@ class WeightSync:
         """After each step: the probe may go on to tokens of these groups."""
         self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self._producers))
 
-    async def deliver(self, push: Push, release: int) -> None:
+    def send(self, tasks: asyncio.TaskGroup, push: Push, release: int) -> asyncio.Task[None]:
         """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from."""
+        self._outgoing.delivered = start_in(tasks, self._deliver(push, release))
+        return self._outgoing.delivered
+
+    async def _deliver(self, push: Push, release: int) -> None:
         version = push.policy_id.version
         await self._pipes.policy_slot.publish(version, push)
-        patience = self._deadlines.push + self._deadlines.start + self._under_way_s  # a generator may be restarting
-        await self._pipes.policy_slot.acknowledged(version, [p.name for p in self._producers], patience)
+        names = [producer.name for producer in self._producers]
+        await self._pipes.policy_slot.acknowledged(version, names, self._patience_s)
         self._pipes.buffer.release(release)

@@ -16,7 +16,8 @@ from learner.model.served_names import differ, served_config, served_weights
 from learner.model.weight_files import WEIGHTS_FILE
 from rollout.data.hub import split
 from rollout.safetensors_stream import Source, pack, write
-from rollout.types import Adapter, Weights
+from rollout.types import Adapter, Weights, WeightsInFile
+from rollout.weights_file import WeightsFile
 
 MODEL_FILE = "model.safetensors"
 
@@ -28,15 +29,21 @@ def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter 
     Held once in this process's memory. 16-bit weights that are merged are rounded once more: what moves one by less
     than half of the distance to the next 16-bit number is lost.
     """
-    dtype = policy.dtype
-    if merged:
-        return Weights.build(version, pack(policy.merged(), dtype))
     kind, config = policy.model_type, policy.peft_config
-    if config is None:
-        return Weights.build(version, pack(policy.trained.sources(), dtype))
+    if merged or config is None:
+        return Weights.build(version, pack(_weights(policy, merged), policy.dtype))
     masters = served_weights(kind, policy.masters)
-    payload = pack({name: Source.of(master) for name, master in masters.items()}, dtype)
+    payload = pack({name: Source.of(master) for name, master in masters.items()}, policy.dtype)
     return Adapter.build(version, payload, served_config(kind, config))
+
+
+def write_weights(policy: Policy, version: int, file: WeightsFile, *, merged: bool) -> WeightsInFile:
+    """The whole weights of update_of, in the place of those before."""
+    return file.pack(version, _weights(policy, merged), policy.dtype)
+
+
+def _weights(policy: Policy, merged: bool) -> dict[str, Source]:
+    return policy.merged() if merged else policy.trained.sources()
 
 
 def export(policy: Policy, folder: Path, path: str) -> None:

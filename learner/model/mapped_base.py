@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from cluster import machine
 from learner.model import mapped_four_bits
 from rollout.shared_base import cuda_ipc, shared_file
 from rollout.shared_base.checksum import digests_of_pieces
@@ -169,7 +170,7 @@ def refusal(wrong: Mapping[str, str], weights: int) -> str:
 
 def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
     """Each piece, once its content is what the generator says."""
-    here = cuda_ipc.card(device) if device.type == "cuda" else shared_file.machine()
+    here = cuda_ipc.card(device) if device.type == "cuda" else machine.name()
     if here != manifest.device:
         raise BaseNotShared(
             f"memory.base: shared needs generator and learner on one device, got {manifest.device} and {here}; set "

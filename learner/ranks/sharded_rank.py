@@ -17,7 +17,7 @@ from learner.ranks.rank_trainer import RankTrainer
 from learner.ranks.service import Meeting
 from learner.trainer.divided_state import DividedState
 from learner.trainer.service import Exported
-from rollout.types import Adapter, PolicyId, Weights
+from rollout.types import PolicyId, SentPolicy
 from rollout.weight_sync import Answer
 
 GLOO = "gloo"  # in the words of its errors, which are RuntimeErrors as any other
@@ -42,13 +42,13 @@ class ShardedRank(RankTrainer):
         with _or_lost():
             return await self.step(groups)
 
-    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
         """Only rank 0's goes to the generators; the others gather what is in shards with it."""
         with _or_lost():
             if self.rank > 0 and self._policy.trained.divided:
                 await self._thread.run(self._gather_all)
                 return Shared(None), Exported(PolicyId(self._version, ""), 0.0)
-            shared, exported = await super().outgoing()
+            shared, exported = await super().outgoing(readers)
             return shared if self.rank == 0 else Shared(None), exported
 
     async def save(self, folder: Path) -> dict[str, Digest]:

@@ -68,6 +68,7 @@ class EvaluatedWorker:
     async def _deliver(self) -> None:
         worker = self._worker
         receipt = await worker.actor.call(RolloutService.take_policy, worker.deadlines.push, self._policy)
+        assert receipt is not None, "no learner overwrites it"
         check_digest(self._policy, worker.name, receipt.digest)
 
 

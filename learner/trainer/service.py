@@ -11,7 +11,7 @@ import pyarrow as pa
 from cluster.actor import Shared, stays_there
 from cluster.files import Digest
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, PolicyId, Weights
+from rollout.types import PolicyId, SentPolicy
 from rollout.weight_sync import Answer
 
 
@@ -87,10 +87,13 @@ class TrainerService(Protocol):
         """
 
     @stays_there
-    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
+    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
         """The present policy, for the generators: it goes to them from here, not by way of the driver.
 
         The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
+
+        readers: the machine of each generator (cluster.machine.name). If all are this process's, weights stay in its
+        memory, where the next ones take their place, and what goes out is where they lie. (): they are sent.
         """
 
     async def probe(self, token_ids: list[int]) -> Answer:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from cluster import machine
 from cluster.actor import Shared
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
@@ -20,7 +21,7 @@ from learner.batch.rows import read
 from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model import activation_checkpointing
-from learner.model.export import update_of
+from learner.model.export import update_of, write_weights
 from learner.model.head import check_ids
 from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
@@ -41,8 +42,9 @@ from learner.trainer.stochastic_rounding import AnyUpdater, updater_for, wants_m
 from learner.trainer.updates import Updates
 from learner.trainer.value_learner import value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Weights
+from rollout.types import SentPolicy
 from rollout.weight_sync import Answer
+from rollout.weights_file import WeightsFile
 
 
 class Trainer(TrainerService):
@@ -103,6 +105,7 @@ class Trainer(TrainerService):
         )
         self._guard = NonFiniteGuard()
         self._version = 0
+        self._file = WeightsFile()
         self._thread = BaseThread(mapped)
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
@@ -117,8 +120,9 @@ class Trainer(TrainerService):
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return await self._thread.compute(lambda: self._rehearse(prompt_length))
 
-    async def outgoing(self) -> tuple[Shared[Adapter | Weights], Exported]:
-        return await self._thread.run(lambda: _outgoing(self._policy, self._version, merged=self._merged))
+    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
+        file = self._file if set(readers) == {machine.name()} else None
+        return await self._thread.run(lambda: _outgoing(self._policy, self._version, merged=self._merged, file=file))
 
     async def probe(self, token_ids: list[int]) -> Answer:
         answer = partial(answer_of, self._policy, merged=self._merged)
@@ -241,7 +245,13 @@ def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: in
     }
 
 
-def _outgoing(policy: Policy, version: int, *, merged: bool) -> tuple[Shared[Adapter | Weights], Exported]:
+def _outgoing(
+    policy: Policy, version: int, *, merged: bool, file: WeightsFile | None
+) -> tuple[Shared[SentPolicy], Exported]:
     begun = time.perf_counter()
-    update = update_of(policy, version, merged=merged)
+    update: SentPolicy
+    if file is not None and (merged or policy.peft_config is None):
+        update = write_weights(policy, version, file, merged=merged)
+    else:
+        update = update_of(policy, version, merged=merged)
     return Shared(update), Exported(update.policy_id, time.perf_counter() - begun)

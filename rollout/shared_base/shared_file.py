@@ -12,7 +12,6 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -47,12 +46,6 @@ class SharedFile:
 
 def _rounded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
-
-
-def machine() -> str:
-    """What two processes have in common if one can open the other's files by its process number."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"cpu of boot {boot}, {os.readlink('/proc/self/ns/pid')}"
 
 
 def map_pieces(manifest: Manifest) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from rollout.shared_base import cuda_ipc, shared_file
+from cluster import machine
+from rollout.shared_base import cuda_ipc
 from rollout.shared_base.checksum import digests_of_pieces
 from rollout.shared_base.manifest import Manifest, Piece, Quantised, View
 from rollout.shared_base.shared_file import SharedFile
@@ -161,7 +162,7 @@ def _manifest(worker: Any) -> Manifest:
     pieces = {name: held[name] for name in recorded.digests if name not in spoilt}
     if recorded.files:
         handles = {name: recorded.files[name].handle(tensor) for name, tensor in pieces.items()}
-        where = shared_file.machine()
+        where = machine.name()
     else:
         handles, where = cuda_ipc.handles_of(pieces), cuda_ipc.card(worker.device)
     refused = dict(recorded.refused)

@@ -125,7 +125,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
             adapter = await pushes[1].policy.handle
             corrupt = dataclasses.replace(adapter, payload=bytes(adapter.payload)[:-4] + b"\1\1\1\1")
             with pytest.raises(
-                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: sha256"
+                RemoteError, match=r"generator-0: take_policy failed: AdapterCorrupt: adapter v1: the digest"
             ):
                 await producer.feed.deliver(dataclasses.replace(pushes[1], policy=Shared(corrupt)))
             await deliver(producer, pushes[1])

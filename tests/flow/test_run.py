@@ -120,6 +120,8 @@ def test_lost_processes_and_the_end_of_a_run(tmp_path: Path, model: Path, overri
     if overrides == ON_ONE_BASE:
         assert (_base(generator), _base(_holder(run, "learner"))) == (["rw-s"], ["r--s"])
     else:
+        opened = map(os.readlink, Path(f"/proc/{_holder(run, 'learner')}/fd").iterdir())
+        assert any("gleaner-weights" in name for name in opened)  # whole weights go no other way on one machine
         wait_until(lambda: "ray_gleaner_step" in metrics_page(run.folder), "a step on the page of Ray's agent")
     os.kill(generator, signal.SIGKILL)
     wait_until(lambda: run.metrics()[-1].get("rollout/restarts") == 1, "a step after the restart", process=process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cluster.telemetry import Timeline
 from rollout.policy_feed import PolicyFeed
 from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Held
-from rollout.weight_sync import Answer, DeliveryError
+from rollout.weight_sync import Answer, DeliveryError, Push, Receipt
 from tests.pushes import pushed, said
 
 
@@ -44,4 +45,36 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     with pytest.raises(DeliveryError, match="acknowledged v5, but .* 1 of 2 differ, first lora_A"):
         await feed.prove(pushed(Adapter.build(5, b"", {}), (1, 2), said([-1.0])))
     assert feed._proven == 4
+    timeline.close()
+
+
+class TooLate:
+    """A worker that is brought version 3, which the learner has overwritten by then."""
+
+    async def take_policy(self, policy: Adapter) -> Receipt | None:
+        return None if policy.version == 3 else Receipt(policy.digest, 0.0, 0.0)
+
+    async def probe(self, token_ids: tuple[int, ...]) -> Answer:
+        return said([-1.0])
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+async def test_a_policy_that_was_overwritten_is_skipped_and_the_next_one_brought(tmp_path: Path, fresh: bool) -> None:
+    timeline, slot = Timeline(tmp_path / "timeline.json"), PolicySlot[Push]()
+    feed = PolicyFeed(SupervisedWorker(Local[Any]("generator-0", TooLate, []), DeadlineConfig()), slot, timeline)
+    pushes = {version: pushed(Adapter.build(version, b"", {}), (1, 2), said([-1.0])) for version in (2, 3, 4)}
+    await slot.publish(2, pushes[2])
+    following = asyncio.create_task(feed.follow(await feed.first()))
+    await slot.publish(3, pushes[3])
+    if fresh:
+        await feed._leave()
+        bringing = asyncio.create_task(feed._bring_newest())
+    await asyncio.sleep(0.01)
+    assert slot.acknowledgements == {"generator-0": 2}
+    await slot.publish(4, pushes[4])
+    if fresh:
+        await bringing
+    assert await feed.proof_of(4, feed.losses)
+    assert slot.acknowledgements == {"generator-0": 4}
+    following.cancel()
     timeline.close()

@@ -1,15 +1,16 @@
-"""The digest of whole weights, against hashlib step by step."""
+"""The digest of whole weights, against the published vectors of its hash."""
 
-import hashlib
+from rollout.types import digest_of_weights
 
-from rollout.types import digest_of_pieces
+# From the test vectors of BLAKE3 (github.com/BLAKE3-team/BLAKE3), whose input is the bytes 0, 1, ..., 250, 0, 1, ...
+VECTORS = {
+    0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+    1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
+    102400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
+}
 
-PIECE = 1 << 24
 
-
-def test_it_is_of_the_digests_of_pieces() -> None:
-    payload = bytes(range(256)) * (2 * PIECE // 256) + b"rest"
-    pieces = [payload[:PIECE], payload[PIECE : 2 * PIECE], b"rest"]
-    expected = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
-    assert digest_of_pieces(payload) == digest_of_pieces(memoryview(payload)) == expected
-    assert digest_of_pieces(payload[:-1] + b"T") != expected
+def test_it_is_blake3() -> None:
+    for length, digest in VECTORS.items():
+        payload = bytes(i % 251 for i in range(length))
+        assert digest_of_weights(payload) == digest_of_weights(memoryview(payload)) == digest

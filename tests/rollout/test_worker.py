@@ -213,6 +213,7 @@ async def test_without_a_policy_there_is_neither_group_nor_probe(worker: Rollout
 async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) -> None:
     for policy in (ADAPTER, Weights.build(4, b"four")):
         receipt = await worker.take_policy(policy)
+        assert receipt is not None
         assert receipt.digest == policy.digest
         assert 0 <= receipt.load_s < 10
         assert receipt.peak_memory > 2**20

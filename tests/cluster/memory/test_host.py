@@ -37,9 +37,11 @@ def test_by_hand() -> None:
     assert host(replace(slices, offload=True))["offloaded"] == 16 * 2 * 2048 * 2048
     whole = replace(slices, mode="full", optimizer="paged_adamw_8bit")
     assert host(whole)["paged"] == 2 * N
-    assert host(whole)["passing"] == 3 * 2 * N  # copies of a push
+    assert (host(whole)["policy"], plain["policy"]) == (2 * N, 0)
+    stored = replace(whole, undo=True)  # through the object store
+    assert (host(stored)["policy"], host(stored)["passing"]) == (0, 3 * 2 * N)
     spread = host(replace(whole, layouts=("separate",)), generators=2, shards=2)
-    assert spread["passing"] == (3 + 2) * 2 * N  # and one for the processes of each generator
+    assert spread["passing"] == 2 * 2 * N  # one for the processes of each generator
     many = host(slices, rewards=6, generators=2, environments=64)
     assert many["environments"] == 2 * (290 + 64 * 11) * 10**6
     assert plain["environments"] == 0
