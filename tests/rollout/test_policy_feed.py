@@ -52,17 +52,20 @@ class TooLate:
     """A worker that is brought version 3, which the learner has overwritten by then."""
 
     async def take_policy(self, policy: Adapter) -> Receipt | None:
-        return None if policy.version == 3 else Receipt(policy.digest, 0.0, 0.0)
+        if policy.version == 3:
+            return None
+        self.version = policy.version
+        return Receipt(policy.digest, 0.0, 0.0)
 
     async def probe(self, token_ids: tuple[int, ...]) -> Answer:
-        return said([-1.0])
+        return said([-self.version])
 
 
 @pytest.mark.parametrize("fresh", [True, False])
 async def test_a_policy_that_was_overwritten_is_skipped_and_the_next_one_brought(tmp_path: Path, fresh: bool) -> None:
     timeline, slot = Timeline(tmp_path / "timeline.json"), PolicySlot[Push]()
     feed = PolicyFeed(SupervisedWorker(Local[Any]("generator-0", TooLate, []), DeadlineConfig()), slot, timeline)
-    pushes = {version: pushed(Adapter.build(version, b"", {}), (1, 2), said([-1.0])) for version in (2, 3, 4)}
+    pushes = {version: pushed(Adapter.build(version, b"", {}), (1, 2), said([-version])) for version in (2, 3, 4)}
     await slot.publish(2, pushes[2])
     following = asyncio.create_task(feed.follow(await feed.first()))
     await slot.publish(3, pushes[3])

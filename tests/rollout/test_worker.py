@@ -13,15 +13,19 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
+import torch
 
+from cluster import machine
 from cluster.actor import Unusable
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
 from rewards.config import RewardConfig
 from rewards.pool import Judging, RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.fake_engine import FakeEngine
+from rollout.safetensors_stream import Source
 from rollout.schema import Problem, parts_of, ragged
 from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.weights_file import WeightsFile
 from rollout.worker import RolloutWorker, WorkerSpec
 
 ADAPTER = Adapter.build(3, b"three", {})
@@ -208,6 +212,20 @@ async def test_without_a_policy_there_is_neither_group_nor_probe(worker: Rollout
     assert await worker.rollout(problem(), SAMPLING, 0) is None
     with pytest.raises(NoAdapter):
         await worker.probe([1, 2, 3])
+
+
+async def test_weights_are_read_where_the_learner_has_them_unless_it_has_newer_ones(worker: RolloutWorker) -> None:
+    file, sources = WeightsFile(), {"weight": Source.of(torch.ones(3))}
+    old, new = (file.pack(version, sources, torch.float32) for version in (4, 5))
+    assert await worker.take_policy(old) is None
+    receipt = await worker.take_policy(new)
+    assert receipt is not None
+    assert receipt.digest == new.digest
+    table = await worker.rollout(problem(), SAMPLING, 0)
+    assert table is not None
+    assert set(table.column("policy_version_max").to_pylist()) == {5}
+    file.close()
+    assert await worker.machine() == machine.name()
 
 
 async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) -> None:
