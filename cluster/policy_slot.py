@@ -72,6 +72,6 @@ class PolicySlot(Generic[T]):
             except TimeoutError:
                 held = ", ".join(f"{name} (holds v{self.acknowledgements.get(name, -1)})" for name in late())
                 raise TimeoutError(
-                    f"adapter v{version} not acknowledged after {deadline_s:g} s by {held}; see its log, or raise "
+                    f"policy v{version} not acknowledged after {deadline_s:g} s by {held}; see its log, or raise "
                     "cluster.deadlines.push"
                 ) from None

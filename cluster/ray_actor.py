@@ -136,6 +136,8 @@ class Called(Generic[S_co]):
             cause = getattr(error, "cause", None)
             if isinstance(cause, Unusable):
                 raise ActorDied(f"{self.name}: {cause}", reason=str(cause)) from error
+            if isinstance(cause, ValueLost):
+                raise ValueLost(f"{self.name}: {method}: {cause}") from error
             if isinstance(cause, ray.exceptions.ObjectLostError):
                 raise ValueLost(f"{self.name}: {method}: what it was sent is gone with the node that had it") from error
             raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from cluster import machine
 from rollout.engine import Engine
 from rollout.facts import Origin, facts_of
 from rollout.schema import Problem, build_group
@@ -40,9 +39,6 @@ class FakeWorker(RolloutService):
         groups = await side_by_side(self.rollout(problem, sampling, attempt) for problem, sampling in asked)
         made = [group for group in groups if group is not None]
         return pa.concat_tables(made).combine_chunks() if len(made) == len(groups) else None
-
-    async def machine(self) -> str:
-        return machine.name()
 
     async def take_policy(self, policy: SentPolicy) -> Receipt | None:
         assert not isinstance(policy, WeightsInFile), "the fake trainer sends adapters"

@@ -89,8 +89,8 @@ def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
 
 
 def unpack(payload: bytes | memoryview) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, each on the payload's own memory: to be read and never written to, since what came by Ray is
-    mapped for reading alone. A copy would cost a second for each gigabyte, nearly all of it for fresh pages."""
+    """Name and tensor, each on the payload's own memory: to be read and never written to: it is mapped for reading
+    alone, and by others as well. A copy would cost a second for each gigabyte, nearly all of it for fresh pages."""
     header, begin = header_of(payload)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")

@@ -25,12 +25,12 @@ class RolloutService(Protocol):
         are asked for in however many calls, no more of them are generated at once than the engine decodes, or plays, at
         once: groups of `rollout` find a place beside them."""
 
-    async def machine(self) -> str:
-        """As cluster.machine.name, of its process."""
-
     async def take_policy(self, policy: SentPolicy) -> Receipt | None:
-        """Takes a newer policy (requests under way: see EngineSettings.in_flight). None if the learner has overwritten
-        it already with a newer one, which this process is to be brought then."""
+        """Takes a newer policy (requests under way: see EngineSettings.in_flight). None if the learner has written
+        a newer one in its place (rollout.weights_file), which is published by then.
+
+        Raises ValueLost if it was in the memory of a learner that is gone.
+        """
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""

@@ -161,12 +161,16 @@ class Weights:
 class WeightsInFile(NamedTuple):
     """Where whole weights lie for processes of the learner's machine (rollout.weights_file).
 
-    version, digest: as of Weights. size: in bytes, of their payload.
+    version, digest: as of Weights. machine: cluster.machine.name of the learner's. path, inode: of the file. offset: of
+    their place in it. size: in bytes, of their payload.
     """
 
     version: int
     digest: str
+    machine: str
     path: str
+    inode: int
+    offset: int
     size: int
 
     @property

@@ -1,13 +1,13 @@
 """Whole weights on their way within one machine: a file in the learner's memory, which generators map.
 
-Ray's object store would hold them twice beside the learner's own copy, in shared memory, of which a container has 64
-MiB unless it is given more. The file takes none of that (memfd_create), and each policy lies in the place of the one
-before: its pages are there, fresh ones would cost more than the copy, and on a card the memory stays registered with
-the driver, which copies from it several times as fast.
+In Ray's object store they would be a further copy, in shared memory, of which a container has 64 MiB unless it is given
+more. The file takes none of that (memfd_create). It has two places, and each policy takes that of the policy before the
+last: its pages are there, where fresh ones would cost more than the copy, and in a process on a card they stay
+registered with CUDA, which copies from them several times as fast.
 
-So a reader must know that it has read one policy and no other. The learner overwrites a policy only when every
-generator that it knows of has it. One that is being brought back is not waited for: it looks at the version before it
-loads and afterwards, and the version is none while the learner writes (a sequence lock).
+The place of v is written again for v + 2, when every generator that the driver waits for has v, and v + 1 is published.
+One that is being brought back is not waited for and may still read v: it looks at the version before it loads and
+afterwards, and there is none while the learner writes (a sequence lock).
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import asyncio
 import logging
 import mmap
 import os
+import warnings
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cluster import machine
+from cluster.actor import ValueLost
 from rollout.safetensors_stream import Source, pack
 from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile, digest_of_weights
 
 log = logging.getLogger("rollout")
 
-_NAME = "gleaner-weights"
 _BEFORE = 64  # bytes before the weights: the version, and room so that tensors are aligned
 _WRITING = -1
 
@@ -37,42 +39,45 @@ class WeightsFile:
     """The learner's end."""
 
     def __init__(self) -> None:
-        self._descriptor, self._capacity = -1, -1
+        self._descriptor, self._capacity = -1, 0
+        self._offset = 0  # of the newest policy's place
         self._mapping: _Mapping | None = None
 
     def pack(self, version: int, sources: Mapping[str, Source], dtype: torch.dtype) -> WeightsInFile:
-        """Writes the weights in the place of those before, as rollout.safetensors_stream.pack does."""
+        """Writes the weights in the place of those before the last, as rollout.safetensors_stream.pack does."""
         payload = pack(sources, dtype, self._room)
         digest = digest_of_weights(payload)
         mapping = self._mapped()
-        mapping.stamp(version)
-        if not mapping.registered:
-            self._mapping = None  # on a CPU what is mapped is of the memory that the learner may take
-        return WeightsInFile(version, digest, f"/proc/{os.getpid()}/fd/{self._descriptor}", len(payload))
+        mapping.stamp(self._offset, version)
+        if not mapping.kept:
+            self._mapping = None
+        path, inode = f"/proc/{os.getpid()}/fd/{self._descriptor}", os.fstat(self._descriptor).st_ino
+        return WeightsInFile(version, digest, machine.name(), path, inode, self._offset, len(payload))
 
     def _room(self, size: int) -> Tensor:
         """[size] uint8, of no version from now on."""
-        if size > self._capacity:  # another file; who has mapped the one before keeps it
+        if size > self._capacity:  # another file: at the first policy, since a run's do not grow
             self.close()
-            self._descriptor, self._capacity = os.memfd_create(_NAME), size
-            os.ftruncate(self._descriptor, _BEFORE + size)
+            self._descriptor, self._capacity = os.memfd_create("gleaner-weights"), -(-size // _BEFORE) * _BEFORE
+            os.ftruncate(self._descriptor, 2 * (_BEFORE + self._capacity))
+        else:
+            self._offset = _BEFORE + self._capacity - self._offset
         mapping = self._mapped()
-        mapping.stamp(_WRITING)
-        return mapping.bytes[_BEFORE : _BEFORE + size]
+        mapping.stamp(self._offset, _WRITING)
+        return mapping.payload(self._offset, size)
 
     def _mapped(self) -> _Mapping:
         if self._mapping is None:
-            self._mapping = _Mapping(self._descriptor)
+            self._mapping = _Mapping(self._descriptor, mmap.PROT_READ | mmap.PROT_WRITE)
         return self._mapping
 
     def close(self) -> None:
         """Lets go of the memory, once no reader has it mapped any more."""
         if self._mapping is not None:
             self._mapping.end()
-            self._mapping = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor, self._capacity = -1, -1
+        self._mapping, self._descriptor, self._capacity, self._offset = None, -1, 0, 0
 
 
 class WeightsReader:
@@ -80,83 +85,104 @@ class WeightsReader:
 
     def __init__(self) -> None:
         self._mapping: _Mapping | None = None
-        self._of: tuple[str, int] | None = None  # path and size of what is mapped
+        self._inode = 0  # of what is mapped
 
     async def load(self, place: WeightsInFile, load: Callable[[Weights], Awaitable[str]]) -> str | None:
-        """What `load` says of the weights. None if they are not, or were not until the end, those that are meant, as
-        the learner has newer ones already or has ended: what was loaded is worth nothing then.
+        """What `load` says of the weights. None if they are not, or were not until the end, those that are meant, since
+        the learner has written newer ones in their place: what was loaded is worth nothing then.
 
-        Raises EngineError if the file cannot be mapped, else as `load`.
+        Raises ValueLost if the learner's process has ended, EngineError if its memory cannot be mapped, else as `load`.
         """
         mapping = await asyncio.to_thread(self._mapped, place)
-        if mapping is None or mapping.version != place.version:
+        if mapping.version(place.offset) != place.version:
             return None
-        payload = mapping.bytes[_BEFORE : _BEFORE + place.size].numpy().data
+        payload = mapping.payload(place.offset, place.size).numpy().data
         try:
             digest = await load(Weights(place.version, place.digest, payload))
         except AdapterCorrupt:
-            if mapping.version == place.version:
+            if mapping.version(place.offset) == place.version:
                 raise
             return None
         finally:
-            if not mapping.registered:
+            if not mapping.kept:
                 self._let_go()
-        return digest if mapping.version == place.version else None
+        return digest if mapping.version(place.offset) == place.version else None
 
-    def _mapped(self, place: WeightsInFile) -> _Mapping | None:
-        """None if the learner's process, or its file, is gone."""
-        if (place.path, place.size) == self._of:
-            return self._mapping
-        self._let_go()
-        try:
-            if _NAME not in os.readlink(place.path):
-                return None
-            with Path(place.path).open("r+b") as file:
-                self._mapping = _Mapping(file.fileno())
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise EngineError(
-                f"weights v{place.version}: the learner's memory cannot be mapped ({place.path}: {error}); learner and "
-                "generators of one machine must run as one user"
-            ) from error
-        self._of = place.path, place.size
+    def _mapped(self, place: WeightsInFile) -> _Mapping:
+        if self._mapping is None or self._inode != place.inode:
+            self._let_go()
+            self._mapping, self._inode = _opened(place), place.inode
         return self._mapping
 
     def _let_go(self) -> None:
         if self._mapping is not None:
             self._mapping.end()
-        self._mapping = self._of = None
+        self._mapping = None
+
+
+def _opened(place: WeightsInFile) -> _Mapping:
+    if place.machine != machine.name():
+        raise EngineError(
+            f"weights v{place.version}: the learner's memory cannot be mapped from here: generators and learner of one "
+            "node must run in one container"
+        )
+    # What CUDA registers must be writable; on a CPU a write to what others read ends this process.
+    writable = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    try:
+        descriptor = os.open(place.path, os.O_RDWR if writable else os.O_RDONLY)
+    except FileNotFoundError:
+        descriptor = -1
+    except OSError as error:
+        raise EngineError(
+            f"weights v{place.version}: the learner's memory cannot be mapped ({place.path}: {error}); generators and "
+            "learner of one node must run as one user"
+        ) from error
+    try:
+        if descriptor < 0 or os.fstat(descriptor).st_ino != place.inode:
+            raise ValueLost(f"weights v{place.version}: they are gone with the learner's process, which had them")
+        return _Mapping(descriptor, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class _Mapping:
-    """A file in the memory of this process, until the last tensor on it is gone.
+    """The file in the memory of this process, until the last tensor on it is gone.
 
-    bytes: [bytes of the file] uint8. registered: with CUDA, which copies from it as fast as the bus goes, in a process
-    that computes on a card.
+    kept: whether it is to stay mapped between two policies. On a card it is, registered with CUDA; on a CPU what is
+    mapped is of the memory that a role may take.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self.bytes = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        self.registered = False
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(cuda.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0))
-            self.registered = not error
-            if error:
-                log.warning("CUDA did not register %d bytes (error %d): pushes are slower", self.bytes.nbytes, error)
+    def __init__(self, descriptor: int, protection: int) -> None:
+        with warnings.catch_warnings():  # that a reader's cannot be written is the point
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            self._bytes = torch.frombuffer(mmap.mmap(descriptor, 0, prot=protection), dtype=torch.uint8)
+        self.kept = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        self._registered = self.kept and self._register()
 
-    @property
-    def version(self) -> int:
-        """Of the policy in it; _WRITING while there is none."""
-        return int(self.bytes[:8].view(torch.int64)[0])
+    def _register(self) -> bool:
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        # In a thread of its own: a refusal stays with the thread, and would fail the next kernel that it launches.
+        with ThreadPoolExecutor(1) as thread:
+            error = int(thread.submit(cuda.cudaHostRegister, self._bytes.data_ptr(), self._bytes.nbytes, 0).result())
+        if error:
+            log.warning("CUDA did not register %d bytes (error %d): pushes are slower", self._bytes.nbytes, error)
+        return not error
 
-    def stamp(self, version: int) -> None:
-        """Sets the version."""
-        self.bytes[:8].view(torch.int64)[0] = version
+    def version(self, offset: int) -> int:
+        """Of the policy in the place that begins there; _WRITING while there is none."""
+        return int(self._bytes[offset : offset + 8].view(torch.int64)[0])
+
+    def stamp(self, offset: int, version: int) -> None:
+        """Sets it."""
+        self._bytes[offset : offset + 8].view(torch.int64)[0] = version
+
+    def payload(self, offset: int, size: int) -> Tensor:
+        """[size] uint8, the weights."""
+        return self._bytes[offset + _BEFORE : offset + _BEFORE + size]
 
     def end(self) -> None:
         """What is registered must be given back before it is unmapped."""
-        if self.registered:
+        if self._registered:
             cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cuda.cudaHostUnregister(self.bytes.data_ptr())
+            cuda.cudaHostUnregister(self._bytes.data_ptr())

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from cluster import machine
 from cluster.actor import Unusable
 from rewards.call import Group
 from rewards.config import RewardConfig
@@ -145,9 +144,6 @@ class RolloutWorker(RolloutService):
         except EngineDied as error:
             log.exception("the engine died; a fresh process takes the place of this one")
             raise Unusable(" ".join(str(error).split())) from None
-
-    async def machine(self) -> str:
-        return machine.name()
 
     async def take_policy(self, policy: SentPolicy) -> Receipt | None:
         start = time.perf_counter()

@@ -67,10 +67,9 @@ async def started(session: Session, config: RunConfig) -> tuple[Remote[RolloutWo
 
 async def pushed(generator: Remote[RolloutWorker], learner: Remote[Any], way: str, step: int) -> dict[str, float]:
     await learner.call(TrainerService.step, DEADLINE_S, [make_group(step)])
-    readers = (await generator.call(RolloutService.machine, DEADLINE_S),) if way == "file" else ()
     before = {role.name: _reset(role.pid) for role in (generator, learner)}
     began = time.perf_counter()
-    policy, exported = await learner.call(TrainerService.outgoing, DEADLINE_S, readers)
+    policy, exported = await learner.call(TrainerService.outgoing, DEADLINE_S, way == "file")
     written = time.perf_counter()
     receipt = await generator.call(RolloutService.take_policy, DEADLINE_S, policy.argument())
     ended = time.perf_counter()

@@ -14,7 +14,6 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from cluster import machine
 from cluster.actor import Local
 from cluster.files import Digest
 from learner.config import RunConfig
@@ -93,9 +92,6 @@ class Worker(RolloutService):
         self.rank, self.seconds, self.away = rank, seconds, away
         self._slots = asyncio.Semaphore(at_once)
         self._random = random.Random(rank)
-
-    async def machine(self) -> str:
-        return machine.name()
 
     async def take_policy(self, policy: SentPolicy) -> Receipt:
         assert not isinstance(policy, WeightsInFile), "the fake trainer sends adapters"

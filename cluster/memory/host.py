@@ -7,7 +7,7 @@ from cluster.memory.plan import Plan, Wish
 from cluster.memory.shape import Shape
 from cluster.memory.sharded import FILE_BYTES, divided_params
 from cluster.memory.units import DTYPE_BYTES, Parts
-from cluster.memory.weight_push import SHARDS_COPIES, STORE_COPIES, pushed_bytes
+from cluster.memory.weight_push import FILE_COPIES, SHARDS_COPIES, STORE_COPIES, pushed_bytes
 
 # Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
 # the driver; Ray's own processes together; one reward process.
@@ -61,7 +61,7 @@ def host_bytes(
         "asleep": found.generators * asleep,
         "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
         "undo": learners * _undo(shape, wish) if wish.undo else 0,
-        "policy": 0 if wish.undo else pushed,
+        "policy": 0 if wish.undo else FILE_COPIES * pushed,
         "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
         "passing": max(learners * _loading(found, wish), copies * pushed, saving),
     }

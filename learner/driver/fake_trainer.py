@@ -40,7 +40,7 @@ class FakeTrainer(TrainerService):
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return {"memory/learner_peak": 0.0}
 
-    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
+    async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
         adapter = self.adapter()
         return Shared(adapter), Exported(adapter.policy_id, 4.0)
 

@@ -94,7 +94,7 @@ class Loop:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        delivery = self.sync.send(tasks, await self.updates.first_policy(tasks), release=0)
+        delivery = tasks.create_task(self.sync.deliver(await self.updates.first_policy(tasks), release=0))
         await delivery
         self.metrics.start()
         if self.schedule.evaluates(self.step) and not self.held_out.evaluated(self.step):
@@ -105,7 +105,7 @@ class Loop:
                 break
             metrics, push = await self.updates.learn(batch, tasks)
             await delivery  # of the policy before this one
-            delivery = self.sync.send(tasks, push, release=len(batch.groups))
+            delivery = tasks.create_task(self.sync.deliver(push, release=len(batch.groups)))
             self.metrics.hold(metrics | self.metrics.times(metrics["rollout/tokens"]))
             if self.schedule.evaluates(self.step):
                 await delivery  # what is evaluated must be with every generator

@@ -61,7 +61,7 @@ def policy_bytes(config: RunConfig, shape: Shape) -> int:
 
 def stored_bytes(config: RunConfig, policy: int) -> int:
     """What of a policy of that many bytes lies in the object store, where all processes are on one machine."""
-    return 0 if config.overwrites_policies else policy
+    return 0 if config.weights_stay else policy
 
 
 def _generators_a_card(config: RunConfig) -> int:

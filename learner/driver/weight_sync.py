@@ -7,7 +7,6 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from learner.config import RunConfig
-from learner.driver.outgoing import Outgoing
 from learner.driver.probe import Probe
 from learner.driver.task_group import start_in
 from learner.trainer.service import TrainerService
@@ -22,26 +21,33 @@ class WeightSync:
     """
 
     def __init__(
-        self, config: RunConfig, trainer: Actor[TrainerService], producers: Sequence[Producer], pipes: Pipes
+        self,
+        config: RunConfig,
+        trainer: Actor[TrainerService],
+        producers: Sequence[Producer],
+        pipes: Pipes,
+        *,
+        one_machine: bool,
     ) -> None:
         self._trainer, self._producers, self._pipes = trainer, producers, pipes
-        self._dtype, self._outgoing = config.kv_dtype, Outgoing(config, trainer, producers)
+        self._dtype, self._stays = config.kv_dtype, one_machine and config.weights_stay
         longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
         deadlines = config.cluster.deadlines
+        self._push_s = deadlines.push
         # The learner may be without its base until a lost generator is replaced.
         without = deadlines.start if config.memory.base == "shared" else 0.0
         self._probe_s = deadlines.push + without
         under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
         self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting
         self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
-        self._answered_s = 0.0  # what the learner's answer to the newest probe took
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
         """The learner's policy as it is now, and the seconds that it took, as metrics. The learner scores the probe
         tokens while the policy is on its way."""
-        policy, exported = await self._outgoing.next()
-        spent = {"time/push_export": exported.seconds, "time/push_learner_probe": self._answered_s}
+        policy, exported = await self._trainer.call(TrainerService.outgoing, self._push_s, self._stays)
+        answered_s = self._expected.result().seconds if self._expected is not None else 0.0  # the probe before
+        spent = {"time/push_export": exported.seconds, "time/push_learner_probe": answered_s}
         ids = self.probe.ids
         self._expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
         return Push(policy, exported.policy_id, ids, self._expected, self._dtype), spent
@@ -54,20 +60,15 @@ class WeightSync:
 
     async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
         with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):
-            answer = await self._trainer.call(TrainerService.probe, self._probe_s, list(ids))
-        self._answered_s = answer.seconds
-        return answer
+            return await self._trainer.call(TrainerService.probe, self._probe_s, list(ids))
 
     def trained_on(self, groups: Sequence[pa.Table]) -> None:
         """After each step: the probe may go on to tokens of these groups."""
         self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self._producers))
 
-    def send(self, tasks: asyncio.TaskGroup, push: Push, release: int) -> asyncio.Task[None]:
-        """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from."""
-        self._outgoing.delivered = start_in(tasks, self._deliver(push, release))
-        return self._outgoing.delivered
-
-    async def _deliver(self, push: Push, release: int) -> None:
+    async def deliver(self, push: Push, release: int) -> None:
+        """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from. The
+        one before it must have been brought to all of them: the next one may take its place."""
         version = push.policy_id.version
         await self._pipes.policy_slot.publish(version, push)
         names = [producer.name for producer in self._producers]

@@ -42,13 +42,13 @@ class ShardedRank(RankTrainer):
         with _or_lost():
             return await self.step(groups)
 
-    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
+    async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
         """Only rank 0's goes to the generators; the others gather what is in shards with it."""
         with _or_lost():
             if self.rank > 0 and self._policy.trained.divided:
                 await self._thread.run(self._gather_all)
                 return Shared(None), Exported(PolicyId(self._version, ""), 0.0)
-            shared, exported = await super().outgoing(readers)
+            shared, exported = await super().outgoing(stays)
             return shared if self.rank == 0 else Shared(None), exported
 
     async def save(self, folder: Path) -> dict[str, Digest]:

@@ -87,13 +87,13 @@ class TrainerService(Protocol):
         """
 
     @stays_there
-    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
+    async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
         """The present policy, for the generators: it goes to them from here, not by way of the driver.
 
         The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
 
-        readers: the machine of each generator (cluster.machine.name). If all are this process's, weights stay in its
-        memory, where the next ones take their place, and what goes out is where they lie. (): they are sent.
+        stays: whole weights stay in this process's memory, and what goes out is where they lie (rollout.weights_file);
+        all generators must be on this machine.
         """
 
     async def probe(self, token_ids: list[int]) -> Answer:

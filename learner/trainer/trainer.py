@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from cluster import machine
 from cluster.actor import Shared
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
@@ -120,8 +119,8 @@ class Trainer(TrainerService):
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
         return await self._thread.compute(lambda: self._rehearse(prompt_length))
 
-    async def outgoing(self, readers: tuple[str, ...] = ()) -> tuple[Shared[SentPolicy], Exported]:
-        file = self._file if set(readers) == {machine.name()} else None
+    async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
+        file = self._file if stays else None
         return await self._thread.run(lambda: _outgoing(self._policy, self._version, merged=self._merged, file=file))
 
     async def probe(self, token_ids: list[int]) -> Answer:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 
-from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable
+from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable, ValueLost
 from cluster.placement import PlacementError, Role
 from cluster.ray_cluster import Session, connect
 from rollout.fake_groups import make_group
@@ -55,6 +55,9 @@ class Toy:
 
     async def fail(self) -> None:
         raise KeyError("no such thing")
+
+    async def lose(self) -> None:
+        raise ValueLost("weights v1: they are gone")
 
     async def give_up(self) -> None:
         raise TimeoutError("the object's own wait")
@@ -110,6 +113,8 @@ async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     assert await toy.call(Toy.variable, 10, "CUDA_VISIBLE_DEVICES") == ""  # no GPU asked for, none seen
     with pytest.raises(RemoteError, match=r"(?s)toy: fail failed: KeyError.*no such thing"):
         await toy.call(Toy.fail, 10)
+    with pytest.raises(ValueLost, match="^toy: lose: weights v1: they are gone$"):
+        await toy.call(Toy.lose, 30)
     with pytest.raises(RemoteError, match="give_up failed: TimeoutError.*own wait"):  # not a deadline of the call
         await toy.call(Toy.give_up, 10)
 

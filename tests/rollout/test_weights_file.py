@@ -6,10 +6,12 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cluster.actor import ValueLost
 from rollout.safetensors_stream import Source, pack, unpack
 from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile
 from rollout.weights_file import WeightsFile, WeightsReader
@@ -39,8 +41,12 @@ def run(reader: WeightsReader, place: WeightsInFile, load: Callable[[Weights], A
     return asyncio.run(reader.load(place, load))
 
 
-def test_what_is_read_is_what_was_written_and_costs_nothing_between_two_policies(file: WeightsFile) -> None:
-    reader = WeightsReader()
+def mapped() -> bool:
+    return "gleaner-weights" in Path("/proc/self/maps").read_text()
+
+
+def test_what_is_read_is_what_was_written_and_nothing_stays_mapped_on_a_cpu(file: WeightsFile) -> None:
+    reader, places = WeightsReader(), list[WeightsInFile]()
     for version in (1, 2, 3):
         place, found = packed(file, version), dict[str, torch.Tensor]()
         assert place.policy_id == Weights.build(version, pack(sources(version), torch.bfloat16)).policy_id
@@ -54,33 +60,37 @@ def test_what_is_read_is_what_was_written_and_costs_nothing_between_two_policies
             "a.weight": (torch.bfloat16, [[version] * 2] * 3),
             "b.weight": (torch.bfloat16, [version + i for i in range(5)]),
         }
-        assert place.path == packed(file, version).path  # in the place of the one before
-        assert "gleaner-weights" not in Path("/proc/self/maps").read_text()  # neither side has it mapped
+        assert not mapped()
+        places.append(place)
+    assert len({place.inode for place in places}) == 1
+    assert [place.offset == places[0].offset for place in places] == [True, False, True]
 
 
-def test_a_policy_that_is_overwritten_is_no_policy_before_while_and_after_it_is_loaded(file: WeightsFile) -> None:
-    reader, old = WeightsReader(), packed(file, 1)
-    new = packed(file, 2)
-    assert run(reader, old) is None
-    assert run(reader, new) == new.digest
+def test_a_policy_stays_until_the_one_after_the_next_is_written(file: WeightsFile) -> None:
+    reader, first, second = WeightsReader(), packed(file, 1), packed(file, 2)
+    assert (run(reader, first), run(reader, second)) == (first.digest, second.digest)
+    third = packed(file, 3)
+    assert (run(reader, first), run(reader, second), run(reader, third)) == (None, second.digest, third.digest)
 
+
+def test_a_policy_that_is_overwritten_while_it_is_loaded_was_not_loaded(file: WeightsFile) -> None:
     async def too_slow(weights: Weights) -> str:
-        packed(file, 3)
+        packed(file, 11)
+        packed(file, 12)
         return weights.digest
 
     async def torn(weights: Weights) -> str:
-        packed(file, 3)
+        await too_slow(weights)
         weights.verify()
         return weights.digest
 
-    for load in (too_slow, torn):
-        assert run(reader, packed(file, 2), load) is None
-
     async def half_written(weights: Weights) -> str:
+        packed(file, 11)
         file._room(len(weights.payload))  # and no further
         return weights.digest
 
-    assert run(reader, packed(file, 4), half_written) is None
+    for version, load in enumerate((too_slow, torn, half_written)):
+        assert run(WeightsReader(), packed(file, version), load) is None
 
 
 def test_bytes_that_changed_on_their_way_are_an_error(file: WeightsFile) -> None:
@@ -91,21 +101,57 @@ def test_bytes_that_changed_on_their_way_are_an_error(file: WeightsFile) -> None
 
 def test_more_weights_than_before_lie_in_another_file(file: WeightsFile) -> None:
     reader, small, large = WeightsReader(), packed(file, 1), packed(file, 2, size=300)
-    assert (run(reader, small), run(reader, large)) == (None, large.digest)
+    assert small.path == large.path  # the number of the old one is free again
+    assert run(reader, large) == large.digest
+    with pytest.raises(ValueLost):
+        run(reader, small)
 
 
-def test_a_learner_that_has_ended_is_no_error_of_the_reader_and_memory_of_another_user_is(
-    file: WeightsFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_weights_that_are_gone_and_weights_that_cannot_be_reached(
+    file: WeightsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = packed(file, 1)
-    assert run(WeightsReader(), place._replace(path="/proc/1000000000/fd/3")) is None
-    other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)  # the number is another file's by now
-    assert run(WeightsReader(), place._replace(path=f"/proc/self/fd/{other}")) is None
-    os.close(other)
+    with pytest.raises(ValueLost, match="weights v1: they are gone with the learner's process"):
+        run(WeightsReader(), place._replace(path="/proc/1000000000/fd/3"))
+    with pytest.raises(EngineError, match=r"weights v1: .* must run in one container"):
+        run(WeightsReader(), place._replace(machine="another"))
 
-    def forbidden(path: str) -> str:
+    def forbidden(*path: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "readlink", forbidden)
+    monkeypatch.setattr(os, "open", forbidden)
     with pytest.raises(EngineError, match=r"weights v1: the learner's memory cannot be mapped .*must run as one user"):
         run(WeightsReader(), place)
+
+
+class Card:
+    """CUDA's runtime, which refuses or takes what it is asked to register. given: addresses that it has."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.asked, self.given = error, 0, set[int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.asked += 1
+        self.given |= set() if self.error else {address}
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.given.remove(address)
+        return 0
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_on_a_card_memory_is_registered_once_or_refused_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    card, file, reader = Card(error), WeightsFile(), WeightsReader()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: card)
+    for version in (1, 2, 3):
+        place = packed(file, version)
+        assert run(reader, place) == place.digest
+    assert (card.asked, len(card.given)) == (2, 0 if error else 2)  # of both ends
+    assert ["did not register" in record.getMessage() for record in caplog.records] == [True] * (2 if error else 0)
+    file.close()
+    reader._let_go()
+    assert card.given == set()

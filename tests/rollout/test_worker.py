@@ -15,8 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cluster import machine
-from cluster.actor import Unusable
+from cluster.actor import Unusable, ValueLost
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
 from rewards.config import RewardConfig
 from rewards.pool import Judging, RewardPool
@@ -216,16 +215,17 @@ async def test_without_a_policy_there_is_neither_group_nor_probe(worker: Rollout
 
 async def test_weights_are_read_where_the_learner_has_them_unless_it_has_newer_ones(worker: RolloutWorker) -> None:
     file, sources = WeightsFile(), {"weight": Source.of(torch.ones(3))}
-    old, new = (file.pack(version, sources, torch.float32) for version in (4, 5))
+    old, _, new = (file.pack(version, sources, torch.float32) for version in (4, 5, 6))
     assert await worker.take_policy(old) is None
     receipt = await worker.take_policy(new)
     assert receipt is not None
     assert receipt.digest == new.digest
     table = await worker.rollout(problem(), SAMPLING, 0)
     assert table is not None
-    assert set(table.column("policy_version_max").to_pylist()) == {5}
+    assert set(table.column("policy_version_max").to_pylist()) == {6}
     file.close()
-    assert await worker.machine() == machine.name()
+    with pytest.raises(ValueLost):
+        await worker.take_policy(new)
 
 
 async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) -> None:

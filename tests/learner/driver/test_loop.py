@@ -271,7 +271,7 @@ async def test_a_late_acknowledgement_ends_the_wait_for_groups(tmp_path: Path) -
     config = configure(cluster={"deadlines": {"push": 0.1, "start": 0.1, "group": 250}})
     with pytest.raises(BaseExceptionGroup) as caught:
         await finish(build(tmp_path, config, 6, workers=[Stuck("generator-0", Worker, [0.0, None])]))
-    assert "adapter v1 not acknowledged after 0.2 s by generator-0 (holds v0)" in str(first(caught.value))
+    assert "policy v1 not acknowledged after 0.2 s by generator-0 (holds v0)" in str(first(caught.value))
 
 
 async def test_a_generator_for_which_there_is_no_slot_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -219,8 +219,8 @@ def test_merged_weights_are_counted_where_they_lie() -> None:
     merged = {"push": "merged", "lora": {"targets": ["q_proj", "v_proj"]}}
     attention, ffn, norms = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 2 * 8
     whole = 2 * (attention + ffn + norms) + 8 + 100 * 8
-    # Of several ranks it goes through the object store, which has it twice.
-    for learner, ranks, sent, held in ((merged, 1, 2 * attention, 1), ({"mode": "full"}, 1, whole, 1),
+    # Of several ranks it goes through the object store, which has it twice beside the rank's own.
+    for learner, ranks, sent, held in ((merged, 1, 2 * attention, 2), ({"mode": "full"}, 1, whole, 2),
                                        (merged, 2, 2 * attention, 3)):  # fmt: skip
         config, _ = run(cluster={"learners": ranks}, model={"path": "x", "dtype": "float32"}, learner=learner)
         found = settle(config, tiny).plan

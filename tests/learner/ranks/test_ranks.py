@@ -54,7 +54,7 @@ class FakeRank(FakeTrainer):
         self.living("pulse")
         return await super().pulse()
 
-    async def outgoing(self, readers: tuple[str, ...] = ()) -> Any:
+    async def outgoing(self, stays: bool = False) -> Any:
         self.living("outgoing")
         return await super().outgoing()
 
@@ -199,7 +199,7 @@ async def test_a_rank_that_hangs_between_two_steps_is_killed_before_the_call_is_
     """The deadline of a push is shorter than the heartbeat by which a rank is known to hang."""
 
     class Silent(Stuck):
-        async def outgoing(self, readers: tuple[str, ...] = ()) -> Any:
+        async def outgoing(self, stays: bool = False) -> Any:
             return await (super().outgoing() if self.meets else self.hang())
 
     meets: list[Any] = []

@@ -9,24 +9,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.random_model import make_adapter, make_tiny_model
 from rollout.engine import AdapterRefused, NoAdapter
+from rollout.safetensors_stream import Source
 from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
 from rollout.vllm.commands import Load
 from rollout.vllm.engine import VllmEngine
+from rollout.weights_file import WeightsFile, WeightsReader
 from tests.rollout.engine_case import TOLERANCE, EngineCase, run, settings
 
+WEIGHTS = "model.safetensors"
 LONG = [i % 250 for i in range(300)]  # several of the cache's blocks
 IDS = list(range(40, 80))
 
 
 def weights_of(model: Path, version: int) -> Weights:
-    return Weights.build(version, (model / "model.safetensors").read_bytes())
+    return Weights.build(version, (model / WEIGHTS).read_bytes())
 
 
 def logprobs(model: Path, ids: list[int]) -> np.ndarray:
-    import torch
     from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor([ids])
@@ -80,8 +84,21 @@ def test_new_weights_replace_the_model_between_requests(tmp_path: Path) -> None:
         with pytest.raises(AdapterRefused, match="takes whole weights only"):
             run(engine.load_adapter(Adapter.build(4, *make_adapter(models[0], seed=1))))
         assert np.abs(run(engine.probe(IDS)) - logprobs(models[2], IDS)).max() < TOLERANCE
+        _the_engine_keeps_nothing_of_the_memory_that_it_was_loaded_from(engine, models[0])
     finally:
         run(engine.close())
+
+
+def _the_engine_keeps_nothing_of_the_memory_that_it_was_loaded_from(engine: VllmEngine, model: Path) -> None:
+    file, sources = WeightsFile(), {name: Source.of(value) for name, value in load_file(model / WEIGHTS).items()}
+    place = file.pack(5, sources, torch.float32)
+    assert run(WeightsReader().load(place, engine.load_weights)) == place.digest
+    zeros = {name: Source.of(torch.zeros(source.shape)) for name, source in sources.items()}
+    for version in (6, 7):
+        file.pack(version, zeros, torch.float32)
+    assert np.abs(run(engine.probe(IDS)) - logprobs(model, IDS)).max() < TOLERANCE
+    assert "gleaner-weights" not in Path("/proc/self/maps").read_text()
+    file.close()
 
 
 IN_PART = ["q_proj", "v_proj", "up_proj"]  # of layers that vLLM fuses
