@@ -40,6 +40,9 @@ class FakeWorker(RolloutService):
         made = [group for group in groups if group is not None]
         return pa.concat_tables(made).combine_chunks() if len(made) == len(groups) else None
 
+    async def reaches(self, place: WeightsInFile) -> str:
+        return "it is no process of its own"
+
     async def take_policy(self, policy: SentPolicy) -> Receipt | None:
         assert not isinstance(policy, WeightsInFile), "the fake trainer sends adapters"
         if isinstance(policy, Weights):

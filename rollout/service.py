@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from rollout.schema import Problem
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Sampling, SentPolicy
+from rollout.types import Sampling, SentPolicy, WeightsInFile
 from rollout.weight_sync import Answer, Receipt
 
 
@@ -31,6 +31,9 @@ class RolloutService(Protocol):
 
         Raises ValueLost if it was in the memory of a learner that is gone.
         """
+
+    async def reaches(self, place: WeightsInFile) -> str:
+        """ "" if this process can map memory of the learner's where there are no weights yet; else why not."""
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""

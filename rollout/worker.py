@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from cluster.actor import Unusable
+from cluster.actor import Unusable, ValueLost
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import NOWHERE, Judging, RewardPool
@@ -28,7 +28,7 @@ from rollout.sentences import Sentences
 from rollout.service import RolloutService
 from rollout.shared_base.manifest import Manifest
 from rollout.side_by_side import Room, side_by_side
-from rollout.types import Completion, Sampling, SentPolicy, Weights, WeightsInFile
+from rollout.types import Completion, EngineError, Sampling, SentPolicy, Weights, WeightsInFile
 from rollout.weight_sync import Answer, Receipt
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class RolloutWorker(RolloutService):
         with self._engine_alive():
             digest: str | None
             if isinstance(policy, WeightsInFile):
-                digest = await self._load_from(policy)
+                digest = await self._weights_reader().load(policy, self.engine.load_weights)
             elif isinstance(policy, Weights):
                 digest = await self.engine.load_weights(policy)
             else:
@@ -160,12 +160,19 @@ class RolloutWorker(RolloutService):
             self._version, seconds = policy.version, time.perf_counter() - start
             return Receipt(digest, seconds, await self.engine.peak_memory())
 
-    async def _load_from(self, place: WeightsInFile) -> str | None:
+    async def reaches(self, place: WeightsInFile) -> str:
+        try:
+            await self._weights_reader().load(place, _nothing)
+        except (EngineError, ValueLost) as error:
+            return str(error)
+        return ""
+
+    def _weights_reader(self) -> "WeightsReader":
         if self._reader is None:
             from rollout.weights_file import WeightsReader  # here: the driver, which loads no torch, reads this file
 
             self._reader = WeightsReader()
-        return await self._reader.load(place, self.engine.load_weights)
+        return self._reader
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         start = time.perf_counter()
@@ -191,6 +198,11 @@ class RolloutWorker(RolloutService):
             self.scorer.close()
         if self.trajectories is not None:
             self.trajectories.close()
+
+
+async def _nothing(weights: Weights) -> str:
+    """Loads them nowhere."""
+    return weights.digest
 
 
 def _scorer(spec: WorkerSpec) -> Scorer | None:

@@ -10,7 +10,7 @@ from cluster.files import Digest, digests_in
 from learner.trainer.service import Arithmetic, Exported, TrainerService
 from rollout.fake_engine import FakeEngine
 from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, SentPolicy
+from rollout.types import Adapter, SentPolicy, WeightsInFile
 from rollout.weight_sync import Answer
 
 VERSION_FILE = "adapter_model.safetensors"  # what is published must have the name that users load
@@ -43,6 +43,9 @@ class FakeTrainer(TrainerService):
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
         adapter = self.adapter()
         return Shared(adapter), Exported(adapter.policy_id, 4.0)
+
+    async def empty_weights(self) -> WeightsInFile:
+        return WeightsInFile(0, "", "nowhere", "", 0, 0, 0)
 
     def adapter(self) -> Adapter:
         return Adapter.build(self.version, b"weights %d" % self.version, {})

@@ -11,7 +11,7 @@ from cluster.files import writing
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from cluster.trackers import PROMETHEUS
-from learner.config import RunConfig, generator_roles, learner_roles, roles
+from learner.config import RunConfig, roles
 from learner.driver import checkpoint
 from learner.driver.config_io import to_yaml
 from learner.driver.console import Progress
@@ -96,7 +96,8 @@ async def _attempt(
         phases.until_now("processes")
         sinks = _sinks(prepared, progress, phases)
         with closing(sinks.timeline), closing(sinks.metrics):
-            loop, _ = wire(_inputs(prepared, session), processes.generators, processes.learner, sinks)
+            inputs = _inputs(prepared, processes.weights_stay)
+            loop, _ = wire(inputs, processes.generators, processes.learner, sinks)
             loop.stop = stop
             _obey_signals(stop, progress.note)
             patience = Patience.of(prepared.config.cluster.deadlines)
@@ -123,8 +124,7 @@ async def _close(processes: Processes) -> None:
     await asyncio.gather(*(one.call(RewardService.close, CLOSE_S) for one in rewards), return_exceptions=True)
 
 
-def _inputs(prepared: Prepared, session: Session) -> Inputs:
-    used = [role.name for role in (*generator_roles(prepared.config), *learner_roles(prepared.config))]
+def _inputs(prepared: Prepared, weights_stay: bool) -> Inputs:
     return Inputs(
         prepared.config,
         prepared.total_steps,
@@ -132,7 +132,7 @@ def _inputs(prepared: Prepared, session: Session) -> Inputs:
         prepared.heldout,
         prepared.fingerprints,
         prepared.budgets.alternating,
-        one_machine=len({session.node_of()[name] for name in used}) == 1,
+        weights_stay,
     )
 
 

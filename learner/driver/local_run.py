@@ -83,12 +83,12 @@ def local_run(
     trainer: Actor[TrainerService] | None = None,
     resumed_step: int = 0,
     alternating: bool = False,
-    one_machine: bool = True,
+    weights_stay: bool = False,
 ) -> LocalRun:
     """A run that leaves its files in `folder`; two fake generators and a fake trainer where none are given.
 
     resumed_step: of the checkpoint that `finish` will be given. alternating: as memory.layout.
-    one_machine: as of Inputs.
+    weights_stay: as of Inputs.
     """
     if generators is None:
         generators = [Local(f"generator-{rank}", FakeWorker, [FakeEngine(VOCAB), rank]) for rank in range(2)]
@@ -102,6 +102,6 @@ def local_run(
         Progress(total_steps, Console(file=io.StringIO())),
         Phases(time.perf_counter()),
     )
-    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), alternating, one_machine)
+    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), alternating, weights_stay)
     loop, pipes = wire(inputs, generators, trainer, sinks)
     return LocalRun(loop, pipes, sinks, trainer)

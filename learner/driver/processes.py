@@ -17,6 +17,7 @@ from learner.config import RunConfig, generator_roles, learner_roles, reward_rol
 from learner.driver.memory_budget import Budgets
 from learner.driver.node_checks import check_nodes
 from learner.driver.preflight import Prepared
+from learner.driver.reach import weights_stay
 from learner.driver.step_record import read_policies
 from learner.driver.watched_learner import WatchedLearner, lost_as_it_starts
 from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
@@ -51,11 +52,13 @@ ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Of a run. rewards: those that do nothing but score."""
+    """Of a run. rewards: those that do nothing but score. weights_stay: whether whole weights stay in the learner's
+    memory on their way to the generators."""
 
     generators: list[RevivableActor[RolloutService]]
     rewards: list[Remote[RewardServer]]
     learner: Actor[TrainerService]
+    weights_stay: bool
 
 
 async def start_processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> Processes:
@@ -99,7 +102,8 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         longest = config.rollout.max_prompt_length
         fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
-    return Processes(list(workers), rewards, trainer)
+    stays = await weights_stay(config, session, trainer, workers, note)
+    return Processes(list(workers), rewards, trainer, stays)
 
 
 def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServer]]:

@@ -27,10 +27,10 @@ class WeightSync:
         producers: Sequence[Producer],
         pipes: Pipes,
         *,
-        one_machine: bool,
+        stays: bool,
     ) -> None:
         self._trainer, self._producers, self._pipes = trainer, producers, pipes
-        self._dtype, self._stays = config.kv_dtype, one_machine and config.weights_stay
+        self._dtype, self._stays = config.kv_dtype, stays
         longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
         deadlines = config.cluster.deadlines

@@ -37,7 +37,8 @@ BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long 
 class Inputs:
     """What a run is, apart from its processes.
 
-    alternating: generators and learner take turns on one card. one_machine: all generators are on the learner's.
+    alternating: generators and learner take turns on one card. weights_stay: as of
+    learner.driver.processes.Processes.
     """
 
     config: RunConfig
@@ -46,7 +47,7 @@ class Inputs:
     heldout: Sequence[Problem]
     fingerprints: Fingerprints
     alternating: bool = False
-    one_machine: bool = True
+    weights_stay: bool = False
 
 
 def wire(
@@ -68,7 +69,7 @@ def wire(
         for producer in producers:
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
     metrics = StepMetrics(sinks, producers, pipes, config.learner.groups_per_step)
-    sync = WeightSync(config, trainer, producers, pipes, one_machine=inputs.one_machine)
+    sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay)
     turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
     record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
     reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)

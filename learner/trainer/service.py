@@ -11,7 +11,7 @@ import pyarrow as pa
 from cluster.actor import Shared, stays_there
 from cluster.files import Digest
 from rollout.shared_base.manifest import Manifest
-from rollout.types import PolicyId, SentPolicy
+from rollout.types import PolicyId, SentPolicy, WeightsInFile
 from rollout.weight_sync import Answer
 
 
@@ -95,6 +95,9 @@ class TrainerService(Protocol):
         stays: whole weights stay in this process's memory, and what goes out is where they lie (rollout.weights_file);
         all generators must be on this machine.
         """
+
+    async def empty_weights(self) -> WeightsInFile:
+        """As those of `outgoing` with `stays`, without a tensor: what generators try to map."""
 
     async def probe(self, token_ids: list[int]) -> Answer:
         """What the present policy says of the tokens, and what a generator that has it holds.

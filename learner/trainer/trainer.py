@@ -41,7 +41,7 @@ from learner.trainer.stochastic_rounding import AnyUpdater, updater_for, wants_m
 from learner.trainer.updates import Updates
 from learner.trainer.value_learner import value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
-from rollout.types import SentPolicy
+from rollout.types import SentPolicy, WeightsInFile
 from rollout.weight_sync import Answer
 from rollout.weights_file import WeightsFile
 
@@ -122,6 +122,9 @@ class Trainer(TrainerService):
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
         file = self._file if stays else None
         return await self._thread.run(lambda: _outgoing(self._policy, self._version, merged=self._merged, file=file))
+
+    async def empty_weights(self) -> WeightsInFile:
+        return await self._thread.run(lambda: self._file.pack(0, {}, self._policy.dtype))
 
     async def probe(self, token_ids: list[int]) -> Answer:
         answer = partial(answer_of, self._policy, merged=self._merged)

@@ -215,6 +215,10 @@ async def test_without_a_policy_there_is_neither_group_nor_probe(worker: Rollout
 
 async def test_weights_are_read_where_the_learner_has_them_unless_it_has_newer_ones(worker: RolloutWorker) -> None:
     file, sources = WeightsFile(), {"weight": Source.of(torch.ones(3))}
+    empty = file.pack(0, {}, torch.float32)
+    assert await worker.reaches(empty) == ""
+    assert "must run in one container" in await worker.reaches(empty._replace(machine="another"))
+    assert "gone with the learner" in await worker.reaches(empty._replace(inode=1))
     old, _, new = (file.pack(version, sources, torch.float32) for version in (4, 5, 6))
     assert await worker.take_policy(old) is None
     receipt = await worker.take_policy(new)

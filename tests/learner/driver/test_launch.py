@@ -143,7 +143,7 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
         return await work
 
     async def processes(*_: Any) -> Any:
-        return SimpleNamespace(generators=[], learner=None, rewards=["rewards-0", "rewards-1"])
+        return SimpleNamespace(generators=[], learner=None, rewards=["rewards-0", "rewards-1"], weights_stay=False)
 
     async def run(resume_from: Any, *work: Any) -> None:
         given.extend([await one for one in work])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 from cluster.actor import Local, Unusable
 from learner.driver.local_run import local_run
+from learner.driver.reach import weights_stay
 from rollout.service import RolloutService
-from rollout.types import SentPolicy
+from rollout.types import SentPolicy, WeightsInFile
 from rollout.weight_sync import Receipt
-from tests.learner.loops import PER_STEP, Trainer, Worker, build, configure, consumed, finish
+from tests.learner.loops import PER_STEP, Trainer, Worker, configure, consumed
 
 RANKS = {"cluster": {"learners": 2}}
+SHARDS = RANKS | {"memory": {"base": "sharded"}}
 MERGED = {"push": "merged", "groups_per_step": PER_STEP}
 WHOLE = {"mode": "full", "learning_rate": 1e-5, "groups_per_step": PER_STEP}
 
@@ -57,38 +60,79 @@ class Memory:
         return Local(f"generator-{rank}", Reading, [0.0, None])
 
 
-@pytest.mark.parametrize(
-    ("learner", "others", "stays"),
-    [
-        (MERGED, {}, True),
-        ({"groups_per_step": PER_STEP}, {}, False),  # an adapter
-        (MERGED, RANKS, False),  # of which one may be lost with the policy that it has sent
-        (WHOLE, RANKS | {"memory": {"base": "sharded"}}, True),
-    ],
-)
-async def test_no_generator_that_is_waited_for_comes_too_late(
-    tmp_path: Path, learner: dict[str, Any], others: dict[str, Any], stays: bool
-) -> None:
+async def test_no_generator_that_is_waited_for_comes_too_late(tmp_path: Path) -> None:
     memory = Memory()
     workers = [memory.worker(rank, slow_s=0.01 * rank) for rank in range(2)]
-    config = configure(max_staleness=2, learner=learner, **others)
-    await finish(build(tmp_path, config, 6, workers=workers, trainer=memory.trainer()))
-    assert (memory.asked, memory.late) == ([stays] * 7, [])
-
-
-async def test_weights_do_not_stay_for_generators_of_other_machines(tmp_path: Path) -> None:
-    memory, config = Memory(), configure(learner=MERGED)
-    run = local_run(tmp_path, config, 2, generators=[memory.worker(0)], trainer=memory.trainer(), one_machine=False)
-    await run.finish()
-    assert memory.asked == [False] * 3
+    config = configure(max_staleness=2, learner=MERGED)
+    await local_run(tmp_path, config, 6, generators=workers, trainer=memory.trainer(), weights_stay=True).finish()
+    assert (memory.asked, memory.late) == ([True] * 7, [])
 
 
 async def test_one_that_is_lost_in_the_learners_turn_is_brought_what_was_published(tmp_path: Path) -> None:
     """The learner has written the next policy by then, and waits for the generators before it is published."""
     memory = Memory()
     worker = memory.worker(0, dies_at_wake=3)
-    loop = build(tmp_path, configure(learner=MERGED), 5, workers=[worker], trainer=memory.trainer(), alternating=True)
+    config = configure(learner=MERGED)
+    loop = local_run(
+        tmp_path, config, 5, generators=[worker], trainer=memory.trainer(), alternating=True, weights_stay=True
+    )
     await worker.call(RolloutService.sleep, 1)
     async with asyncio.timeout(20):
-        await finish(loop)
+        await loop.finish()
+    assert memory.asked == [True] * 6
     assert consumed(tmp_path) == [list(range(3 * step, 3 * step + 3)) for step in range(5)]
+
+
+class Placed:
+    """A session that has put each role on the node of that number."""
+
+    def __init__(self, **nodes: int) -> None:
+        self._nodes = {name.replace("_", "-"): node for name, node in nodes.items()}
+
+    def node_of(self) -> dict[str, int]:
+        return self._nodes
+
+
+class Trying(Worker):
+    """answer: what comes of its try."""
+
+    def __init__(self, answer: str | Exception) -> None:
+        super().__init__(0.0, None)
+        self.answer = answer
+
+    async def reaches(self, place: WeightsInFile) -> str:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+ALONE = Placed(generator_0=0, generator_1=0, learner=0)
+
+
+@pytest.mark.parametrize(
+    ("learner", "others", "placed", "answers", "stay", "said"),
+    [
+        (MERGED, {}, ALONE, ["", ""], True, ""),
+        ({"groups_per_step": PER_STEP}, {}, ALONE, ["", ""], False, ""),  # an adapter
+        (MERGED, {}, Placed(generator_0=0, generator_1=1, learner=0), ["", ""], False, ""),
+        (MERGED, {}, ALONE, ["", "a sandbox"], False, "whole weights go through Ray's object store, .*: a sandbox"),
+        (MERGED, {}, ALONE, ["", Unusable("killed")], False, ""),
+        # Of several ranks one may be lost with the policy that it has sent, unless all are lost with it.
+        (MERGED, RANKS, Placed(generator_0=0, generator_1=0, learner_0=0, learner_1=0), ["", ""], False, ""),
+        (WHOLE, SHARDS, Placed(generator_0=0, generator_1=0, learner_0=0, learner_1=0), ["", ""], True, ""),
+    ],
+)
+async def test_weights_stay_where_every_generator_can_read_them(
+    learner: dict[str, Any],
+    others: dict[str, Any],
+    placed: Any,
+    answers: list[Any],
+    stay: bool,
+    said: str,
+) -> None:
+    notes = list[str]()
+    config = configure(learner=learner, rollout={"workers": 2}, **others)
+    generators = [Local(f"generator-{rank}", Trying, [answer]) for rank, answer in enumerate(answers)]
+    assert await weights_stay(config, placed, Memory().trainer(), generators, notes.append) == stay
+    assert len(notes) == bool(said)
+    assert re.match(said, "".join(notes))
