@@ -20,7 +20,6 @@ from learner.batch.rows import read
 from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model import activation_checkpointing
-from learner.model.export import update_of, write_weights
 from learner.model.head import check_ids
 from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
@@ -36,6 +35,7 @@ from learner.trainer.nonfinite_guard import NonFiniteGuard
 from learner.trainer.peers import Peers
 from learner.trainer.probe_answer import answer_of
 from learner.trainer.rng_state import random_state, set_random_state
+from learner.trainer.sender import Sender
 from learner.trainer.service import Arithmetic, Exported, TrainerService
 from learner.trainer.stochastic_rounding import AnyUpdater, updater_for, wants_masters
 from learner.trainer.updates import Updates
@@ -43,7 +43,6 @@ from learner.trainer.value_learner import value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
 from rollout.types import SentPolicy, WeightsInFile
 from rollout.weight_sync import Answer
-from rollout.weights_file import WeightsFile
 
 
 class Trainer(TrainerService):
@@ -81,8 +80,7 @@ class Trainer(TrainerService):
         reward_adapters: Sequence[str] = (),
         peers: Peers | None = None,
     ) -> None:
-        self._path, self._merged = model.source, learner.push == "merged"
-        where = device_of(device)
+        self._path, where = model.source, device_of(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
         mapped = None if base is None else MappedBase(base, where)
         self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
@@ -102,9 +100,8 @@ class Trainer(TrainerService):
             max_completion_length=max_completion_length,
             total_steps=total_steps,
         )
-        self._guard = NonFiniteGuard()
-        self._version = 0
-        self._file = WeightsFile()
+        self._sender = Sender(self._policy, merged=learner.push == "merged")
+        self._guard, self._version = NonFiniteGuard(), 0
         self._thread = BaseThread(mapped)
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
@@ -120,14 +117,13 @@ class Trainer(TrainerService):
         return await self._thread.compute(lambda: self._rehearse(prompt_length))
 
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
-        file = self._file if stays else None
-        return await self._thread.run(lambda: _outgoing(self._policy, self._version, merged=self._merged, file=file))
+        return await self._thread.run(lambda: self._sender.outgoing(self._version, stays=stays))
 
     async def empty_weights(self) -> WeightsInFile:
-        return await self._thread.run(lambda: self._file.pack(0, {}, self._policy.dtype))
+        return await self._thread.run(self._sender.empty)
 
     async def probe(self, token_ids: list[int]) -> Answer:
-        answer = partial(answer_of, self._policy, merged=self._merged)
+        answer = partial(answer_of, self._policy, merged=self._sender.merged)
         return await self._thread.compute(lambda: answer(self._version, token_ids))
 
     async def arithmetic(self) -> Arithmetic:
@@ -245,15 +241,3 @@ def _memory_metrics(memory: MemoryLimit, budget: TokenBudget, retries_before: in
         "memory/oom_retries": float(budget.retries - retries_before),
         "memory/token_budget": float(budget.tokens),
     }
-
-
-def _outgoing(
-    policy: Policy, version: int, *, merged: bool, file: WeightsFile | None
-) -> tuple[Shared[SentPolicy], Exported]:
-    begun = time.perf_counter()
-    update: SentPolicy
-    if file is not None and (merged or policy.peft_config is None):
-        update = write_weights(policy, version, file, merged=merged)
-    else:
-        update = update_of(policy, version, merged=merged)
-    return Shared(update), Exported(update.policy_id, time.perf_counter() - begun)
