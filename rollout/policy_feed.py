@@ -77,7 +77,7 @@ class PolicyFeed:
 
     async def deliver(self, push: Push) -> bool:
         """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent. False if the
-        learner has overwritten them with a newer one, which it is about to publish."""
+        learner has written newer ones in their place, and has published the policy after this one."""
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("push", name, version=version):
             receipt = await self.worker.actor.call(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
 from learner.driver.memory_budget import MemoryPlanError, settle
-from learner.driver.plan_file import PlanFile
 from learner.driver.plan_request import layouts, wish_of
 from learner.driver.processes import worker_spec
 from learner.model.adapter_config import HEAD
@@ -273,28 +271,3 @@ def test_without_a_device_nothing_is_limited() -> None:
     assert settle(config, BERT).plan is None
     with pytest.raises(MemoryPlanError, match="bert"):
         settle(run(memory={"device": "16GiB"})[0], BERT)
-
-
-def test_the_file_holds_plan_and_measure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    budgets = settle(*run(memory={"device": "16GiB"}))
-    assert budgets.plan is not None
-    file = PlanFile(tmp_path, budgets)
-    file.measure({"memory/learner_peak": 5e9, "memory/generator_peak": 1e9})
-    file.measure({"memory/learner_peak": 4e9, "memory/generator_peak": 0.5e9})
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["learner"]["measured"] == 5e9
-    assert content["generator"]["measured"] == 1e9
-    assert content["learner"]["planned"] == budgets.plan.learner_bytes == sum(content["learner"]["parts"].values())
-    tensors = budgets.plan.generator_room - 1_500_000_000  # 0.8 GB of context, 0.7 that the allocator keeps
-    with caplog.at_level(logging.WARNING):
-        file.measure({"memory/generator_peak": 0.89 * tensors})
-        assert caplog.records == []
-        for share in (0.92, 0.94):
-            file.measure({"memory/generator_peak": share * tensors})
-    assert len(caplog.records) == 1
-
-
-def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "plan.partial").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.partial'"):
-        PlanFile(tmp_path, settle(*run(memory={"device": "16GiB"})))
