@@ -8,13 +8,14 @@ JSON object of that length, name -> dtype, shape and place in what follows; the 
 
 import json
 import struct
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rollout.raw_bytes import as_bytes
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -89,12 +90,10 @@ def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
 
 
 def unpack(payload: bytes | memoryview) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, each on the payload's own memory: to be read and never written to: it is mapped for reading
-    alone, and by others as well. A copy would cost a second for each gigabyte, nearly all of it for fresh pages."""
+    """Name and tensor, each on the payload's own memory: to be read and never written to, since others read it, too,
+    and it may be mapped for reading alone. A copy would cost a second for each gigabyte, nearly all for fresh pages."""
     header, begin = header_of(payload)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        whole = torch.frombuffer(payload, dtype=torch.uint8)
+    whole = as_bytes(payload)
     for name, entry in header.items():
         start, end = entry["data_offsets"]
         yield name, whole[begin + start : begin + end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])

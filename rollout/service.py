@@ -33,7 +33,7 @@ class RolloutService(Protocol):
         """
 
     async def reaches(self, place: WeightsInFile) -> str:
-        """ "" if this process can map memory of the learner's where there are no weights yet; else why not."""
+        """Why this process cannot map memory of the learner's, in which there are no weights yet; empty if it can."""
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
         """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import mmap
 import os
-import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from cluster import machine
 from cluster.actor import ValueLost
+from rollout.raw_bytes import as_bytes
 from rollout.safetensors_stream import Source, pack
 from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile, digest_of_weights
 
@@ -68,7 +68,7 @@ class WeightsFile:
 
     def _mapped(self) -> _Mapping:
         if self._mapping is None:
-            self._mapping = _Mapping(self._descriptor, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mapping = _Mapping(self._descriptor, writes=True)
         return self._mapping
 
     def close(self) -> None:
@@ -126,10 +126,8 @@ def _opened(place: WeightsInFile) -> _Mapping:
             f"weights v{place.version}: the learner's memory cannot be mapped from here: generators and learner of one "
             "node must run in one container"
         )
-    # What CUDA registers must be writable; on a CPU a write to what others read ends this process.
-    writable = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     try:
-        descriptor = os.open(place.path, os.O_RDWR if writable else os.O_RDONLY)
+        descriptor = os.open(place.path, os.O_RDWR if _on_card() else os.O_RDONLY)
     except FileNotFoundError:
         descriptor = -1
     except OSError as error:
@@ -140,10 +138,15 @@ def _opened(place: WeightsInFile) -> _Mapping:
     try:
         if descriptor < 0 or os.fstat(descriptor).st_ino != place.inode:
             raise ValueLost(f"weights v{place.version}: they are gone with the learner's process, which had them")
-        return _Mapping(descriptor, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        return _Mapping(descriptor, writes=False)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _on_card() -> bool:
+    """Whether this process computes on one."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class _Mapping:
@@ -153,11 +156,11 @@ class _Mapping:
     mapped is of the memory that a role may take.
     """
 
-    def __init__(self, descriptor: int, protection: int) -> None:
-        with warnings.catch_warnings():  # that a reader's cannot be written is the point
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self._bytes = torch.frombuffer(mmap.mmap(descriptor, 0, prot=protection), dtype=torch.uint8)
-        self.kept = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    def __init__(self, descriptor: int, *, writes: bool) -> None:
+        self.kept = _on_card()
+        # What CUDA registers must be writable; on a CPU a write to what others read ends a reader's process.
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writes or self.kept else 0)
+        self._bytes = as_bytes(mmap.mmap(descriptor, 0, prot=protection))
         self._registered = self.kept and self._register()
 
     def _register(self) -> bool:

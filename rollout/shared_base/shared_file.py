@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from rollout.raw_bytes import as_bytes
 from rollout.shared_base.manifest import BaseNotShared, Manifest
 
 _ALIGNED = 64  # bytes; a cache line, and the widest vector register
@@ -78,6 +78,4 @@ def _map(path: str) -> Tensor:
             f"memory.base: shared: the generator's base cannot be mapped ({path}: {error}); both processes must run in "
             "one container, as one user; or set memory.base=own"
         ) from error
-    with warnings.catch_warnings():  # that it cannot be written is the point
-        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        return torch.frombuffer(view, dtype=torch.uint8)
+    return as_bytes(view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_logprobs_and_gradients_are_those_of_an_own_copy(path: Path, dtype: str)
 
 
 def test_it_goes_on_with_the_same_base_of_a_fresh_owner(path: Path) -> None:
+    gc.collect()  # of another test in this process, which `detach` would collect, too
     others = mappings()
     owner = owner_of(path)
     mapped = MappedBase(owner.manifest, CPU)
