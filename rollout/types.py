@@ -129,11 +129,13 @@ class Weights:
     digest: digest_of_weights of the payload.
     payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Layers that
     engines fuse (q, k and v; gate and up) come together or not at all.
+    place: where other processes of this machine find them, too, if they can.
     """
 
     version: int
     digest: str
     payload: bytes | memoryview
+    place: WeightsInFile | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As an Adapter's."""

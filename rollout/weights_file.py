@@ -16,8 +16,9 @@ import asyncio
 import logging
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ _WRITING = -1
 
 
 class WeightsFile:
-    """The learner's end."""
+    """The learner's end. places: policies that there is room for, 1 or 2."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int = 2) -> None:
+        self._places = places
         self._descriptor, self._capacity = -1, 0
         self._offset = 0  # of the newest policy's place
         self._mapping: _Mapping | None = None
@@ -46,25 +48,33 @@ class WeightsFile:
     def pack(self, version: int, sources: Mapping[str, Source], dtype: torch.dtype) -> WeightsInFile:
         """Writes the weights in the place of those before the last, as rollout.safetensors_stream.pack does."""
         payload = pack(sources, dtype, self._room)
-        digest = digest_of_weights(payload)
+        return self._written(version, digest_of_weights(payload), len(payload))
+
+    def copy(self, weights: Weights) -> WeightsInFile:
+        """Writes weights that came another way, in the same place."""
+        size = len(weights.payload)
+        self._room(size).numpy().data[:] = weights.payload
+        return self._written(weights.version, weights.digest, size)
+
+    def _written(self, version: int, digest: str, size: int) -> WeightsInFile:
         mapping = self._mapped()
         mapping.stamp(self._offset, version)
         if not mapping.kept:
             self._mapping = None
         path, inode = f"/proc/{os.getpid()}/fd/{self._descriptor}", os.fstat(self._descriptor).st_ino
-        return WeightsInFile(version, digest, machine.name(), path, inode, self._offset, len(payload))
+        return WeightsInFile(version, digest, machine.name(), path, inode, self._offset, size)
 
     def _room(self, size: int) -> Tensor:
         """[size] uint8, of no version from now on."""
         if size > self._capacity:  # another file: at the first policy, since a run's do not grow
             self.close()
             self._descriptor, self._capacity = os.memfd_create("gleaner-weights"), -(-size // _BEFORE) * _BEFORE
-            os.ftruncate(self._descriptor, 2 * (_BEFORE + self._capacity))
-        else:
+            os.ftruncate(self._descriptor, self._places * (_BEFORE + self._capacity))
+        elif self._places == 2:
             self._offset = _BEFORE + self._capacity - self._offset
         mapping = self._mapped()
         mapping.stamp(self._offset, _WRITING)
-        return mapping.payload(self._offset, size)
+        return mapping.room(self._offset, size)
 
     def _mapped(self) -> _Mapping:
         if self._mapping is None:
@@ -81,7 +91,7 @@ class WeightsFile:
 
 
 class WeightsReader:
-    """A generator's end."""
+    """The end of a generator, and of each of its processes if it has several."""
 
     def __init__(self) -> None:
         self._mapping: _Mapping | None = None
@@ -94,19 +104,31 @@ class WeightsReader:
         Raises ValueLost if the learner's process has ended, EngineError if its memory cannot be mapped, else as `load`.
         """
         mapping = await asyncio.to_thread(self._mapped, place)
-        if mapping.version(place.offset) != place.version:
-            return None
-        payload = mapping.payload(place.offset, place.size).numpy().data
+        with self._using(mapping):
+            if mapping.version(place.offset) != place.version:
+                return None
+            try:
+                digest = await load(Weights(place.version, place.digest, mapping.payload(place), place))
+            except AdapterCorrupt:
+                if mapping.version(place.offset) == place.version:
+                    raise
+                return None
+            return digest if mapping.version(place.offset) == place.version else None
+
+    @contextmanager
+    def payload(self, place: WeightsInFile) -> Iterator[memoryview]:
+        """The weights, for a process of a generator that sees to their version itself. Raises as load."""
+        mapping = self._mapped(place)
+        with self._using(mapping):
+            yield mapping.payload(place)
+
+    @contextmanager
+    def _using(self, mapping: _Mapping) -> Iterator[None]:
         try:
-            digest = await load(Weights(place.version, place.digest, payload))
-        except AdapterCorrupt:
-            if mapping.version(place.offset) == place.version:
-                raise
-            return None
+            yield
         finally:
             if not mapping.kept:
                 self._let_go()
-        return digest if mapping.version(place.offset) == place.version else None
 
     def _mapped(self, place: WeightsInFile) -> _Mapping:
         if self._mapping is None or self._inode != place.inode:
@@ -180,9 +202,13 @@ class _Mapping:
         """Sets it."""
         self._bytes[offset : offset + 8].view(torch.int64)[0] = version
 
-    def payload(self, offset: int, size: int) -> Tensor:
-        """[size] uint8, the weights."""
+    def room(self, offset: int, size: int) -> Tensor:
+        """[size] uint8, for the weights of the place that begins there."""
         return self._bytes[offset + _BEFORE : offset + _BEFORE + size]
+
+    def payload(self, place: WeightsInFile) -> memoryview:
+        """The weights."""
+        return self.room(place.offset, place.size).numpy().data
 
     def end(self) -> None:
         """What is registered must be given back before it is unmapped."""

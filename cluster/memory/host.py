@@ -46,7 +46,7 @@ def host_bytes(
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
     pushed = pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
-    copies = (STORE_COPIES if wish.undo else 0) + (found.generators * SHARDS_COPIES if found.shards > 1 else 0)
+    copies = STORE_COPIES + (found.generators * SHARDS_COPIES if found.shards > 1 else 0) if wish.undo else 0
     saving = _saving(found, wish, learners) if wish.mode == "full" else 0
     asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
     each = reward_models + LEARNER_PROCESS if reward_models else REWARD

@@ -15,7 +15,8 @@ BLOCKS = (
 # own bytes and the store's pages of this push and of the one before, which is still held (3.4 with 75 MB). Generator
 # (1.4 and 1.9): its view, and vLLM's copies of the layer that it is loading.
 FILE_COPIES, STORE_COPIES, GENERATOR_COPIES = 2, 3, 2
-# Where a generator has several processes: the memory in which they find it (rollout.vllm.weight_shards), an estimate.
+# Of a generator of several processes: the view of the one that asks them, which hashes the weights (estimate). Where
+# they come through the object store it is a copy, in which the others find them (rollout.vllm.policies).
 SHARDS_COPIES = 1
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.types import Weights
 from rollout.vllm.adapter_cache import Resident
 
 
@@ -27,7 +28,7 @@ class Load:
     """A new policy."""
 
     staged: Resident
-    payload: bytes | memoryview | None = None  # of whole weights; an adapter lies in its folder
+    weights: Weights | None = None  # an adapter lies in its folder
     answer: Future[Any] = field(default_factory=Future)
 
 

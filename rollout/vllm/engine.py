@@ -98,7 +98,7 @@ class VllmEngine:
     async def load_weights(self, weights: Weights) -> str:
         """See Engine.load_weights."""
         staged = await asyncio.to_thread(self._thread.window.stage, weights)
-        digest: str = await self._thread.call(Load(staged, weights.payload))
+        digest: str = await self._thread.call(Load(staged, weights))
         return digest
 
     async def share_base(self) -> Manifest:

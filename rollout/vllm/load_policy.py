@@ -5,15 +5,14 @@ Only the engine's own thread calls these, between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rollout.engine import AdapterRefused
 from rollout.safetensors_stream import unpack
-from rollout.types import EngineError
+from rollout.types import EngineError, WeightsInFile
 from rollout.vllm.adapter_cache import AdapterWindow, Resident
 from rollout.vllm.convert import lora_request
-from rollout.vllm.weight_shards import opened, shared_payload
+from rollout.weights_file import WeightsReader
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
@@ -66,9 +65,11 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
 
 
 def load_weights(
-    engine: Any, window: AdapterWindow, staged: Resident, payload: bytes | memoryview, shards: int
+    engine: Any, window: AdapterWindow, staged: Resident, source: bytes | memoryview | WeightsInFile
 ) -> None:
     """Puts the staged weights (safetensors) in the place of those of the same names; the others stay.
+
+    source: for an engine in this process they are in its memory; for one of several processes, where each finds them.
 
     Requests that run go on under them as replace_adapter says. Cached keys and values are the old weights', and only
     requests that began under those find them: each prompt carries its version (EngineThread).
@@ -77,25 +78,21 @@ def load_weights(
     versions, hence is a RuntimeError that ends the engine.
     """
     window.check(staged)
-    if staged.keys and shards == 1:  # no keys: Weights.unchanged
-        # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so what is in memory is passed as it is.
-        _in_workers(engine, staged, _replace, payload)
-    elif staged.keys:
-        with shared_payload(payload) as path:
-            _in_workers(engine, staged, _replace_from, path)
+    if staged.keys:  # else Weights.unchanged
+        load = _replace_from if isinstance(source, WeightsInFile) else _replace
+        try:
+            engine.collective_rpc(load, args=(source, staged.keys))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"weights v{staged.version} were loaded in part: {cause}") from error
     window.replace(staged)
 
 
-def _in_workers(engine: Any, staged: Resident, load: Callable[..., None], source: bytes | memoryview | str) -> None:
-    try:
-        engine.collective_rpc(load, args=(source, staged.keys))
-    except Exception as error:
-        raise RuntimeError(f"weights v{staged.version} were loaded in part: {type(error).__name__}: {error}") from error
-
-
-def _replace_from(worker: Any, path: str, names: frozenset[str]) -> None:
-    """Runs in each of several workers, which loads its part."""
-    _replace(worker, opened(path), names)
+def _replace_from(worker: Any, place: WeightsInFile, names: frozenset[str]) -> None:
+    """Runs in each of several workers, which loads its part. vLLM's own way to them would send each a pickled copy."""
+    reader: WeightsReader = vars(worker).setdefault("gleaner_reader", WeightsReader())
+    with reader.payload(place) as payload:
+        _replace(worker, payload, names)
 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.engine import AdapterRefused, EngineAsleep, EngineSettings, NoAdapter
-from rollout.types import EngineError, Held
+from rollout.types import EngineError, Held, Weights, WeightsInFile
 from rollout.vllm.adapter_cache import AdapterWindow, Resident
 from rollout.vllm.load_policy import load_adapter, load_weights, replace_adapter
 from rollout.vllm.read_back import held_by
 from rollout.vllm.sleep import sleep, wake
+from rollout.weights_file import WeightsFile
 
 
 class Policies:
@@ -19,6 +20,7 @@ class Policies:
         self._engine, self._settings, self._window = engine, settings, window
         self._asleep = False
         self._slept: Held | None = None  # the newest adapter, when it went to sleep
+        self._copies = WeightsFile(places=1)  # of weights that came through Ray's object store
 
     def newest(self) -> Resident:
         """What requests are to be answered with. Raises EngineAsleep, or NoAdapter before the first."""
@@ -32,10 +34,10 @@ class Policies:
         """The tensors in use, of the newest."""
         return held_by(self._engine, self.newest(), adapters=self._settings.max_lora_rank > 0)
 
-    def load(self, staged: Resident, payload: bytes | memoryview | None, *, running: bool) -> bool:
+    def load(self, staged: Resident, weights: Weights | None, *, running: bool) -> bool:
         """Makes a staged policy the newest; False if it must wait for requests that are running.
 
-        payload: of whole weights; an adapter lies in its folder. The newest once more changes nothing.
+        weights: None for an adapter, which lies in its folder. The newest once more changes nothing.
         """
         newest = self._window.newest
         try:
@@ -43,29 +45,39 @@ class Policies:
             if newest is not None and (staged.version, staged.digest) == (newest.version, newest.digest):
                 self._window.discard(staged)
                 return True
-            return self._load_new(staged, payload, running)
+            return self._load_new(staged, weights, running)
         except EngineError:
             self._window.discard(staged)
             raise
 
-    def _load_new(self, staged: Resident, payload: bytes | memoryview | None, running: bool) -> bool:
-        if (payload is None) == (self._settings.max_lora_rank == 0):
+    def _load_new(self, staged: Resident, weights: Weights | None, running: bool) -> bool:
+        if (weights is None) == (self._settings.max_lora_rank == 0):
             raise AdapterRefused(
                 f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} "
-                f"takes {'whole weights' if payload is None else 'adapters'} only; start it for the other kind"
+                f"takes {'whole weights' if weights is None else 'adapters'} only; start it for the other kind"
             )
         continues = self._settings.in_flight == "continue"
-        if payload is None and not continues:
+        if weights is None and not continues:
             return load_adapter(self._engine, self._window, staged)
-        if payload is None:
+        if weights is None:
             replace_adapter(self._engine, self._window, staged)
         elif running and not continues:
             return False
         else:
-            load_weights(self._engine, self._window, staged, payload, self._settings.shards)
+            load_weights(self._engine, self._window, staged, self._source(weights))
         if continues:
             self._engine.set_weight_version(str(staged.version))  # labels every token from the next step on
         return True
+
+    def _source(self, weights: Weights) -> bytes | memoryview | WeightsInFile:
+        """Where the engine's processes find them."""
+        if self._settings.shards == 1:  # in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)
+            return weights.payload
+        return weights.place or self._copies.copy(weights)
+
+    def close(self) -> None:
+        """Lets go of memory, when the engine has ended."""
+        self._copies.close()
 
     def sleep(self, running: int) -> None:
         """Frees the device memory; nothing happens if it is free already. running: requests."""

@@ -102,6 +102,7 @@ class EngineThread:
             self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
         self.window.clear()
         shut_down(engine)
+        self._turns.close()
 
     def _turn(self) -> None:
         self._take(block=self._turns.idle)

@@ -50,6 +50,10 @@ class Turns:
         """All that somebody waits for."""
         return [*self.running.values(), *self.backlog]
 
+    def close(self) -> None:
+        """When the engine has ended."""
+        self._policies.close()
+
     def _abort(self, request: Request) -> None:
         self.engine.abort_request([request.id])
         # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
@@ -62,7 +66,7 @@ class Turns:
         """False if the command must wait for running requests; those behind it then wait too, in order."""
         try:
             if isinstance(command, Load):
-                if not self._policies.load(command.staged, command.payload, running=bool(self.running)):
+                if not self._policies.load(command.staged, command.weights, running=bool(self.running)):
                     return False
                 settle(command.answer, command.staged.digest)
             elif isinstance(command, Rest):

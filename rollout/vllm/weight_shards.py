@@ -1,13 +1,9 @@
-"""Whole weights of a model that is spread over several processes (rollout.vllm.shards): how they come to each, and
-which part of a weight each holds. Read in vLLM 0.32 (layers/linear.py, layers/vocab_parallel_embedding.py)."""
+"""Whole weights of a model that is spread over several processes (rollout.vllm.shards): which part of a weight each
+holds. Read in vLLM 0.32 (layers/linear.py, layers/vocab_parallel_embedding.py)."""
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,25 +11,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
 
 from rollout.tensor_digests import columns_of
-
-
-@contextmanager
-def shared_payload(payload: bytes | memoryview) -> Iterator[str]:
-    """A path at which the workers find the bytes: one copy in memory for all of them, which ends with the context, or
-    with this process. vLLM's own way to its workers would send each a pickled copy."""
-    descriptor = os.memfd_create("gleaner-weights")
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(payload)
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def opened(path: str) -> memoryview:
-    """The bytes at that path, in one of the workers. They are there for as long as anything refers to them."""
-    with Path(path).open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class Spread(NamedTuple):

@@ -93,6 +93,23 @@ def test_a_policy_that_is_overwritten_while_it_is_loaded_was_not_loaded(file: We
         assert run(WeightsReader(), packed(file, version), load) is None
 
 
+def test_weights_that_came_another_way_are_found_by_other_processes_in_one_place() -> None:
+    file, reader, places = WeightsFile(places=1), WeightsReader(), set[tuple[int, int]]()
+    for version in (1, 2, 3):
+        weights = Weights.build(version, pack(sources(version), torch.bfloat16))
+        place = file.copy(weights)
+        with reader.payload(place) as payload:
+            assert payload == weights.payload
+        del payload
+        assert run(reader, place) == weights.digest
+        assert not mapped()
+        places.add((place.inode, place.offset))
+    assert len(places) == 1
+    file.close()
+    with pytest.raises(ValueLost), reader.payload(place):
+        pass
+
+
 def test_bytes_that_changed_on_their_way_are_an_error(file: WeightsFile) -> None:
     place = packed(file, 1)
     with pytest.raises(AdapterCorrupt, match="weights v1: the digest of its"):

@@ -16,6 +16,7 @@ from examples.random_model import make_tiny_model
 from rollout.engine import EngineDied
 from rollout.types import Held, Sampling
 from rollout.vllm.shards import agreed
+from rollout.weights_file import WeightsFile, WeightsReader
 from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
 from tests.rollout.vllm.test_held import of_adapter, of_weights
 from tests.rollout.vllm.test_weights import logprobs, weights_of
@@ -102,10 +103,14 @@ def forget_last_row(worker: Any, rank: int, path: str) -> None:
 def test_whole_weights_reach_both_processes(tmp_path: Path, family: str, tied: bool, last: str) -> None:
     models = [make_tiny_model(tmp_path / str(seed), family=family, tied=tied, kv_heads=2, seed=seed) for seed in (0, 1)]
     case, ids = EngineCase(models[0], shards=2, max_lora_rank=0), [*PROMPT, 3, 5, 7]
+    file, reader = WeightsFile(), WeightsReader()
     try:
-        for version, model in ((1, models[1]), (2, models[0])):
+        for version, model in ((1, models[1]), (2, models[0]), (3, models[1]), (4, models[0])):
             weights = weights_of(model, version)
-            assert run(case.engine.load_weights(weights)) == weights.digest
+            if version > 2:  # in the learner's memory
+                assert run(reader.load(file.copy(weights), case.engine.load_weights)) == weights.digest
+            else:
+                assert run(case.engine.load_weights(weights)) == weights.digest
             held = run(case.engine.held())
             assert held == Held(of_weights(weights))
             assert np.abs(run(case.engine.probe(ids)) - logprobs(model, ids)).max() < TOLERANCE
