@@ -9,6 +9,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causal language models
+VOCABULARY = 64  # vLLM pads embeddings to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE)
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (config/model.py)
 TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
 
@@ -90,6 +91,7 @@ def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
         "attention heads": heads,
         "key and value heads": text.get("num_key_value_heads") or heads,
         "units of a feed-forward block": text.get("intermediate_size"),
+        "rows of embeddings, as vLLM pads them": -(-text.get("vocab_size", 0) // VOCABULARY) * VOCABULARY,
     }
     uneven = {name: count for name, count in counts.items() if isinstance(count, int) and count % shards}
     if uneven:

@@ -1,7 +1,7 @@
 """Whole weights to a generator of the same machine: through a file in the learner's memory, and through Ray's object
 store, as they go to another machine.
 
-    PYTHONPATH=. .venv/bin/python -m benchmarks.engine.whole_push [--layers 12] [--repeats 5]
+    PYTHONPATH=. .venv/bin/python -m benchmarks.engine.whole_push [--layers 12] [--repeats 5] [--shards 1]
 
 Real: a learner (learner.mode: full) and a generator with vLLM, each a process of Ray with a core of its own; both ways
 in turns, each policy an optimizer step further. Memory is by how much the resident set of each role at its highest was
@@ -39,7 +39,7 @@ WAYS = ("file", "object store")
 REWARD = "def spread(prompts, completions, **columns):\n    return [float(i) for i in range(len(completions))]\n"
 
 
-def configured(folder: Path, layers: int) -> RunConfig:
+def configured(folder: Path, layers: int, shards: int) -> RunConfig:
     (folder / "rewards.py").write_text(REWARD)
     (folder / "data.jsonl").write_text('{"question": "say something"}\n')
     model = make_tiny_model(folder / "model", hidden_size=1024, layers=layers, heads=16, kv_heads=4)
@@ -50,6 +50,7 @@ def configured(folder: Path, layers: int) -> RunConfig:
             "rewards": [{"use": f"{folder}/rewards.py:spread"}],
             "rollout": {"num_generations": 4, "max_completion_length": 16, "kv_cache": "32MiB"},
             "learner": {"mode": "full", "learning_rate": 1e-5, "groups_per_step": 1},
+            "cluster": {"tensor_parallel": shards},
         }
     )
 
@@ -99,9 +100,9 @@ def _status(pid: int | None, name: str) -> float:
     return 1024.0 * int(rows[name].split()[0])
 
 
-async def measure(layers: int, repeats: int) -> tuple[int, list[dict[str, Any]]]:
+async def measure(layers: int, repeats: int, shards: int) -> tuple[int, list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
-        config = configured(Path(folder), layers)
+        config = configured(Path(folder), layers, shards)
         size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors")) // 2  # float32 there
         session = connect("local", min_cpus=2, policy_bytes=size)
         try:
@@ -118,7 +119,7 @@ async def measure(layers: int, repeats: int) -> tuple[int, list[dict[str, Any]]]
     return size, rows
 
 
-def report(size: int, rows: Sequence[dict[str, Any]], told: dict[str, Any]) -> str:
+def report(size: int, rows: Sequence[dict[str, Any]], told: dict[str, Any], shards: int) -> str:
     cells = []
     for way in WAYS:
         all_of_it = [row for row in rows if row["way"] == way]
@@ -126,9 +127,10 @@ def report(size: int, rows: Sequence[dict[str, Any]], told: dict[str, Any]) -> s
         seconds = [f"{median(row[f'{name} s'] for row in warm):.2f}" for name in ("export", "written", "load", "all")]
         peaks = [max(row[f"{name} bytes"] for row in all_of_it) for name in ("learner", "generator-0")]
         cells.append([way, *seconds, *(f"{peak / size:.1f}" for peak in peaks)])
+    spread = f", to a generator of {shards} processes" if shards > 1 else ""
     header = ["way", "export s", "written s", "load s", "all s", "learner, copies", "generator, copies"]
     return (
-        f"# A push of {size / 1e6:.0f} MB of whole weights within a machine\n\n{as_table(header, cells)}\n\n"
+        f"# A push of {size / 1e6:.0f} MB of whole weights within a machine{spread}\n\n{as_table(header, cells)}\n\n"
         "export: the learner writes the weights and hashes them. written: until they can be read elsewhere. load: the "
         "generator hashes them and vLLM loads them. Seconds are medians without the first push of each way. Copies are "
         "multiples of what is sent, by which a role's resident set peaked above what it was.\n\n"
@@ -140,10 +142,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12, help="of 1024 hidden units")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shards", type=int, default=1, help="processes of the generator (tensor parallelism)")
     options = parser.parse_args()
     told = conditions(ENGINE_PACKAGES)
-    size, rows = asyncio.run(measure(options.layers, options.repeats))
-    save("whole_push", {"conditions": told, "bytes": size, "rows": rows}, report(size, rows, told))
+    size, rows = asyncio.run(measure(options.layers, options.repeats, options.shards))
+    name = "whole_push" if options.shards == 1 else f"whole_push_{options.shards}_shards"
+    save(name, {"conditions": told, "bytes": size, "rows": rows}, report(size, rows, told, options.shards))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,10 @@ def test_a_model_is_spread_evenly_or_refused() -> None:
         check_shards(model, "m", 3)
     with pytest.raises(ArchitectureError, match="has 12 attention heads, 4 key and value heads;"):
         check_shards(model, "m", 8)
+    three = model | {"num_key_value_heads": 3}
+    check_shards(three | {"vocab_size": 129}, "m", 3)  # padded to 192
+    with pytest.raises(ArchitectureError, match="m has 320 rows of embeddings, as vLLM pads them;"):
+        check_shards(three | {"vocab_size": 300}, "m", 3)
 
 
 def test_what_vllm_does_not_compute_in_float16() -> None:
