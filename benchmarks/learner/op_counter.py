@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,7 +21,6 @@ from torch.utils._pytree import tree_iter
 
 from learner.batch.layout import Segment
 from learner.model.policy import Policy
-from learner.trainer import forward_backward
 
 HEAD, SUMS, REST, ROTARY = "head", "sums of gradients", "update and the rest", "attention: rotary embedding, copies"
 # By the name of a module's class; the innermost module that has one counts.
@@ -56,9 +54,8 @@ class OpCounter(TorchDispatchMode):
             for hook in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)):
                 stack.callback(hook.remove)
             stack.enter_context(mock.patch.object(Policy, "predicting", self._watch(Policy.predicting)))
-            for name in ("policy_logprobs", "token_logprobs"):
-                plain = getattr(forward_backward, name)
-                stack.enter_context(mock.patch.object(forward_backward, name, partial(self._as_head, plain)))
+            for plain in (Policy.logprobs, Policy.token_logprobs):
+                stack.enter_context(mock.patch.object(Policy, plain.__name__, self._as_head(plain)))
             stack.enter_context(self)
             yield
 
@@ -84,6 +81,8 @@ class OpCounter(TorchDispatchMode):
         if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
             a, b = tensors[-2:]
             return 2.0 * a.numel() * b.shape[-1]
+        if name == "gemm_4bit":  # x, and a packed weight of that shape
+            return 2.0 * tensors[0].numel() * int(args[2][0])
         if "varlen" in name:  # the first matrix after the gradient is the queries'
             width = tensors[0].shape[1] * tensors[0].shape[2]
             return (10.0 if "backward" in name else 4.0) * width * self.pairs
@@ -101,12 +100,15 @@ class OpCounter(TorchDispatchMode):
     def _leave(self, *_: Any) -> None:
         self._inside.pop()
 
-    def _as_head(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._inside.append(HEAD)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            self._inside.pop()
+    def _as_head(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(HEAD)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._inside.pop()
+
+        return counted
 
     def _watch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def predicting(policy: Policy, batch: Any) -> Any:
@@ -123,6 +125,8 @@ def _pairs(own: Segment) -> int:
 
 def _finer(part: str, name: str, flops: float, args: Sequence[Any]) -> str:
     if part == "linear":
+        if name in ("gemm_4bit", "dequantize_4bit", "dequantize_blockwise"):
+            return "base: products" if flops else "base: multiplied out"
         if not flops:
             return "adapters: scale, add, cast"
         sizes = [size for x in args if isinstance(x, Tensor) for size in x.shape]

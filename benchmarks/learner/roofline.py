@@ -73,6 +73,7 @@ class Case(NamedTuple):
     checkpointing: str
     groups: list[tuple[int, list[int]]]  # tokens of a prompt and of its completions
     cuda: bool
+    base: str = "none"
 
 
 def count(case: Case) -> list[tuple[Op, int]]:
@@ -86,7 +87,7 @@ def count(case: Case) -> list[tuple[Op, int]]:
     shape = RAGGED if case.shape == RAGGED.name else SHAPES[case.shape]
     settings = LearnerConfig.model_validate({"checkpointing": case.checkpointing, "token_budget": 8192})
     with mock.patch.object(Trainer, "_step", counted), mock.patch.object(logprob, "_product", _float32_product):
-        meta_run.footprint(shape, settings, case.groups, dtype=case.dtype, cuda=case.cuda)
+        meta_run.footprint(shape, settings, case.groups, dtype=case.dtype, base=case.base, cuda=case.cuda)
     return list(counter.ops.items())
 
 

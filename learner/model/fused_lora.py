@@ -6,7 +6,8 @@
 PEFT writes `result + B(A(x)) * scaling`, layer by layer, so that a step goes through [N, out] twice more forwards, to
 multiply and to add, and the input's gradient is the sum of two tensors per layer. Here products add to what is there
 already, one thin product serves all layers, and what is kept is the same: x and h. The sum W + s B A is never formed:
-rounded to 16 bits it would not be the policy that the generators serve.
+rounded to 16 bits it would not be the policy that the generators serve. Of a layer in 4 bits bitsandbytes makes x W',
+and W once more for dx, one layer at a time.
 
 Letters: N tokens, R rows of all A_i together. W_i and b_i are frozen.
 """
@@ -23,11 +24,30 @@ from torch.autograd.function import once_differentiable
 class Adapted(NamedTuple):
     """A linear layer and the adapter on it, all of one type."""
 
-    weight: Tensor  # [out, in]
+    weight: Tensor  # [out, in], or as bitsandbytes packs it
     bias: Tensor | None  # [out]
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
     scale: float
+    packing: Any = None  # bitsandbytes' QuantState, of a layer in 4 bits
+
+    def base(self, x: Tensor) -> Tensor:
+        """[..., out] of the layer without its adapter. No view of another tensor: models may write to it."""
+        if self.packing is None:
+            return F.linear(x, self.weight, self.bias)
+        from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]  # here: slow to import, and few runs use it
+
+        product: Tensor = matmul_4bit(x, self.weight, quant_state=self.packing, bias=self.bias)
+        return product
+
+    def whole(self) -> Tensor:
+        """[out, in], in the adapter's type."""
+        if self.packing is None:
+            return self.weight
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self.weight, self.packing)
+        return weight
 
 
 def adapted_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
@@ -36,36 +56,37 @@ def adapted_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
 
 
 def applied(function: type[torch.autograd.Function], x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """What an autograd function makes of x, the layers' scales and tensors; layers_of puts them together again."""
+    """What an autograd function makes of x, the layers' tensors and what else they have; layers_of puts them together
+    again."""
     tensors = [tensor for layer in layers for tensor in layer[:4]]
-    outputs: tuple[Tensor, ...] = function.apply(x, [layer.scale for layer in layers], *tensors)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = function.apply(x, [layer[4:] for layer in layers], *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def layers_of(tensors: Sequence[Tensor], scales: list[float]) -> list[Adapted]:
+def layers_of(tensors: Sequence[Tensor], rest: Sequence[tuple[float, Any]]) -> list[Adapted]:
     quarters = (tensors[i::4] for i in range(4))
-    return [Adapted(*layer) for layer in zip(*quarters, scales, strict=True)]
+    return [Adapted(w, bias, a, b, *others) for w, bias, a, b, others in zip(*quarters, rest, strict=True)]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
-        layers = layers_of(tensors, scales)
+    def forward(ctx: Any, x: Tensor, rest: list[tuple[float, Any]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        layers = layers_of(tensors, rest)
         rows = x.reshape(-1, x.shape[-1])
         hidden = rows @ _below(layers).t()  # [N, R]
         outputs = []
         for layer, h in zip(layers, _parts(hidden, layers), strict=True):
-            outputs.append(F.linear(x, layer.weight, layer.bias))  # no view of another tensor: models may write to it
+            outputs.append(layer.base(x))
             outputs[-1].view(len(rows), -1).addmm_(h, layer.b.t(), alpha=layer.scale)
         ctx.save_for_backward(x, hidden, *tensors)
-        ctx.scales = scales
+        ctx.rest = rest
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, *tensors = ctx.saved_tensors
-        layers = layers_of(tensors, ctx.scales)
+        layers = layers_of(tensors, ctx.rest)
         rows, slopes = x.reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
         thin = torch.empty_like(hidden)  # u
         found: list[Tensor | None] = []
@@ -75,9 +96,9 @@ class _Linear(torch.autograd.Function):
         found[2::4] = torch.split(thin.t() @ rows, [len(layer.a) for layer in layers])
         to_input = None
         if ctx.needs_input_grad[0]:
-            to_input = slopes[0] @ layers[0].weight
+            to_input = slopes[0] @ layers[0].whole()
             for layer, g in zip(layers[1:], slopes[1:], strict=True):
-                to_input.addmm_(g, layer.weight)
+                to_input.addmm_(g, layer.whole())
             to_input = to_input.addmm_(thin, _below(layers)).view_as(x)
         return to_input, None, *found
 

@@ -2,8 +2,8 @@
 
 Layers of one module that read the same tensor are a group (q, k and v of an attention block; gate and up of an MLP),
 found by watching one pass, not by their names. The first that is called computes for all, and the others hand out what
-it made. Everything else is left to PEFT: layers in 4 bits, or of another kind than nn.Linear; variants such as DoRA; an
-adapter that is switched off, merged, or not on every layer of the group.
+it made. Everything else is left to PEFT: layers of another kind than nn.Linear, in 16 or 32 bits or in 4; variants such
+as DoRA; an adapter that is switched off, merged, or not on every layer of the group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
 from learner.model.fused_lora import Adapted, adapted_linear
@@ -48,7 +48,7 @@ def fuse(lm: Any, run: Callable[[], object], *, on_card: bool) -> None:
     ready = _Ready()
     lm.base_model.register_forward_pre_hook(ready.clear)
     for group in _groups(homes, run):
-        widen = not on_card and slow_in(group[0].base_layer.weight.dtype)
+        widen = not on_card and slow_in(_type_of(group[0].base_layer))
         for layer in group:
             # On the instance, as learner.model.activation_checkpointing does it: no name changes.
             layer.forward = partial(_forward, layer, group, ready, widen)
@@ -75,7 +75,7 @@ def _forward(
 
 def _adapted(layer: Any, name: str) -> Adapted:
     base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
-    return Adapted(base.weight, base.bias, a.weight, b.weight, layer.scaling[name])
+    return Adapted(base.weight, base.bias, a.weight, b.weight, layer.scaling[name], _packing(base))
 
 
 def _adapter(group: Sequence[Any]) -> str | None:
@@ -106,8 +106,30 @@ def _groups(homes: Mapping[Any, str], run: Callable[[], object]) -> Iterator[lis
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """W x + s B A x, and nothing else: its types are one, and the base is not quantised."""
-    if type(layer) is not Linear or type(layer.base_layer) is not nn.Linear or layer.lora_variant:
+    """W x + s B A x, and nothing else: its types are one."""
+    if not isinstance(layer, LoraLayer) or type(layer) is not _kind_of(layer.base_layer) or layer.lora_variant:
         return False
+    wanted = _type_of(layer.base_layer)
     pairs = [part for name in layer.lora_A for part in (layer.lora_A[name], layer.lora_B[name])]
-    return all(part.bias is None and part.weight.dtype == layer.base_layer.weight.dtype for part in pairs)
+    return all(part.bias is None and part.weight.dtype == wanted for part in pairs)
+
+
+def _kind_of(base: Any) -> type | None:
+    """PEFT's layer around it, if it is of a kind that is known here."""
+    if _packing(base) is None:
+        return Linear if type(base) is nn.Linear else None
+    from peft.tuners.lora.bnb import Linear4bit  # here: there is none without bitsandbytes
+
+    return Linear4bit if base.compute_dtype == _type_of(base) else None
+
+
+def _packing(base: Any) -> Any:
+    """bitsandbytes' QuantState, of a layer in 4 bits."""
+    return getattr(base.weight, "quant_state", None)
+
+
+def _type_of(base: Any) -> torch.dtype:
+    """That its products are computed in."""
+    packing = _packing(base)
+    kind: torch.dtype = base.weight.dtype if packing is None else packing.dtype
+    return kind

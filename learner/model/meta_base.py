@@ -37,4 +37,5 @@ def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
             packed, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module
         )
         module.quant_state = state
+    lm.is_loaded_in_4bit = True  # what PEFT goes by
     name2qmap.pop("dynamic", None)  # bitsandbytes' table for this process, which was just made without content

@@ -33,10 +33,10 @@ def widened_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, rest: list[tuple[float, Any]], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *tensors)
-        ctx.scales = scales
-        return tuple(_output(x, layer) for layer in layers_of(tensors, scales))
+        ctx.rest = rest
+        return tuple(_output(x, layer) for layer in layers_of(tensors, rest))
 
     @staticmethod
     @once_differentiable
@@ -45,13 +45,13 @@ class _Linear(torch.autograd.Function):
         sums = torch.float32 if len(grads) > 1 else x.dtype
         to_x = torch.zeros(x.shape, dtype=sums, device=x.device) if ctx.needs_input_grad[0] else None
         found: list[Tensor | None] = []
-        for layer, grad in zip(layers_of(tensors, ctx.scales), grads, strict=True):
+        for layer, grad in zip(layers_of(tensors, ctx.rest), grads, strict=True):
             found += [None, None, *_slopes(x, layer, grad, to_x)]
         return None if to_x is None else to_x.to(x.dtype), None, *found
 
 
 def _output(x: Tensor, layer: Adapted) -> Tensor:
-    weight, bias, a, b, scale = _wide(layer)
+    weight, bias, a, b, scale, _ = _wide(layer)
     y = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype, device=x.device)
     for rows, into in zip(_tiles(x), _tiles(y), strict=True):
         wide = rows.float()
@@ -61,7 +61,7 @@ def _output(x: Tensor, layer: Adapted) -> Tensor:
 
 def _slopes(x: Tensor, layer: Adapted, grad: Tensor, to_x: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of a and b; that of x is added to `to_x`."""
-    weight, _, a, b, scale = _wide(layer)
+    weight, _, a, b, scale, _ = _wide(layer)
     to_a, to_b = torch.zeros_like(a), torch.zeros_like(b)
     inputs = [None] * len(_tiles(x)) if to_x is None else _tiles(to_x)
     for rows, slopes, into in zip(_tiles(x), _tiles(grad), inputs, strict=True):
@@ -78,8 +78,8 @@ def _slopes(x: Tensor, layer: Adapted, grad: Tensor, to_x: Tensor | None) -> tup
 
 def _wide(layer: Adapted) -> Adapted:
     """In float32."""
-    weight, bias, a, b, scale = layer
-    return Adapted(weight.float(), None if bias is None else bias.float(), a.float(), b.float(), scale)
+    bias = None if layer.bias is None else layer.bias.float()
+    return Adapted(layer.whole().float(), bias, layer.a.float(), layer.b.float(), layer.scale)
 
 
 def _tiles(x: Tensor) -> tuple[Tensor, ...]:

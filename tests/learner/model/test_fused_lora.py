@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -148,7 +149,7 @@ def filled(policy: Policy) -> Policy:
 def run(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     policy.clear_gradients()
     states = policy.hidden(IDS)
-    torch.autograd.backward(states.square().sum())
+    torch.autograd.backward((states * torch.cos(torch.arange(states.numel())).view_as(states)).sum())
     return states.detach(), {name: w.grad.clone() for name, w in policy.trained.weights.items() if w.grad is not None}
 
 
@@ -234,12 +235,41 @@ def test_fewer_targets_make_smaller_groups(tmp_path: Path) -> None:
     assert "forward" not in vars(attention.k_proj)
 
 
-def test_four_bit_layers_stay_with_their_own_forward(tmp_path: Path) -> None:
-    path = save_model(CONFIGS["llama"], tmp_path)
-    policy = Policy(
-        ModelConfig(path=path, dtype="bfloat16", base="nf4"), LoraConfig(rank=8, alpha=16), checkpointing="none",
-        seed=0, device=torch.device("cpu"),
+@pytest.mark.parametrize("linear", [adapted_linear, widened_linear])
+def test_a_layer_in_4_bits_is_what_its_weight_multiplied_out_is(linear: Any) -> None:
+    torch.manual_seed(0)
+    weight, bias, a, b, x = (
+        torch.randn(*shape).bfloat16() for shape in ((64, 128), (64,), (4, 128), (64, 4), (9, 128))
+    )
+    packed, packing = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    whole = dequantize_4bit(packed, packing)
+    assert 0 < (whole - weight).norm() < 0.2 * weight.norm()
+    told = []
+    for layer in (Adapted(packed, bias, a, b, 0.5, packing), Adapted(whole, bias, a, b, 0.5)):
+        given = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
+        (y,) = linear(given[0], [layer._replace(a=given[1], b=given[2])])
+        told.append([y, *torch.autograd.grad(y.square().sum(), given)])
+    for one, other in zip(*told, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one - other).norm() <= 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_model_in_4_bits_computes_as_with_peft(checkpointing: str, tmp_path: Path) -> None:
+    path = save_model(CONFIGS["qwen2"], tmp_path)
+    policy = filled(
+        Policy(
+            ModelConfig(path=path, dtype="bfloat16", base="nf4"), LoraConfig(rank=8, alpha=16),
+            checkpointing=checkpointing, seed=0, device=torch.device("cpu"),
+        )
     )  # fmt: skip
     layers = [module for module in policy._lm.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
-    assert len(layers) == 7
-    assert not any("forward" in vars(layer) for layer in layers)
+    assert len([layer for layer in layers if "forward" in vars(layer)]) == 7
+    with torch.no_grad(), acting_as(policy._peft, None):
+        base = policy.hidden(IDS)
+    found, found_grads = run(policy)
+    unfused(policy)
+    wanted, wanted_grads = run(policy)
+    assert (wanted - base).norm() > 0.5 * wanted.norm()
+    for one, other in ((found, wanted), *((found_grads[key], wanted_grads[key]) for key in wanted_grads)):
+        assert (one - other).norm() <= 0.05 * other.norm()
