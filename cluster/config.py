@@ -36,6 +36,13 @@ def _taken(annotation: Any) -> Iterator[Any]:
         yield from _taken(one)
 
 
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if value in ("local", "auto") or (host and "/" not in host and port.isdecimal() and 0 < int(port) < 2**16):
+        return value
+    raise ValueError("must be local, auto, or host:port (of ray start --head)")
+
+
 def _slice_or_cards(count: float) -> float:
     if count > 1 and count != int(count):
         raise ValueError(f"must be a fraction of one card or a whole number of cards, got {count:g}; take {int(count)}")
@@ -114,7 +121,7 @@ class DeadlineConfig(Frozen):
 class ClusterConfig(Frozen):
     """Ray: `local` starts a private cluster, `auto` or host:port joins one; a submitted job always joins its own."""
 
-    address: str = "local"
+    address: Annotated[str, AfterValidator(_address)] = "local"
     """`local` starts a private Ray cluster, `auto` or host:port joins one that is there; a submitted job always joins
     its own."""
     gpus: GpuConfig = GpuConfig()

@@ -95,6 +95,10 @@ def waiting(roles: Sequence[Role], cores: int) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE"} if sum(role.cpus for role in roles) > cores else {}
 
 
+def _told(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0.0):g} CPU and {resources.get('GPU', 0.0):g} GPU"
+
+
 def check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
     """Simulates packing, largest bundle first. Raises PlacementError, which says what is missing."""
     left = [dict(node) for node in nodes]
@@ -104,9 +108,9 @@ def check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, f
             need = {k: sum(b.get(k, 0.0) for b in bundles) for k in ("CPU", "GPU")}
             have = {k: sum(node.get(k, 0.0) for node in nodes) for k in ("CPU", "GPU")}
             raise PlacementError(
-                f"placement: the run needs {need['CPU']:g} CPU and {need['GPU']:g} GPU, of which {dict(bundle)} on one "
-                f"node; the cluster has {have['CPU']:g} CPU and {have['GPU']:g} GPU on {len(nodes)} node(s). Lower "
-                "rollout.workers, cluster.cpus or cluster.gpus, or add nodes"
+                f"placement: the run needs {_told(need)}, and finds no node for {_told(bundle)} of them; the cluster "
+                f"has {_told(have)} on {len(nodes)} node(s). Lower rollout.workers, cluster.learners, cluster.cpus or "
+                "cluster.gpus, or add nodes"
             )
         for key, value in bundle.items():
             home[key] = home.get(key, 0.0) - value

@@ -37,7 +37,11 @@ RANKS = (
     ),
     _several(
         "a card or none for each rank: NCCL takes no two on one card", "set cluster.gpus.learner=1",
-        "cluster.gpus.learner", lambda c: 0 < c.cluster.gpus.learner < 1,
+        "cluster.gpus.learner", lambda c: 0 < c.cluster.gpus.learner < 1 and c.memory.layout != "alternating",
+    ),
+    _several(
+        "a layout in which each rank has its card to itself", "set memory.layout=auto", "memory.layout",
+        lambda c: c.memory.layout == "alternating",
     ),
     _several(
         "memory.base=own: the base of a generator is mapped by one learner", "set that", "memory.base",

@@ -242,7 +242,7 @@ MEMORY = (
     Rule(
         "memory.layout: alternating", "needs both roles on one CUDA card",
         "set cluster.gpus.generator=0.5 and cluster.gpus.learner=0.5", GPUS,
-        lambda c: _takes_turns(c) and not c.cluster.gpus.one_card,
+        lambda c: _takes_turns(c) and not c.cluster.gpus.one_card and c.cluster.learners == 1,
     ),
     Rule(
         "memory.layout: alternating", "needs max_staleness=0: a generator cannot generate while it sleeps",

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.machine import main_memory
 from cluster.memory import units
 from cluster.memory.generator import asleep
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, gib
 from cluster.memory.search import plan
 from cluster.memory.shape import Shape
+from cluster.ray_cluster import joins
 from learner.config import RunConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.driver.plan_request import layouts, policy_bytes, sequence_counts, wish_of, workload
@@ -120,6 +122,15 @@ def _learner(config: RunConfig, found: Plan) -> str:
     return f"{'learner' if ranks == 1 else f'each of {ranks} learner ranks'} {gib(found.learner_bytes)}"
 
 
+def _beyond(config: RunConfig, found: Plan) -> str:
+    """All roles of a CPU, where they are of one machine, against its memory."""
+    cluster = config.cluster
+    if cluster.gpus.generator > 0 or cluster.gpus.learner > 0 or joins(cluster.address):
+        return ""
+    planned, there = cluster.learners * found.learner_bytes + found.generators * found.generator_bytes, main_memory()
+    return "" if planned <= there else f"; together {gib(planned)}, and this machine has {gib(there)}"
+
+
 def _waiting(cached: int, asked: int) -> str:
     """A generator that holds fewer sequences than could be decoded at once is slower than it might be."""
     if cached >= asked:
@@ -163,7 +174,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     cap = None if config.memory.learner == "auto" else config.memory.learner
     note = (
         f"memory: memory.device is null, so no limit is applied; planned: {_learner(config, found)}, "
-        f"generator {gib(found.generator_bytes)}"
+        f"generator {gib(found.generator_bytes)}{_beyond(config, found)}"
     )
     return Budgets(learner, found.kv_bytes, sequences, cap, policy_bytes(config, shape), found.layout, found, note)
 

@@ -81,7 +81,10 @@ def place_output(config: RunConfig) -> RunConfig:
             )
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
-        raise PreflightError(f"output_dir: {config.output_dir} is no folder ({error}); give another") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PreflightError(
+            f"output_dir: {config.output_dir} is no folder for {config.name} ({reason}); give another, or another name"
+        ) from error
     if not writable:
         raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
     return config
@@ -97,7 +100,12 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     modules = (LEARNER, ENGINE, SHARED_BASE) if config.memory.base == "shared" else (LEARNER, ENGINE)
     trials = [Trial(module, absolute(config)) for module in modules if _has_config(config.model.source)]
     try:
-        prepared = found.of(prepare, config, cards) if placed is None else found.of(prepare, placed, cards)
+        try:
+            prepared = found.of(prepare, placed or config, cards)
+        except OSError:
+            if placed is not None:
+                raise
+            prepared = None  # of that folder, which is told already
         for trial in trials:
             found.of(trial.finish)
     finally:

@@ -48,6 +48,7 @@ class Regroup:
         self._ranks, self._deadlines, self._replaces = list(ranks), deadlines, replaces
         self._in_a_row = 0
         self._without_state: set[int] = set()  # fresh processes, until all have met
+        self._hung: DeadlineExceeded | None = None  # why a rank was killed, since the last step
 
     @property
     def every_s(self) -> float:
@@ -67,29 +68,33 @@ class Regroup:
         try:
             await rank.call(TrainerService.pulse, self._deadlines.heartbeat / 2)
         except DeadlineExceeded as error:
-            log.warning("%s: it hangs, and is killed", error)
+            self._hung = DeadlineExceeded(
+                f"{error}: it hangs, and is killed (raise cluster.deadlines.heartbeat={self._deadlines.heartbeat:g} if "
+                "its machine may stand still for longer)"
+            )
+            log.warning("%s", self._hung)
             await rank.kill()
         except ActorDied:
             return
 
     def stepped(self) -> None:
         """A step is done, so whatever was lost before it is made good."""
-        self._in_a_row = 0
+        self._in_a_row, self._hung = 0, None
 
     async def after(self, error: ActorDied | DeadlineExceeded, undo: int | None) -> None:
         """All ranks are there again, those that were lost as fresh processes. undo: number of the step under way.
 
-        Raises the error itself if nobody is left to take the state from, or after too many losses in a row, or if none
-        is replaced; ActorDied, DeadlineExceeded or RemoteError if another one is lost meanwhile.
+        Raises the error itself, or that a rank hung, if nobody is left to take the state from, or after too many losses
+        in a row, or if none is replaced; ActorDied, DeadlineExceeded or RemoteError if another one is lost meanwhile.
         """
         if not self._replaces:
-            raise error
+            raise self._hung or error
         self._in_a_row += 1
         lost = [rank for rank, there in enumerate(await asyncio.gather(*map(_is_there, self._ranks))) if not there]
         self._without_state |= set(lost)
         holders = [rank for rank in range(len(self._ranks)) if rank not in self._without_state]
         if isinstance(error, StartFailed) or self._in_a_row > IN_A_ROW or not holders:
-            raise error
+            raise self._hung or error
         source = holders[0]
         names = ", ".join(self._ranks[rank].name for rank in lost)
         taken_again = "" if undo is None else "; the step is taken again"

@@ -26,7 +26,7 @@ def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dic
     Returns what was written, by path in the folder.
 
     Raises:
-        OSError: it cannot be written; the message names the folder and the room that is left.
+        OSError: it cannot be written; the message names the folder, the room that is left, and what to do.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -44,7 +44,7 @@ def not_written(folder: Path, reason: str) -> OSError:
     free = shutil.disk_usage(folder).free / 2**20
     return OSError(
         f"{folder}: the learner cannot write its part of a checkpoint, with {free:.0f} MiB free there: "
-        f"{reason.splitlines()[0]}"
+        f"{reason.splitlines()[0]}; mend that, and start the same command again: it goes on from the last checkpoint"
     )
 
 

@@ -71,6 +71,14 @@ def settle_ends(engine: Any) -> None:
         _forget_name(queue)
 
 
+def lost_shard(engine: Any, shards: int) -> str:
+    """What an engine died of, if it was the end of one of its processes; else nothing."""
+    executor = engine.model_executor
+    if shards == 1 or not executor.is_failed:
+        return ""
+    return f"the end of one of its {shards} processes (killed, or the machine is out of memory)"
+
+
 def _settle_end(worker: Any, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that took effect

@@ -19,7 +19,7 @@ from rollout.types import EngineError
 from rollout.vllm.adapter_cache import AdapterWindow
 from rollout.vllm.arguments import build_engine
 from rollout.vllm.commands import Command
-from rollout.vllm.shards import settle_ends
+from rollout.vllm.shards import lost_shard, settle_ends
 from rollout.vllm.startup import shut_down
 from rollout.vllm.turns import Turns, settle
 
@@ -98,7 +98,7 @@ class EngineThread:
             self._stop(lambda: EngineClosed("the engine was closed"))
         except BaseException as error:  # whatever it is, nobody may be left waiting
             log.exception("the engine thread died")
-            cause = f"{type(error).__name__}: {error}"
+            cause = lost_shard(engine, self._settings.shards) or f"{type(error).__name__}: {error}"
             self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
         self.window.clear()
         shut_down(engine)

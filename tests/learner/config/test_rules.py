@@ -68,6 +68,7 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([ROUNDED, FULL, "model.dtype=float32"], "learner.optimizer.kind: adamw_rounded is for.*got.*model.dtype=float32"),
     ([*SEVERAL, FULL], "cluster.learners: above 1 needs memory.base=sharded.*got cluster.learners=2, memory.base=own"),
     ([*SEVERAL, "cluster.gpus.learner=0.5"], "cluster.learners: above 1 needs a card or none.*got.*gpus.learner=0.5"),
+    ([*SEVERAL, *TURNS], "cluster.learners: above 1 needs a layout in which .*got.*memory.layout=alternating"),
     ([*SEVERAL, ONE_BASE], "cluster.learners: above 1 needs memory.base=own.*got.*memory.base=shared"),
     ([DIVIDED], "memory.base: sharded needs cluster.learners above 1.*got cluster.learners=1"),
     ([*SEVERAL, DIVIDED, "model.base=nf4"], "memory.base: sharded needs model.base=none.*got model.base=nf4"),

@@ -173,9 +173,10 @@ def test_the_last_line_is_the_cause(error: Exception, line: str, code: int) -> N
     assert (text.splitlines()[-1], exit_code) == (f"error: {line}", code)
 
 
-def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback() -> None:
-    with pytest.raises(GuardStopped) as caught:
-        raise GuardStopped("step 7: the mismatch is too large")
+@pytest.mark.parametrize("kind", [GuardStopped, LearnerLost])
+def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback(kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        raise kind("step 7: the mismatch is too large")
     assert failure.tell(caught.value) == ("error: step 7: the mismatch is too large", 1)
 
 

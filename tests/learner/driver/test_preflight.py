@@ -54,6 +54,20 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert not Path("runs").exists()
 
 
+def test_more_than_the_memory_of_a_machine_is_said(
+    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, many = (check(config, "--dry-run", f"rollout.workers={count}", capsys=capsys)[1] for count in (1, 9000))
+    assert "together" not in few
+    assert re.search(r"; together \d+\.\d GiB, and this machine has \d+\.\d GiB\n", many)
+
+
+@pytest.mark.parametrize("address", ["foo", "-1", ":6379", "here:0", "here:65536", "http://127.0.0.1:8265"])
+def test_an_address_is_that_of_a_ray(config: dict[str, Any], capsys: pytest.CaptureFixture[str], address: str) -> None:
+    code, _, err = check(config, "--dry-run", f"cluster.address={address}", capsys=capsys)
+    assert (code, "cluster.address: must be local, auto, or host:port" in err) == (2, True)
+
+
 def test_fewer_held_out_problems_than_asked_for_are_said(
     config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cluster.actor import ActorDied, Local, RemoteError, Unusable
 from cluster.config import DeadlineConfig
 from learner.driver.fake_trainer import FakeTrainer
-from learner.driver.watched_learner import WatchedLearner
+from learner.driver.watched_learner import LearnerLost, WatchedLearner
 from learner.ranks import calls as module
 from learner.ranks.calls import all_of
 from learner.ranks.ranks import Ranks
@@ -82,9 +82,9 @@ class Process(Local[Any]):
         self._object.dead = True
 
 
-def several(kinds: list[Any], meets: list[Any], doomed: list[tuple[int, str]]) -> Ranks:
+def several(kinds: list[Any], meets: list[Any], doomed: list[tuple[int, str]], *, replaces: bool = True) -> Ranks:
     ranks = [Process(f"learner-{rank}", kind, [rank, meets, doomed]) for rank, kind in enumerate(kinds)]
-    return Ranks(ranks, Regroup(ranks, DeadlineConfig(start=1, step=1, heartbeat=0.4)))
+    return Ranks(ranks, Regroup(ranks, DeadlineConfig(start=1, step=1, heartbeat=0.4), replaces=replaces))
 
 
 @pytest.fixture
@@ -193,6 +193,12 @@ async def test_a_rank_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptur
     assert told["loss/total"] == 1
     assert "learner-1: pulse gave no answer within 0.2 s" in caplog.text
     assert "learner-1: a fresh process gets the state of learner-0; the step is taken again" in caplog.text
+
+
+async def test_a_rank_that_hangs_and_is_not_replaced_is_why_the_learner_is_lost() -> None:
+    hangs = several([FakeRank, Stuck], [], [], replaces=False)
+    with pytest.raises(LearnerLost, match="learner-1: pulse gave no answer within 0.2 s: it hangs, and is killed"):
+        await WatchedLearner(hangs, silence_s=9).call(TrainerService.step, 9, GROUPS)
 
 
 async def test_a_rank_that_hangs_between_two_steps_is_killed_before_the_call_is_given_up() -> None:
