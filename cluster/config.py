@@ -1,5 +1,6 @@
 """Where the processes run, what they may take, and how long anyone waits for them."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 
@@ -38,7 +39,8 @@ def _taken(annotation: Any) -> Iterator[Any]:
 
 def _address(value: str) -> str:
     host, _, port = value.rpartition(":")
-    if value in ("local", "auto") or (host and "/" not in host and port.isdecimal() and 0 < int(port) < 2**16):
+    named = re.fullmatch(r"[^\s/]+", host) and re.fullmatch(r"[0-9]{1,5}", port)
+    if value in ("local", "auto") or (named and 0 < int(port) < 2**16):
         return value
     raise ValueError("must be local, auto, or host:port (of ray start --head)")
 

@@ -91,7 +91,7 @@ def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
         "attention heads": heads,
         "key and value heads": text.get("num_key_value_heads") or heads,
         "units of a feed-forward block": text.get("intermediate_size"),
-        "rows of embeddings, as vLLM pads them": -(-text.get("vocab_size", 0) // VOCABULARY) * VOCABULARY,
+        "rows of embeddings, as vLLM pads them": -(-(text.get("vocab_size") or 0) // VOCABULARY) * VOCABULARY,
     }
     uneven = {name: count for name, count in counts.items() if isinstance(count, int) and count % shards}
     if uneven:

@@ -61,7 +61,7 @@ class WeightsFile:
         mapping.stamp(self._offset, version)
         if not mapping.kept:
             self._mapping = None
-        path, inode = f"/proc/{os.getpid()}/fd/{self._descriptor}", os.fstat(self._descriptor).st_ino
+        path, inode = _path_of(self._descriptor), os.fstat(self._descriptor).st_ino
         return WeightsInFile(version, digest, machine.name(), path, inode, self._offset, size)
 
     def _room(self, size: int) -> Tensor:
@@ -95,11 +95,13 @@ class WeightsReader:
 
     def __init__(self) -> None:
         self._mapping: _Mapping | None = None
-        self._inode = 0  # of what is mapped
+        self._descriptor, self._inode = -1, 0  # of what is mapped
 
     async def load(self, place: WeightsInFile, load: Callable[[Weights], Awaitable[str]]) -> str | None:
-        """What `load` says of the weights. None if they are not, or were not until the end, those that are meant, since
-        the learner has written newer ones in their place: what was loaded is worth nothing then.
+        """What `load` says of the weights; their place is one of this process, where they stay if the learner ends.
+
+        None if they are not, or were not until the end, those that are meant, since the learner has written newer ones
+        in their place: what was loaded is worth nothing then.
 
         Raises ValueLost if the learner's process has ended, EngineError if its memory cannot be mapped, else as `load`.
         """
@@ -107,8 +109,9 @@ class WeightsReader:
         with self._using(mapping):
             if mapping.version(place.offset) != place.version:
                 return None
+            own = place._replace(path=_path_of(self._descriptor))
             try:
-                digest = await load(Weights(place.version, place.digest, mapping.payload(place), place))
+                digest = await load(Weights(place.version, place.digest, mapping.payload(place), own))
             except AdapterCorrupt:
                 if mapping.version(place.offset) == place.version:
                     raise
@@ -133,16 +136,25 @@ class WeightsReader:
     def _mapped(self, place: WeightsInFile) -> _Mapping:
         if self._mapping is None or self._inode != place.inode:
             self._let_go()
-            self._mapping, self._inode = _opened(place), place.inode
+            self._descriptor = _opened(place)
+            self._mapping, self._inode = _Mapping(self._descriptor, writes=False), place.inode
         return self._mapping
 
     def _let_go(self) -> None:
         if self._mapping is not None:
             self._mapping.end()
-        self._mapping = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._mapping, self._descriptor = None, -1
 
 
-def _opened(place: WeightsInFile) -> _Mapping:
+def _path_of(descriptor: int) -> str:
+    """At which other processes of this user find the file."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _opened(place: WeightsInFile) -> int:
+    """A descriptor."""
     if place.machine != machine.name():
         raise EngineError(
             f"weights v{place.version}: the learner's memory cannot be mapped from here: generators and learner of one "
@@ -157,13 +169,11 @@ def _opened(place: WeightsInFile) -> _Mapping:
             f"weights v{place.version}: the learner's memory cannot be mapped ({place.path}: {error}); generators and "
             "learner of one node must run as one user"
         ) from error
-    try:
-        if descriptor < 0 or os.fstat(descriptor).st_ino != place.inode:
-            raise ValueLost(f"weights v{place.version}: they are gone with the learner's process, which had them")
-        return _Mapping(descriptor, writes=False)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    if descriptor >= 0 and os.fstat(descriptor).st_ino == place.inode:
+        return descriptor
+    if descriptor >= 0:
+        os.close(descriptor)
+    raise ValueLost(f"weights v{place.version}: they are gone with the learner's process, which had them")
 
 
 def _on_card() -> bool:

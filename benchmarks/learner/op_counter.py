@@ -51,13 +51,15 @@ class OpCounter(TorchDispatchMode):
     def entered(self) -> Iterator[None]:
         """Around a step."""
         with ExitStack() as stack:
-            for hook in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)):
-                stack.callback(hook.remove)
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            # Also where a pass ends by an exception, as one that is computed again for its activations does.
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(mock.patch.object(Policy, "predicting", self._watch(Policy.predicting)))
             for plain in (Policy.logprobs, Policy.token_logprobs):
                 stack.enter_context(mock.patch.object(Policy, plain.__name__, self._as_head(plain)))
             stack.enter_context(self)
             yield
+            assert not self._inside, "every module that was entered was left"
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         part = self._part()

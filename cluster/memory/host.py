@@ -39,14 +39,15 @@ def host_bytes(
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
     learners: ranks of the learner, each with its own of what follows.
     offloaded: learner.offload_boundaries. undo: of several ranks, what each step began with. paged: the states of
-      paged_adamw_8bit, once the card is full. policy: whole weights, where the generators read them.
+      paged_adamw_8bit, once the card is full. policy: whole weights, where the generators read them (of those that come
+      through the object store, where the processes of a generator of several do).
     passing: the most of what comes and goes: the learner's weights as they are loaded (4 bits and shards matrix by
       matrix), copies of a push of whole weights, or what a checkpoint of a whole model is writing. vLLM
       reads mapped files: those pages are cache, and given back when memory is wanted.
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
     pushed = pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
-    copies = STORE_COPIES + (found.generators * SHARDS_COPIES if found.shards > 1 else 0) if wish.undo else 0
+    stored = found.generators * SHARDS_COPIES if found.shards > 1 else 0
     saving = _saving(found, wish, learners) if wish.mode == "full" else 0
     asleep = found.generator["weights"] + found.generator["lora_slots"] if found.layout == "alternating" else 0
     each = reward_models + LEARNER_PROCESS if reward_models else REWARD
@@ -61,9 +62,9 @@ def host_bytes(
         "asleep": found.generators * asleep,
         "offloaded": learners * shape.layers * b * shape.hidden * found.token_budget if wish.offload else 0,
         "undo": learners * _undo(shape, wish) if wish.undo else 0,
-        "policy": 0 if wish.undo else FILE_COPIES * pushed,
+        "policy": (stored if wish.undo else FILE_COPIES) * pushed,
         "paged": learners * 2 * n if wish.optimizer == "paged_adamw_8bit" else 0,
-        "passing": max(learners * _loading(found, wish), copies * pushed, saving),
+        "passing": max(learners * _loading(found, wish), STORE_COPIES * pushed if wish.undo else 0, saving),
     }
 
 

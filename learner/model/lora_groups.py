@@ -125,7 +125,7 @@ def _kind_of(base: Any) -> type | None:
 
 def _packing(base: Any) -> Any:
     """bitsandbytes' QuantState, of a layer in 4 bits."""
-    return getattr(base.weight, "quant_state", None)
+    return getattr(getattr(base, "weight", None), "quant_state", None)
 
 
 def _type_of(base: Any) -> torch.dtype:

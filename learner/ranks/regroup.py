@@ -48,7 +48,7 @@ class Regroup:
         self._ranks, self._deadlines, self._replaces = list(ranks), deadlines, replaces
         self._in_a_row = 0
         self._without_state: set[int] = set()  # fresh processes, until all have met
-        self._hung: DeadlineExceeded | None = None  # why a rank was killed, since the last step
+        self._hung: DeadlineExceeded | None = None  # why a rank was killed that is not yet replaced
 
     @property
     def every_s(self) -> float:
@@ -79,7 +79,7 @@ class Regroup:
 
     def stepped(self) -> None:
         """A step is done, so whatever was lost before it is made good."""
-        self._in_a_row, self._hung = 0, None
+        self._in_a_row = 0
 
     async def after(self, error: ActorDied | DeadlineExceeded, undo: int | None) -> None:
         """All ranks are there again, those that were lost as fresh processes. undo: number of the step under way.
@@ -93,7 +93,9 @@ class Regroup:
         lost = [rank for rank, there in enumerate(await asyncio.gather(*map(_is_there, self._ranks))) if not there]
         self._without_state |= set(lost)
         holders = [rank for rank in range(len(self._ranks)) if rank not in self._without_state]
-        if isinstance(error, StartFailed) or self._in_a_row > IN_A_ROW or not holders:
+        if isinstance(error, StartFailed):
+            raise error
+        if self._in_a_row > IN_A_ROW or not holders:
             raise self._hung or error
         source = holders[0]
         names = ", ".join(self._ranks[rank].name for rank in lost)
@@ -105,6 +107,7 @@ class Regroup:
         await asyncio.gather(*(self._ranks[rank].revive(self._deadlines.start) for rank in lost))
         await meet(self._ranks, self._deadlines, Return(source, undo))
         self._without_state.clear()
+        self._hung = None
 
 
 async def _is_there(rank: Rank) -> bool:

@@ -44,7 +44,8 @@ def not_written(folder: Path, reason: str) -> OSError:
     free = shutil.disk_usage(folder).free / 2**20
     return OSError(
         f"{folder}: the learner cannot write its part of a checkpoint, with {free:.0f} MiB free there: "
-        f"{reason.splitlines()[0]}; mend that, and start the same command again: it goes on from the last checkpoint"
+        f"{reason.splitlines()[0]}; mend that, and start the same command again: it goes on from the last checkpoint, "
+        "if there is one"
     )
 
 

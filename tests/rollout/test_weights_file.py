@@ -110,6 +110,22 @@ def test_weights_that_came_another_way_are_found_by_other_processes_in_one_place
         pass
 
 
+def test_processes_of_a_generator_find_them_though_the_learner_has_ended(file: WeightsFile) -> None:
+    place, own = packed(file, 1), list[WeightsInFile]()
+
+    async def load(weights: Weights) -> str:
+        file.close()
+        assert weights.place is not None
+        with WeightsReader().payload(weights.place) as payload:
+            assert payload == weights.payload
+        own.append(weights.place)
+        return weights.digest
+
+    assert run(WeightsReader(), place, load) == place.digest
+    with pytest.raises(ValueLost), WeightsReader().payload(own[0]):  # nor is it kept open for longer
+        pass
+
+
 def test_bytes_that_changed_on_their_way_are_an_error(file: WeightsFile) -> None:
     place = packed(file, 1)
     with pytest.raises(AdapterCorrupt, match="weights v1: the digest of its"):

@@ -40,9 +40,10 @@ def test_by_hand() -> None:
     assert (host(whole)["policy"], plain["policy"]) == (2 * 2 * N, 0)  # this policy and the one before
     stored = replace(whole, undo=True)  # through the object store
     assert (host(stored)["policy"], host(stored)["passing"]) == (0, 3 * 2 * N)
-    for wish, copies in ((whole, 0), (stored, 3 + 2)):  # a further one for the processes of each generator
+    for wish, policy in ((whole, 2), (stored, 2)):  # of the second one for the processes of each generator
         spread = host(replace(wish, layouts=("separate",)), generators=2, shards=2)
-        assert spread["passing"] == max(copies, 1) * 2 * N
+        assert spread["policy"] == policy * 2 * N
+        assert spread["passing"] == host(wish)["passing"]
     many = host(slices, rewards=6, generators=2, environments=64)
     assert many["environments"] == 2 * (290 + 64 * 11) * 10**6
     assert plain["environments"] == 0

@@ -62,7 +62,7 @@ def test_more_than_the_memory_of_a_machine_is_said(
     assert re.search(r"; together \d+\.\d GiB, and this machine has \d+\.\d GiB\n", many)
 
 
-@pytest.mark.parametrize("address", ["foo", "-1", ":6379", "here:0", "here:65536", "http://127.0.0.1:8265"])
+@pytest.mark.parametrize("address", ["foo", "-1", ":6379", "here:0", "here:65536", "a b:1", "http://127.0.0.1:8265"])
 def test_an_address_is_that_of_a_ray(config: dict[str, Any], capsys: pytest.CaptureFixture[str], address: str) -> None:
     code, _, err = check(config, "--dry-run", f"cluster.address={address}", capsys=capsys)
     assert (code, "cluster.address: must be local, auto, or host:port" in err) == (2, True)

@@ -195,6 +195,12 @@ async def test_a_rank_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptur
     assert "learner-1: a fresh process gets the state of learner-0; the step is taken again" in caplog.text
 
 
+async def test_a_hang_that_was_made_good_is_not_why_the_learner_is_lost_later() -> None:
+    learner = several([FakeRank, Stuck], [], [(1, "step")] * IN_A_ROW)
+    with pytest.raises(LearnerLost, match="learner-1: killed"):
+        await WatchedLearner(learner, silence_s=9).call(TrainerService.step, 9, GROUPS)
+
+
 async def test_a_rank_that_hangs_and_is_not_replaced_is_why_the_learner_is_lost() -> None:
     hangs = several([FakeRank, Stuck], [], [], replaces=False)
     with pytest.raises(LearnerLost, match="learner-1: pulse gave no answer within 0.2 s: it hangs, and is killed"):
