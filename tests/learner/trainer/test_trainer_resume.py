@@ -178,7 +178,7 @@ async def test_a_state_with_code_in_it_is_not_loaded_and_a_full_disk_is_named(
 
     monkeypatch.setattr(torch, "save", full)
     monkeypatch.setattr(shutil, "disk_usage", {tmp_path: SimpleNamespace(free=3 * 2**20)}.__getitem__)
-    with pytest.raises(OSError, match=r"part of a checkpoint, with 3 MiB .*: Pytorch.* writing file; mend that, and st"):
+    with pytest.raises(OSError, match=r"part of a checkpoint, with 3 MiB .*: Pytorch.* writing file; mend that, and"):
         await trainer.save(tmp_path)
 
 
