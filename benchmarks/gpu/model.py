@@ -58,6 +58,7 @@ def _quantise(lm: Any, device: torch.device) -> None:
     for name in [name for name in dense if name != head]:
         weight: Any = Params4bit(dense.pop(name).cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4")
         lm.get_submodule(name).weight = weight.to(device)
+    lm.is_loaded_in_4bit = True  # what PEFT goes by
 
 
 def make_trainer(
