@@ -48,6 +48,9 @@ JUDGED = "judged"  # folder of a run in which the answers of judges are kept
 # Micro-batches differ in size: with segments of fixed size the allocator keeps blocks that the next one cannot use. Of
 # the learner alone: vLLM's sleep has an allocator of its own, which refuses this.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# Those of a reward process do (rewards.worker). Ray would kill Python's resource tracker among them once the driver is
+# gone, and with it the names of their semaphores would stay in /dev/shm.
+CHILDREN_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
 def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServer]]:
     """The processes that do nothing but score; none where that is done beside the generators."""
     rollout, asked = config.rollout, config.cluster.rewards
-    env = {} if asked.gpus == 0 else {DEVICE: "cuda"}
+    env = CHILDREN_END_BY_THEMSELVES | ({} if asked.gpus == 0 else {DEVICE: "cuda"})
     judged = Judging(config.run_dir / JUDGED, 1 / max(asked.processes, 1))
     wanted = [functions_of(config.rewards), rollout.reward_workers, rollout.reward_memory, judged]
     return [session.spawn(role, RewardServer, wanted, env, stateless=True) for role in reward_roles(config)]

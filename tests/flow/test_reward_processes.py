@@ -78,3 +78,20 @@ def test_what_a_reward_function_there_must_not_do_ends_the_run_in_its_own_words(
     assert process.returncode == 1, output
     assert "reward 'late'" in output.splitlines()[-1], output
     assert "ZeroDivisionError" in output.splitlines()[-1], output
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_killed_run_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "where.py").write_text(WHERE)
+    run = Run(
+        tmp_path, make_tiny_model(tmp_path / "tiny", family="Llama"), steps=1000,
+        rewards=[{"use": f"{tmp_path}/where.py:threes"}], cluster={"rewards": {"processes": 1}},
+    )  # fmt: skip
+    process = run.start("data.eval.every=0")
+    with run.watched() as (mapped, _):
+        wait_until(lambda: len(run.metrics()) > 1, "two steps", 240, process)
+        process.kill()
+        process.communicate()
+    assert any("/sem." in name for name in mapped), mapped
+    wait_until(lambda: not [name for name in mapped if Path(name).exists()], f"{mapped} to go", seconds=30)

@@ -173,7 +173,7 @@ def test_the_last_line_is_the_cause(error: Exception, line: str, code: int) -> N
     assert (text.splitlines()[-1], exit_code) == (f"error: {line}", code)
 
 
-@pytest.mark.parametrize("kind", [GuardStopped, LearnerLost])
+@pytest.mark.parametrize("kind", [GuardStopped, LearnerLost, ClusterLost])
 def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback(kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught:
         raise kind("step 7: the mismatch is too large")
