@@ -6,6 +6,7 @@ nothing is fetched again; at first it is about 3 GB, most of it vLLM's libraries
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ LINUX = [f"manylinux_2_{minor}_x86_64" for minor in (28, 24, 31, 34, 35, 17)] + 
 # torch's Python files are the same on every system, and the wheel for this one has a tenth of the size.
 PLATFORMS = {"torch": ["macosx_14_0_arm64", "macosx_11_0_arm64"]}
 KEPT = (".py", ".dist-info/METADATA", ".dist-info/entry_points.txt")
+# Ray's core, in C++, takes settings from environment variables whose names stand nowhere else; of it these are kept.
+CORE, VARIABLE = "ray/_raylet.so", re.compile(rb"RAY_[A-Za-z0-9_]{3,}")
 
 
 def main() -> None:
@@ -44,7 +47,7 @@ def main() -> None:
 
 
 def fetched(package: str, version: str) -> Path:
-    """A zip of the wheel's Python files and metadata."""
+    """A zip of the wheel's Python files and metadata, and of names in Ray's core."""
     files = FETCHED / f"{package}-{version}.zip"
     if files.exists():
         return files
@@ -60,6 +63,8 @@ def fetched(package: str, version: str) -> Path:
             for name in whole.namelist():
                 if name.endswith(KEPT):
                     some.writestr(name, whole.read(name))
+                elif name == CORE:
+                    some.writestr(f"{name}.txt", b"\n".join(sorted(set(VARIABLE.findall(whole.read(name))))))
         part.rename(files)
     return files
 
@@ -70,7 +75,7 @@ def contract(package: str, version: str, files: Path) -> Contract:
     with ZipFile(files) as wheel:
         names = set(wheel.namelist())
         source = Source(lambda name: wheel.read(name).decode() if name in names else None)
-        texts = [wheel.read(name).decode(errors="replace") for name in names if name.endswith(".py")]
+        texts = [wheel.read(name).decode(errors="replace") for name in names if name.endswith((".py", ".so.txt"))]
         asked = requires(wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode())
         return Contract(package, version, symbols_in(source, uses, texts), choices_in(source, uses), asked)
 
