@@ -19,7 +19,7 @@ from learner.config import RunConfig, roles
 from learner.driver import launch
 from learner.driver.memory_budget import Budgets
 from learner.driver.phases import Phases
-from learner.driver.processes import make_trainer, spawn_rewards, worker_spec
+from learner.driver.processes import CHILDREN_END_BY_THEMSELVES, make_trainer, spawn_rewards, worker_spec
 from learner.driver.watched_learner import LearnerLost
 from learner.driver.wiring import sampling_of
 from rewards.config import functions_of
@@ -98,10 +98,8 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
 
     found = spawn_rewards(config, cast(Any, Session()))
     wanted = [functions_of(config.rewards), 2, 5 * 2**30, Judging(config.run_dir / "judged", 1 / 2)]
-    assert asked == [
-        (Role(f"rewards-{i}", 3, 1, node="big"), RewardServer, wanted, {"GLEANER_REWARD_DEVICE": "cuda"}, True)
-        for i in range(2)
-    ]
+    env = CHILDREN_END_BY_THEMSELVES | {"GLEANER_REWARD_DEVICE": "cuda"}
+    assert asked == [(Role(f"rewards-{i}", 3, 1, node="big"), RewardServer, wanted, env, True) for i in range(2)]
     budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
     spec = worker_spec(config, 0, budgets, found)
     assert spec.reward_processes == RewardProcesses(tuple(found), config.group_deadline_s)
