@@ -102,18 +102,31 @@ async def test_what_a_lost_generator_had_is_asked_again_and_nothing_is_missing_o
 
 
 async def test_a_generator_that_is_free_takes_what_a_slow_one_would_have_had() -> None:
+    """The slow one answers once the other has had all but what both were asked for at once: two calls of four."""
+    rest, taken = asyncio.Event(), 0
+
     class Slow(FakeWorker):
         async def rollouts(
             self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
         ) -> pa.Table | None:
-            await asyncio.sleep(0.2)
+            await rest.wait()
             return await super().rollouts(problems, samplings, attempt)
 
-    workers = await begun(generator(0, Slow), generator(1))
+    class Free(FakeWorker):
+        async def rollouts(
+            self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
+        ) -> pa.Table | None:
+            nonlocal taken
+            taken += len(problems)
+            if taken == len(PROBLEMS) - 2 * 4:
+                rest.set()
+            return await super().rollouts(problems, samplings, attempt)
+
+    workers = await begun(generator(0, Slow), generator(1, Free))
     config = configure(rollout={"max_num_seqs": 4})
-    tables = await generate(workers, PROBLEMS, config, lambda _: Sampling(n=1, max_tokens=4))
-    ranks = Counter(rank for table in tables for rank in table.column("worker").to_pylist())
-    assert ranks[0] == 2 * 4  # what it had at once; the other took all the rest meanwhile
+    async with asyncio.timeout(10):
+        tables = await generate(workers, PROBLEMS, config, lambda _: Sampling(n=1, max_tokens=4))
+    assert Counter(rank for table in tables for rank in table.column("worker").to_pylist()) == {0: 8, 1: 32}
 
 
 async def test_calls_of_a_generator_that_is_gone_do_not_wait_for_it_where_it_asked_for_more_first() -> None:
