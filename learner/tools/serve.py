@@ -77,7 +77,8 @@ def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> 
     if config.data.chat_template_kwargs:
         command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
     if _on_cpu():
-        command.append("--enforce-eager")  # with LoRA a CPU compiles for half a minute and then does not use it
+        # With LoRA a CPU compiles for half a minute and then does not use it.
+        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu_amx.AmxWorker"]
     return [*command, *more]
 
 

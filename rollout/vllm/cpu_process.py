@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from rollout.vllm.cpu_amx import ask_for_amx
 from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
 from rollout.vllm.cpu_norm import install_cpu_norm
 
 
 def prepare_cpu_process() -> None:
     """To be called before the model is made. A second call changes nothing."""
+    ask_for_amx()
     install_fast_cpu_lora()
     serve_experts()
     install_cpu_norm()
