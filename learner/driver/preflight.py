@@ -1,10 +1,11 @@
-"""Everything that can be wrong is found before anything expensive starts: one clear line each, nothing written."""
+"""Everything that can be wrong is found before anything expensive starts: one clear line each, nothing left behind."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cluster.memory.plan import gib
 from cluster.placement import PlacementError
@@ -80,6 +81,9 @@ def place_output(config: RunConfig) -> RunConfig:
                 f"output_dir: {there} is a link to {there.readlink()}, which is not there; mount it, or give another"
             )
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        if writable and there != config.run_dir:  # /proc calls itself writable, and a name may be too long
+            with TemporaryDirectory(prefix=".gleaner-", dir=there) as trial:
+                (Path(trial) / config.run_dir.relative_to(there)).mkdir(parents=True)
     except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
         reason = error.strerror if isinstance(error, OSError) else error
         raise PreflightError(
