@@ -126,11 +126,19 @@ class Session:
         self._actors, self._reserved = [], None
 
     async def close(self) -> None:
-        """Releases everything, leaves the cluster, and removes a private cluster's folder."""
+        """Releases everything, leaves the cluster, and removes a private cluster's folder.
+
+        A private cluster ends as a whole, and its GCS is asked for nothing (of an actor that is still starting, or
+        about the room): if a service manager or Slurm sent SIGTERM to all processes, it answers no more.
+        """
         import ray
 
         if self.ray_processes.lost() is None:
-            await self.release()
+            if self._folder is None:
+                await self.release()
+            for actor in self._actors:
+                if actor.pid is not None:
+                    await actor.kill()
             ray.shutdown()
         else:
             self.ray_processes.end([actor.pid for actor in self._actors])

@@ -7,9 +7,11 @@ Ray reads all but the last from the environment, once, as it is imported here an
 import logging
 import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,16 @@ def short_start(setup: Path) -> Iterator[None]:
     The autoscaler's monitor asks a cloud for more nodes, which one machine has not: it takes half a second of a core,
     and Ray's end waits for it for a second. The API server is what `ray list` and `ray job` ask: Ray waits until it is
     there, two thirds of a second of a core. For its node Ray waits in whole seconds, two or three of them.
+    A signal to the driver's process group (`timeout 2h` sends one) is for the driver alone: Ray's processes would end
+    beside it, and not whole. So each has a group of its own. A start that fails, or that SIGTERM cuts short, ends them.
     """
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     monitor, server, processes = Node.start_monitor, Node.start_api_server, Node.start_ray_processes
-    found = services.get_node
+    found, popen = services.get_node, services.ConsolePopen
+    started: list[Node] = []
 
     def node_as_it_comes(gcs_address: str, node_id: str) -> Any:
         _until_registered(gcs_address, node_id)
@@ -73,17 +78,32 @@ def short_start(setup: Path) -> Iterator[None]:
         params: RayParams = node._ray_params
         params.setup_worker_path = str(setup)
         params.dashboard_agent_listen_port = 0  # any that is free; Ray's 52365 goes to one cluster alone
+        started.append(node)
         processes(node)
 
     Node.start_monitor, Node.start_api_server = _nothing, without_server  # type: ignore[method-assign,assignment]
     Node.start_ray_processes = with_setup  # type: ignore[method-assign]
     services.get_node = node_as_it_comes
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[assignment,misc]
     try:
         yield
+    except BaseException:
+        for node in started:
+            end_at_once(node)
+        raise
     finally:
         Node.start_monitor, Node.start_api_server = monitor, server  # type: ignore[method-assign]
         Node.start_ray_processes = processes  # type: ignore[method-assign]
-        services.get_node = found
+        services.get_node, services.ConsolePopen = found, popen  # type: ignore[misc]
+
+
+def end_at_once(node: Any) -> None:
+    """Kills Ray's processes on its own node, with what they have started: agents of a raylet that is killed alone run
+    on for a minute or two."""
+    for _, process in node.live_processes():
+        with suppress(ProcessLookupError):  # nothing of that group is left
+            os.killpg(process.pid, signal.SIGKILL)
+    node.kill_all_processes(check_alive=False)
 
 
 def _nothing(node: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from cluster.actor import ClusterLost
+from cluster.ray_private import end_at_once
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class RayProcesses:
         for pid in pids:
             if pid is not None and _is_of_ray(pid):
                 os.kill(pid, signal.SIGKILL)
-        self._node.kill_all_processes(check_alive=False)
+        end_at_once(self._node)
 
 
 def _is_of_ray(pid: int) -> bool:

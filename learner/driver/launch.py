@@ -64,7 +64,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         metered = PROMETHEUS in config.trackers
         stored = stored_bytes(config, prepared.budgets.policy_bytes)
         session = connect(config.cluster.address, cpus, stored, metered, commands)
-        _as_ctrl_c()
+        _not_begun()
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
@@ -177,11 +177,18 @@ def _where_it_goes_on(config: RunConfig) -> str:
     return f"the run ends; {again} goes on from its checkpoint of step {checkpoint.step_of(newest)}"
 
 
-def _as_ctrl_c() -> None:
-    """Until the run has begun SIGTERM is what Ctrl-C is. (Ray has set its own handler, which ends the process.)"""
-    task = asyncio.current_task()
+def _not_begun() -> None:
+    """Until the run has begun Ctrl-C or SIGTERM ends it, and the clean-up is not cut short by another one. (Ray has set
+    its own handler of SIGTERM, which ends the process.)"""
+    running, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel, NOT_BEGUN)
+
+    def on_signal() -> None:
+        if not task.cancelling():
+            task.cancel(NOT_BEGUN)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running.add_signal_handler(number, on_signal)
 
 
 def _obey_signals(stop: asyncio.Event, note: Callable[[str], None]) -> None:

@@ -78,6 +78,58 @@ def test_sigterm_before_the_run_has_begun_is_what_ctrl_c_is(tmp_path: Path, mode
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
 
+@pytest.mark.timeout(200)
+def test_sigterm_while_ray_starts_leaves_no_process(tmp_path: Path, model: Path) -> None:
+    run = Run(tmp_path, model)
+    process = run.start()
+    wait_until(lambda: _agents(run) != [], "Ray's agents", 60, process)
+    agents = _agents(run)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.splitlines()[-1]) == (130, "stopped before the run began"), output
+    assert psutil.wait_procs(agents, timeout=5)[1] == []  # without our doing ten seconds and more
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=5)
+
+
+def _named(run: Run) -> dict[str, int]:
+    """Programs and roles of a run, with their pids."""
+    return {Path(command.partition(" ")[0]).name: pid for pid, command in run.processes().items()}
+
+
+def _agents(run: Run) -> list[psutil.Process]:
+    raylet = _named(run).get("raylet")
+    return [] if raylet is None else psutil.Process(raylet).children()
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_to_the_process_group_is_for_the_driver_alone(tmp_path: Path, model: Path) -> None:
+    """As `timeout` sends it."""
+    run = Run(tmp_path, model, steps=400)
+    process = run.start()
+    wait_until(lambda: _is_past(run, 0), "a step", 120, process)
+    named = _named(run)
+    assert process.pid not in {os.getpgid(named[name]) for name in ("gcs_server", "raylet")}
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert re.fullmatch(r"stopped  at step \d+ of 400; the same command goes on from there", output.splitlines()[-1])
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=5)
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_to_all_processes_ends_the_run_which_can_go_on(tmp_path: Path, model: Path) -> None:
+    """As service managers and Slurm send it: whatever was not finished by then, a checkpoint is there, and an end."""
+    run = Run(tmp_path, model, steps=400)
+    process = run.start()
+    wait_until(lambda: _is_past(run, 2), "a checkpoint", 120, process)
+    for pid in run.processes():
+        os.kill(pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode in (0, 1), output
+    assert "the same command goes on from" in output
+    wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+
+
 WITH_STAND_INS = """
 import sys
 from learner import main
