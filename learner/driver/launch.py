@@ -31,6 +31,7 @@ from rewards.service import RewardService
 from rollout.service import RolloutService
 
 CLOSE_S = 20.0
+TWICE_S = 0.5
 NOT_BEGUN = "before the run began"  # of a CancelledError
 
 
@@ -194,16 +195,20 @@ def _not_begun() -> None:
 def _obey_signals(stop: asyncio.Event, note: Callable[[str], None]) -> None:
     """First Ctrl-C or SIGTERM: finish the step, checkpoint, leave. Second: leave now. (Ray has set its own before.)
 
-    Further ones are not heard: the clean-up must not be cut short.
+    GNU's timeout sends one signal twice, to the process and to its group: within TWICE_S they count as one. Further
+    ones are not heard: the clean-up must not be cut short.
     """
     running, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
+    first = 0.0
 
     def on_signal() -> None:
+        nonlocal first
         if not stop.is_set():
+            first = running.time()
             stop.set()
             note("stopping after this step, with a checkpoint; once more to stop at once")
-        elif not task.cancelling():
+        elif running.time() - first > TWICE_S and not task.cancelling():
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
