@@ -136,8 +136,8 @@ class Session:
         if self.ray_processes.lost() is None:
             if self._folder is None:
                 await self.release()
-            for actor in self._actors:
-                if actor.pid is not None:
+            else:
+                for actor in [one for one in self._actors if one.pid is not None]:
                     await actor.kill()
             ray.shutdown()
         else:

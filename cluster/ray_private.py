@@ -98,8 +98,8 @@ def short_start(setup: Path) -> Iterator[None]:
 
 
 def end_at_once(node: Any) -> None:
-    """Kills Ray's processes on its own node, with what they have started: agents of a raylet that is killed alone run
-    on for a minute or two."""
+    """Kills the Ray processes of this node and the agents that its raylet started: these run on for a minute or two
+    after a raylet that is killed alone."""
     for _, process in node.live_processes():
         with suppress(ProcessLookupError):  # nothing of that group is left
             os.killpg(process.pid, signal.SIGKILL)

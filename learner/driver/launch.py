@@ -31,7 +31,7 @@ from rewards.service import RewardService
 from rollout.service import RolloutService
 
 CLOSE_S = 20.0
-TWICE_S = 0.5
+TWICE_S = 0.5  # between two signals that count as one
 NOT_BEGUN = "before the run began"  # of a CancelledError
 
 

@@ -87,7 +87,7 @@ def test_sigterm_while_ray_starts_leaves_no_process(tmp_path: Path, model: Path)
     process.terminate()
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output.splitlines()[-1]) == (130, "stopped before the run began"), output
-    assert psutil.wait_procs(agents, timeout=5)[1] == []  # without our doing ten seconds and more
+    assert psutil.wait_procs(agents, timeout=5)[1] == []  # after a raylet killed alone they run on for 10 s and more
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=5)
 
 
