@@ -14,7 +14,7 @@ PACKAGES = ("learner", "rollout", "rewards", "cluster")
 SOURCES = sorted(
     file for folder in (*PACKAGES, "examples", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")
 )
-MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_ATTRIBUTES = 300, 50, 150, 10
+MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_ATTRIBUTES = 600, 60, 300, 15
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 ONLY_IN = {"ray": "cluster/ray_*.py", "vllm": "rollout/vllm/*.py"}
 
@@ -79,13 +79,13 @@ def test_every_source_file_keeps_the_rules() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "breach"),
     [
-        ("learner/a.py", "x = 1\n" * 301, "301 lines"),
-        ("learner/a.py", "async def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
-        ("learner/a.py", "class A:\n" + "    x = 1\n" * 150, "A has 151 lines"),
+        ("learner/a.py", "x = 1\n" * 601, "601 lines"),
+        ("learner/a.py", "async def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+        ("learner/a.py", "class A:\n" + "    x = 1\n" * 300, "A has 301 lines"),
         (
             "learner/a.py",
-            "class A:\n    def f(self):\n" + "".join(f"        self.a{i} = 1\n" for i in range(11)),
-            "11 attr",
+            "class A:\n    def f(self):\n" + "".join(f"        self.a{i} = 1\n" for i in range(16)),
+            "16 attr",
         ),
         ("learner/a.py", "def f():\n    from ray.util import queue\n", "ray is imported by cluster/ray_*.py only"),
         ("benchmarks/a.py", "from tests.flow.run import Run\n", "tests is imported by tests only"),
