@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from learner.batch import micro_batch
 from learner.batch.layout import Layout, Segment
 from learner.batch.micro_batch import micro_batches
 from learner.batch.rows import Rows
-from learner.model import capped_attention, packed_attention
+from learner.model import capped_attention, packed_attention, packing_check
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import kernels
+from learner.model.packing_check import Difference
 from tests.learner.model.test_policy import make_policy, save_model
 
 SMALL: dict[str, Any] = {
@@ -117,17 +119,131 @@ def test_unpacked_rows_keep_their_sliding_window(tmp_path: Path) -> None:
             assert torch.allclose(states, policy.hidden(ids), atol=1e-5)
 
 
-@pytest.fixture
-def leaking() -> Iterator[None]:
-    """A kernel that takes the whole row for one sequence."""
-    original = transformers.AttentionInterface._global_mapping[packed_attention.SEGMENTS]
+Seen = Callable[[Tensor, list[Segment]], None]
 
-    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, window: Any, cap: Any) -> Tensor:
-        return packed_attention._plain(query, key, value, scale, window, cap)
 
-    transformers.AttentionInterface.register(packed_attention.SEGMENTS, packed_attention._interface(ignore))
-    yield
-    transformers.AttentionInterface.register(packed_attention.SEGMENTS, original)
+def kernel(change: Seen) -> Any:
+    """An attention in the place of attend_tiles whose mask, [N, N] of queries and keys, `change` has put wrong."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        seen = torch.zeros(query.shape[2], query.shape[2], dtype=torch.bool)
+        for own in layout.segments:
+            seen[own.start : own.stop, own.prefix_start : own.prefix_stop] = True
+            seen[own.start : own.stop, own.start : own.stop] = torch.ones(
+                own.stop - own.start, own.stop - own.start
+            ).tril()
+        change(seen, [own for own in layout.segments if own.prefix_stop > own.prefix_start])
+        grouped = query.shape[1] != key.shape[1]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scale, enable_gqa=grouped
+        )
+        return output.transpose(1, 2)
+
+    return attend
+
+
+def nothing(seen: Tensor, completions: list[Segment]) -> None:
+    pass
+
+
+def next_sees_one(seen: Tensor, completions: list[Segment]) -> None:
+    seen[completions[1].start : completions[1].stop, completions[0].stop - 1] = True
+
+
+def last_token_sees_another_group(seen: Tensor, completions: list[Segment]) -> None:
+    seen[completions[-1].stop - 1, completions[0].start] = True
+
+
+def one_of_the_prompt_is_unseen(seen: Tensor, completions: list[Segment]) -> None:
+    seen[completions[-1].start : completions[-1].stop, completions[-1].prefix_stop - 1] = False
+
+
+def shifted(first: int, tokens: slice) -> Any:
+    """micro_batch._pack with the positions of some tokens of a completion one too high."""
+    pack = micro_batch._pack
+
+    def wrong(rows: Rows, parts: Any) -> Any:
+        ids, index, positions, layout = pack(rows, parts)
+        own = [one for one in layout.segments if one.prefix_stop > one.prefix_start][first]
+        positions[0, own.start : own.stop][tokens] += 1
+        return ids, index, positions, layout
+
+    return wrong
+
+
+def policy_with(monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: str, **wrong: Any) -> Any:
+    monkeypatch.setattr(packed_attention, "attend_tiles", wrong.get("kernel", packed_attention.attend_tiles))
+    monkeypatch.setattr(micro_batch, "_pack", wrong.get("pack", micro_batch._pack))
+    return make_policy(save_model(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 6}), folder), dtype=dtype)
+
+
+TYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kernel": kernel(next_sees_one)}, ""),
+        ({"kernel": kernel(last_token_sees_another_group)}, ""),
+        ({"kernel": kernel(one_of_the_prompt_is_unseen)}, "rows differ by"),
+        ({"pack": shifted(0, slice(None))}, "rows differ by"),
+        ({"pack": shifted(-1, slice(-1, None))}, "rows differ by"),
+    ],
+    ids=[
+        "a leaked token",
+        "a leak to the last token",
+        "an unseen token",
+        "a shifted completion",
+        "one shifted position",
+    ],
+)
+def test_a_wrong_packing_is_refused_in_each_type(
+    wrong: Any,
+    message: str,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    assert not policy_with(monkeypatch, tmp_path, dtype, **wrong).packed
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("wrong", [{}, {"kernel": kernel(nothing)}], ids=["tiles", "another kernel"])
+def test_what_rounding_explains_is_packed_in_each_type(
+    wrong: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is tolerated unmeasured: then the rounding of this model in this type decides."""
+    torch.manual_seed(0)
+    assert policy_with(monkeypatch, tmp_path, dtype, **wrong).packed
+    monkeypatch.setattr(packing_check, "TOLERANCE", {getattr(torch, name): Difference(0, 0, 0) for name in TYPES})
+    assert policy_with(monkeypatch, tmp_path, dtype, **wrong).packed
+
+
+@pytest.mark.parametrize("backward", ["leaks", "is right"])
+def test_a_gradient_that_leaks_is_found_though_the_logprobs_are_right(
+    backward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel whose backward pass alone, which is code of its own, takes a little of one completion for another's."""
+    right = packed_attention.attend_tiles
+
+    class Mixed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, key: Tensor) -> Tensor:
+            return key.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad + 1e-7 * grad.roll(1, 2) if backward == "leaks" else grad.clone()
+
+    def attend(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+        return right(query, Mixed.apply(key), *others)
+
+    assert policy_with(monkeypatch, tmp_path, "float32", kernel=attend).packed is (backward == "is right")
+    assert ("must not see: 0.0e+00 nats of their logprobs" in caplog.text) is (backward == "leaks")
 
 
 def assert_padded(config: Any, folder: Path, caplog: pytest.LogCaptureFixture, message: str) -> None:
@@ -143,9 +259,14 @@ def assert_padded(config: Any, folder: Path, caplog: pytest.LogCaptureFixture, m
     assert grad.norm() > 0
 
 
-@pytest.mark.usefixtures("leaking")
-def test_a_kernel_that_leaks_is_found_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert_padded(CONFIGS["llama"], tmp_path, caplog, "logprobs differ by")
+def test_a_kernel_that_ignores_segments_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float) -> Tensor:
+        return packed_attention._plain(query, key, value, scale, None)
+
+    monkeypatch.setattr(packed_attention, "attend_tiles", ignore)
+    assert_padded(CONFIGS["llama"], tmp_path, caplog, "rows differ by")
 
 
 @pytest.mark.parametrize(
