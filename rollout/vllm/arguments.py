@@ -14,6 +14,7 @@ from cluster.memory.generator import PREFILL_TOKENS
 from cluster.memory.kv_cache import BLOCK_CPU
 from rollout.data.hub import split
 from rollout.engine import EngineSettings
+from rollout.vllm.cpu_lora import LORA_DTYPE
 from rollout.vllm.cpu_norm import PRIORITY
 from rollout.vllm.shards import shard_arguments, workers_environment
 from rollout.vllm.startup import lora_arguments, shorten_start
@@ -82,6 +83,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         # completion computes the rest of it again: 16 tokens on average, not 64.
         "block_size": BLOCK_CPU,
         "ir_op_priority": PRIORITY,
+        "lora_dtype": LORA_DTYPE,
     }
 
 

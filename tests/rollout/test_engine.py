@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save
 
 from rollout.engine import AdapterRefused, EngineEnvError, EngineSettings
@@ -174,6 +175,8 @@ class TestCpuLora:
     def test_it_installs_and_agrees_with_a_dense_computation(self, wrapper: Any, as_upstream: Any) -> None:
         assert as_upstream.install_fast_cpu_lora()
         assert as_upstream._self_check(wrapper) < 1e-5
+        for dtype in (torch.bfloat16, torch.float16):  # at most 32, rounded once
+            assert as_upstream._self_check(wrapper, dtype) <= 16 * torch.finfo(dtype).eps
         assert as_upstream.install_fast_cpu_lora(), "twice is once"
 
     def test_an_unknown_release_keeps_upstreams_op(

@@ -21,6 +21,7 @@ from learner.model import capped_attention, packed_attention, packing_check
 from learner.model.logprob import policy_logprobs
 from learner.model.packed_attention import kernels
 from learner.model.packing_check import Difference
+from learner.model.segment_attention import attend_tiles
 from tests.learner.model.test_policy import make_policy, save_model
 
 SMALL: dict[str, Any] = {
@@ -172,7 +173,7 @@ def shifted(first: int, tokens: slice) -> Any:
 
 
 def policy_with(monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: str, **wrong: Any) -> Any:
-    monkeypatch.setattr(packed_attention, "attend_tiles", wrong.get("kernel", packed_attention.attend_tiles))
+    monkeypatch.setattr(packed_attention, "attend_tiles", wrong.get("kernel", attend_tiles))
     monkeypatch.setattr(micro_batch, "_pack", wrong.get("pack", micro_batch._pack))
     return make_policy(save_model(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 6}), folder), dtype=dtype)
 
@@ -228,7 +229,6 @@ def test_a_gradient_that_leaks_is_found_though_the_logprobs_are_right(
     backward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A kernel whose backward pass alone, which is code of its own, takes a little of one completion for another's."""
-    right = packed_attention.attend_tiles
 
     class Mixed(torch.autograd.Function):
         @staticmethod
@@ -239,10 +239,10 @@ def test_a_gradient_that_leaks_is_found_though_the_logprobs_are_right(
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad + 1e-7 * grad.roll(1, 2) if backward == "leaks" else grad.clone()
 
-    def attend(query: Tensor, key: Tensor, *others: Any) -> Tensor:
-        return right(query, Mixed.apply(key), *others)
+    def mixed(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+        return attend_tiles(query, Mixed.apply(key), *others)
 
-    assert policy_with(monkeypatch, tmp_path, "float32", kernel=attend).packed is (backward == "is right")
+    assert policy_with(monkeypatch, tmp_path, "float32", kernel=mixed).packed is (backward == "is right")
     assert ("must not see: 0.0e+00 nats of their logprobs" in caplog.text) is (backward == "leaks")
 
 
