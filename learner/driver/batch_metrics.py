@@ -21,8 +21,8 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
 
     reward/mean and reward/std, which is divided by their number, are of the completions that have a reward. Tokens are
-    those that the policy sampled: what an environment or a tool said is in none of the figures. Raises RewardsFailing if reward functions
-    failed on more than half of the completions, or none of them has a reward.
+    those that the policy sampled: what an environment or a tool said is in none of the figures. Raises RewardsFailing
+    if reward functions failed on more than half of the completions, or none of them has a reward.
     """
     rows = pa.concat_tables(groups)
     ends = whole(rows)

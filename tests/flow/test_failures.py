@@ -102,18 +102,26 @@ def _agents(run: Run) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(200)
-def test_sigterm_to_the_process_group_is_for_the_driver_alone(tmp_path: Path, model: Path) -> None:
-    """GNU's timeout sends it to the process and to its group; these are not two."""
+def test_warnings_to_all_and_sigterm_to_the_group_of_a_run_that_nobody_reads_are_one_request(
+    tmp_path: Path, model: Path
+) -> None:
+    """As Slurm warns, and GNU's timeout ends a process and its group. What the run says goes on in a file."""
     run = Run(tmp_path, model, steps=400)
     process = run.start()
     wait_until(lambda: _is_past(run, 0), "a step", 120, process)
     named = _named(run)
     assert process.pid not in {os.getpgid(named[name]) for name in ("gcs_server", "raylet")}
+    assert process.stdout is not None
+    process.stdout.close()
+    console = run.folder / "console.log"
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for pid in run.processes():
+            os.kill(pid, number)
     process.terminate()
     os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert re.fullmatch(r"stopped  at step \d+ of 400; the same command goes on from there", output.splitlines()[-1])
+    assert process.wait(timeout=60) == 0
+    said = console.read_text().splitlines()
+    assert re.fullmatch(r"stopped  at step \d+ of 400; the same command goes on from there", said[-1]), said
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=5)
 
 
