@@ -31,6 +31,7 @@ from cluster.actor import (
     Unusable,
     ValueLost,
 )
+from cluster.deadline import within
 from cluster.exit_reason import ExitReasons
 
 LOOK_EVERY_S = 15.0  # whether a process still answers
@@ -130,7 +131,7 @@ class Called(Generic[S_co]):
         import ray
 
         try:
-            async with asyncio.timeout(deadline_s):
+            async with within(deadline_s):
                 result = await ref
         except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
             cause = getattr(error, "cause", None)

@@ -65,12 +65,12 @@ def short_start(setup: Path) -> Iterator[None]:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    def console_popen(*command: Any, preexec_fn: Callable[[], None], **options: Any) -> Any:
+    def console_popen(command: Any, *, preexec_fn: Callable[[], None], **options: Any) -> Any:
         def begin() -> None:
             leave_to_the_driver()
             preexec_fn()
 
-        return popen(*command, preexec_fn=begin, process_group=0, **options)
+        return popen(command, preexec_fn=begin, process_group=0, **options)
 
     monitor, server, processes = Node.start_monitor, Node.start_api_server, Node.start_ray_processes
     found, popen = services.get_node, services.ConsolePopen

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.actor import ClusterLost
+from cluster.deadline import within
 from learner.driver.batches import Batches
 from learner.driver.evaluate import HeldOut
 from learner.driver.failure import RunEnded, first_of, sentence_of
@@ -147,7 +148,7 @@ class Loop:
             return
         patience = LOST_S if isinstance(error, ClusterLost) else self.checkpoints.deadline_s
         try:
-            async with asyncio.timeout(patience):
+            async with within(patience):
                 await self.updates.settled()
                 if self.updates.agrees and self.step > (self.checkpoints.saved or 0):
                     self.metrics.flush(self.step)

@@ -68,7 +68,7 @@ def _lasting(descriptor: int, own: Any) -> TextIO:
     _originals.append(own)
     unbuffered = isinstance(own.buffer, io.FileIO)  # python -u
     return io.TextIOWrapper(
-        raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        raw if unbuffered else io.BufferedWriter(raw),
         own.encoding, own.errors, line_buffering=own.line_buffering, write_through=own.write_through,
     )  # fmt: skip
 

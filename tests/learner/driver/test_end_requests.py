@@ -91,7 +91,7 @@ class Process:
 
     def until(self, words: str) -> list[str]:
         """What it says before that, as soon as it is said."""
-        said = []
+        said: list[str] = []
         while (line := self._out.readline()) != f"{words}\n":
             assert line, f"it ended with {self.process.wait()} and said {said} before {words}"
             said.append(line.strip())

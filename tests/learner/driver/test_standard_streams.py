@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,8 +61,8 @@ def vanished_terminal() -> Iterator[int]:
 def speak(folder: Path, code: int = 0, kept: str = "console.log", long: int = 1, **streams: int) -> str:
     """Its exit code is `code`, which it is after its last word. What it has said to the streams that are pipes."""
     command = [sys.executable, "-c", SPEAKER, str(folder), kept, str(long), str(code)]
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL} | streams
-    done = subprocess.run(command, text=True, timeout=60, check=False, **given)
+    given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, text=True, timeout=60, check=False, **given | streams)
     assert done.returncode == int((folder / "code").read_text())
     assert int((folder / "other").read_text().split()[0]) > 2
     return f"{done.returncode}\n{done.stdout or ''}"
@@ -69,7 +70,9 @@ def speak(folder: Path, code: int = 0, kept: str = "console.log", long: int = 1,
 
 @pytest.mark.parametrize("lost", [full, read_by_nobody, vanished_terminal])
 @pytest.mark.parametrize("long", [1, 20_000])
-def test_what_is_lost_goes_on_in_a_file(tmp_path: Path, lost: Callable[[], Iterator[int]], long: int) -> None:
+def test_what_is_lost_goes_on_in_a_file(
+    tmp_path: Path, lost: Callable[[], AbstractContextManager[int]], long: int
+) -> None:
     with lost() as descriptor:
         code, *said = speak(tmp_path, long=long, stdout=descriptor, stderr=descriptor).splitlines()
     assert (code, said) == ("0", [])
