@@ -97,7 +97,7 @@ class Actor(Protocol[S_co]):
     ) -> T:
         """Runs the object's method of that name with these arguments, what is Shared by value.
 
-        Raises ActorDied, DeadlineExceeded, RemoteError, ValueLost.
+        Raises ActorDied, DeadlineExceeded, RemoteError, ValueLost, cluster.files.WriteFailed.
         """
 
 

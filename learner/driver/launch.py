@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import closing
 
 from cluster.files import writing
 from cluster.ray_cluster import Session, connect
@@ -24,7 +23,7 @@ from learner.driver.processes import Processes, start_processes
 from learner.driver.publishing import publish
 from learner.driver.restarts import Restarts
 from learner.driver.reward_processes import Patience, kept_answering
-from learner.driver.step_metrics import Sinks
+from learner.driver.step_metrics import Sinks, closed
 from learner.driver.wiring import Inputs, wire
 from rewards.service import RewardService
 from rollout.service import RolloutService
@@ -96,7 +95,7 @@ async def _attempt(
         processes = await ray_processes.beside(start_processes(prepared, session, progress.note))
         phases.until_now("processes")
         sinks = _sinks(prepared, progress, phases)
-        with closing(sinks.timeline), closing(sinks.metrics):
+        with closed(sinks):
             inputs = _inputs(prepared, processes.weights_stay)
             loop, _ = wire(inputs, processes.generators, processes.learner, sinks)
             loop.stop = stop
