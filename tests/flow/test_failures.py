@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +53,30 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
     places = [place for step in rows for place in dict.fromkeys(step.column("position").to_pylist())]
     assert places == list(range(120))
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_that_stands_still_as_a_whole_goes_on_as_if_nothing_had_been(tmp_path: Path, model: Path) -> None:
+    """A paused container, a lid that is closed: for longer than each deadline. Nothing is lost, nor taken for hung."""
+    seconds = 20
+    deadlines = {"heartbeat": seconds, "group": seconds, "push": seconds, "step": seconds}
+    run = Run(tmp_path, model, steps=12, cluster={"deadlines": deadlines, "rewards": {"processes": 1}})
+    process = run.start()
+    wait_until(partial(_is_past, run, 2), "a step", 240, process)
+    everyone: list[int] = []
+    while more := [pid for pid in run.processes() if pid not in everyone]:  # those that were started meanwhile, too
+        for pid in more:
+            os.kill(pid, signal.SIGSTOP)
+        everyone += more
+    time.sleep(1.5 * seconds)
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert not re.search("lost|hangs|fresh process|no answer", output), output
+    assert _steps(run) == list(range(13))
+    assert run.metrics()[-1]["rollout/restarts"] == run.metrics()[-1]["rollout/begun_anew"] == 0
 
 
 def _steps(run: Run) -> list[int]:
