@@ -33,23 +33,47 @@ TWICE_S = 0.5  # between two signals that count as one: GNU's timeout sends its 
 
 Answer = Callable[[Signals], None]
 
-_heard: list[Signals] = []  # since the block of `interrupting` began
-_ends_with_us = False  # whether this process is a command's and nobody else's
+
+class _State:
+    """Of this process: how a request is answered now, which came since `interrupting`, and whether it is a command's
+    and nobody else's."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda number: None
+        self.answering = False
+        self.heard: list[Signals] = []
+        self.is_command = False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """The handler of signals."""
+        if self.answering:  # one that comes within another asks for the same
+            return
+        self.answering = True
+        try:
+            self.heard.append(Signals(number))
+            self.answer(Signals(number))
+        finally:
+            self.answering = False
+
+
+_STATE = _State()
+_OURS = _STATE.hear  # one object, by which it is known again
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
     """Inside this block the first request is a KeyboardInterrupt, until something else is said; afterwards all is as it
     was, and of a `command` none is heard, since it has done what it was to do."""
-    before = {number: signal.getsignal(number) for number in ENDS}
-    _heard.clear()
+    before, answer = {number: signal.getsignal(number) for number in ENDS}, _STATE.answer
+    _STATE.heard.clear()
     _answered(Interrupt())
     try:
         yield
     finally:
-        if _ends_with_us:
+        if _STATE.is_command:
             unheard()
         else:
+            _STATE.answer = answer
             for number, handler in before.items():
                 if handler not in (None, signal.getsignal(number)):
                     signal.signal(number, handler)
@@ -59,27 +83,16 @@ def _answered(answer: Answer, leave: tuple[Signals, ...] = ()) -> None:
     """From now on each of ENDS, but for those in `leave`, is answered so, in the main thread between two instructions.
 
     One that was ignored when the process started stays so: of nohup SIGHUP, of what a script starts in the background
-    SIGINT and SIGQUIT.
+    SIGINT and SIGQUIT. One that somebody else answers stays his, but for Ctrl-C and SIGTERM.
     """
-
-    answering = False
-
-    def heard(number: int, frame: FrameType | None) -> None:
-        nonlocal answering
-        if answering:  # one that comes within another asks for the same
-            return
-        answering = True
-        try:
-            _heard.append(Signals(number))
-            answer(Signals(number))
-        finally:
-            answering = False
-
     if threading.current_thread() is not threading.main_thread():  # a caller's, to whom signals belong
         return
+    _STATE.answer = answer
     for number in ENDS:
-        if number not in leave and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, heard)
+        taken = signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler, _OURS)
+        other = taken and number not in (Signals.SIGINT, Signals.SIGTERM)
+        if number not in leave and not other and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _OURS)
 
 
 class Haste:
@@ -114,8 +127,7 @@ class Interrupt:
 def command() -> None:
     """This process is a command, and ends with it. From now on the first request is what Ctrl-C is: whoever handles
     that, asyncio in an event loop, does so."""
-    global _ends_with_us
-    _ends_with_us, told = True, False
+    told = False
 
     def interrupt(number: Signals) -> None:
         nonlocal told
@@ -124,6 +136,7 @@ def command() -> None:
             told = True
             (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
 
+    _STATE.is_command = True
     _answered(interrupt, leave=(Signals.SIGINT,))
 
 
@@ -143,8 +156,8 @@ def cancelled(why: str) -> None:
             task.cancel(why)
 
     _answered(_in_loop(cancel))
-    if _heard:
-        cancel(_heard[0])
+    if _STATE.heard:
+        cancel(_STATE.heard[0])
 
 
 def stopped(stop: asyncio.Event, note: Callable[[str], None]) -> None:
