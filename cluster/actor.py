@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
+from cluster.deadline import within
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S")
@@ -95,7 +97,7 @@ class Actor(Protocol[S_co]):
     ) -> T:
         """Runs the object's method of that name with these arguments, what is Shared by value.
 
-        Raises ActorDied, DeadlineExceeded, RemoteError, ValueLost.
+        Raises ActorDied, DeadlineExceeded, RemoteError, ValueLost, cluster.files.WriteFailed.
         """
 
 
@@ -121,7 +123,7 @@ class Local(Generic[S]):
 
     async def call(self, method: Method[S, P, T], deadline_s: float, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            async with asyncio.timeout(deadline_s) as limit:
+            async with within(deadline_s) as limit:
                 values = [arg.value if isinstance(arg, Shared) else arg for arg in args]
                 answer: T = await getattr(self._object, method.__name__)(*values, **kwargs)
                 return answer

@@ -1,23 +1,125 @@
-"""What every writer of files here needs: errors that name the path, digests, and content that is on the disk."""
+"""What every writer of files here needs: errors that say which file and what to do, digests, and content that is on the
+disk."""
 
+import errno
 import hashlib
 import os
+import re
+import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Digest = dict[str, int | str]  # {"bytes": …, "sha256": …}
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+IN_RUST = re.compile(r"\(os error (\d+)\)")  # how its standard library ends the words of an error
+
+
+class WriteFailed(OSError):
+    """A file that could not be written.
+
+    Attributes:
+        free: bytes that are left on its disk; None where nobody knows. needed: that what was to be written takes.
+    """
+
+    free: int | None = None
+    needed: int | None = None
+
+    def sentence(self) -> str:
+        """Which, why, and what to do."""
+        if self.errno in FULL:
+            return f"the disk of {self.filename} is full ({self.strerror}); free some of it{self._room()}"
+        return f"{self.filename} cannot be written ({self.strerror}); {self._mended()}"
+
+    def _room(self) -> str:
+        free = None if self.errno == errno.EDQUOT else self.free  # a quota leaves less than the disk has
+        known = [
+            f"{_size(count)} {what}" for count, what in ((free, "left"), (self.needed, "needed")) if count is not None
+        ]
+        return f" ({', '.join(known)})" if known else ""
+
+    def _mended(self) -> str:
+        if self.errno == errno.EROFS:
+            return "a system makes a disk that fails read-only (dmesg tells why): make it writable again"
+        if self.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            limit = "" if most == resource.RLIM_INFINITY else f", {_size(most)} here"
+            return f"raise the limit on the size of a file (ulimit -f{limit})"
+        if self.errno in (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN):
+            return "its disk, or the way there, has failed (dmesg tells why): mend it, or write elsewhere"
+        if self.errno == errno.ENOENT:
+            return "its folder was deleted or replaced: put it back"
+        if self.errno in (errno.EACCES, errno.EPERM):
+            return "give this user the right to write there"
+        return "mend that"
+
+
+class _Gone(WriteFailed, FileNotFoundError):
+    pass
+
+
+class _Forbidden(WriteFailed, PermissionError):
+    pass
+
+
+KINDS: dict[int, type[WriteFailed]] = {errno.ENOENT: _Gone, errno.EACCES: _Forbidden, errno.EPERM: _Forbidden}
+
+
+def write_failed(path: Path, error: BaseException, needed: int | None = None) -> WriteFailed:
+    """Of what was raised as a file was written. needed: bytes that all that was to be written takes."""
+    cause = _of_the_system(error)
+    if isinstance(cause, WriteFailed):
+        failed = cause
+    elif cause is not None:
+        number, file = cause.errno or 0, cause.filename2 or cause.filename or path  # of a copy the second
+        failed = KINDS.get(number, WriteFailed)(number, os.strerror(number), str(file))
+    else:
+        words = str(error).strip() or type(error).__name__
+        failed = WriteFailed(0, words.splitlines()[0], str(path))
+    if failed.free is None:
+        failed.free = _free(Path(failed.filename))
+    failed.needed = failed.needed or needed
+    return failed
+
+
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """What the system said, which libraries in C++ and Rust tell in words of their own, or lose."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error
+        if (found := IN_RUST.search(str(error))) is not None:
+            return OSError(int(found[1]), "")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _free(path: Path) -> int | None:
+    for folder in path.parents:
+        with suppress(OSError):
+            found = os.statvfs(folder)
+            return found.f_bavail * found.f_frsize
+    return None
+
+
+def _size(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in SIZES if count >= unit), SIZES[-1])
+    return f"{count / unit:.1f} {name}"
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside this block an OSError names the path; that of a full disk would say only [Errno 28]."""
+    """Inside this block an OSError of the system is a WriteFailed, of this path where it names none; but for what says
+    that something is in the way."""
     try:
         yield
+    except (FileExistsError, IsADirectoryError, NotADirectoryError):
+        raise
     except OSError as error:
-        if error.filename is not None or error.errno is None:
+        if error.errno is None or isinstance(error, WriteFailed):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise write_failed(path, error) from error
 
 
 def digest_of(file: Path) -> Digest:

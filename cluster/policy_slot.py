@@ -3,6 +3,8 @@
 import asyncio
 from typing import Generic, TypeVar
 
+from cluster.deadline import within
+
 T = TypeVar("T")
 
 
@@ -67,7 +69,7 @@ class PolicySlot(Generic[T]):
 
         async with self._acknowledged:
             try:
-                async with asyncio.timeout(deadline_s):
+                async with within(deadline_s):
                     await self._acknowledged.wait_for(lambda: not late())
             except TimeoutError:
                 held = ", ".join(f"{name} (holds v{self.acknowledgements.get(name, -1)})" for name in late())

@@ -31,7 +31,9 @@ from cluster.actor import (
     Unusable,
     ValueLost,
 )
+from cluster.deadline import within
 from cluster.exit_reason import ExitReasons
+from cluster.files import WriteFailed
 
 LOOK_EVERY_S = 15.0  # whether a process still answers
 MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
@@ -130,10 +132,12 @@ class Called(Generic[S_co]):
         import ray
 
         try:
-            async with asyncio.timeout(deadline_s):
+            async with within(deadline_s):
                 result = await ref
         except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
             cause = getattr(error, "cause", None)
+            if isinstance(cause, WriteFailed):
+                raise cause from None
             if isinstance(cause, Unusable):
                 raise ActorDied(f"{self.name}: {cause}", reason=str(cause)) from error
             if isinstance(cause, ValueLost):

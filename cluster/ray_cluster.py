@@ -6,8 +6,11 @@ a function that runs after `connect` has set that environment.
 
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,25 @@ def connect(
     """
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     os.environ.update(PICKLED_TABLES)
+    with _sigterm_as_before():
+        return _connected(address, min_cpus, policy_bytes, shows_metrics, commands)
+
+
+@contextmanager
+def _sigterm_as_before() -> Iterator[None]:
+    """Ray sets a handler of its own, which ends the process: behind this block it is the caller's again. (What comes
+    while Ray starts still meets Ray's, which ends what it has started.)"""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _connected(
+    address: str, min_cpus: float, policy_bytes: int, shows_metrics: bool, commands: Mapping[str, str] | None
+) -> Session:
     if joins(address):
         _join(address)
         if shows_metrics:

@@ -9,11 +9,12 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+from cluster.prestart.worker import leave_to_the_driver
 
 REGISTER_S, LOOK_S = 20.0, 0.02  # for which a node's entry is waited for, and between two looks
 
@@ -57,11 +58,19 @@ def short_start(setup: Path) -> Iterator[None]:
     and Ray's end waits for it for a second. The API server is what `ray list` and `ray job` ask: Ray waits until it is
     there, two thirds of a second of a core. For its node Ray waits in whole seconds, two or three of them.
     A signal to the driver's process group (`timeout 2h` sends one) is for the driver alone: Ray's processes would end
-    beside it, and not whole. So each has a group of its own. A start that fails, or that SIGTERM cuts short, ends them.
+    beside it, and not whole. So each has a group of its own; and as some signals are sent to all processes of a job, it
+    ignores FOR_THE_DRIVER, as do its workers. A start that fails, or that SIGTERM cuts short, ends them.
     """
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+
+    def console_popen(command: Any, *, preexec_fn: Callable[[], None], **options: Any) -> Any:
+        def begin() -> None:
+            leave_to_the_driver()
+            preexec_fn()
+
+        return popen(command, preexec_fn=begin, process_group=0, **options)
 
     monitor, server, processes = Node.start_monitor, Node.start_api_server, Node.start_ray_processes
     found, popen = services.get_node, services.ConsolePopen
@@ -84,7 +93,7 @@ def short_start(setup: Path) -> Iterator[None]:
     Node.start_monitor, Node.start_api_server = _nothing, without_server  # type: ignore[method-assign,assignment]
     Node.start_ray_processes = with_setup  # type: ignore[method-assign]
     services.get_node = node_as_it_comes
-    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[assignment,misc]
+    services.ConsolePopen = console_popen  # type: ignore[assignment,misc]
     try:
         yield
     except BaseException:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cluster.actor import DeadlineExceeded
+from cluster.deadline import within
 from cluster.placement import PlacementError, Role, check, pack
 
 PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
@@ -44,23 +45,23 @@ class Reservation:
         """Raises DeadlineExceeded if no room becomes free in time. `note` receives a line about what is waited for."""
         from ray.util.placement_group import placement_group
 
-        end, patience = asyncio.get_running_loop().time() + deadline_s, min(PATIENCE_S, deadline_s)
-        for strategy, indices in self._placement.groups():
-            bundles = [self._placement.bundles[index] for index in indices]
-            labels = [self._labels.get(index, {}) for index in indices]
-            group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
-            self._groups.append((indices, group))
-            free = asyncio.ensure_future(group.ready())
-            await asyncio.wait({free}, timeout=patience)
-            if not free.done():
-                note(f"waiting up to {deadline_s:g} s for room on the cluster: {_missing(bundles)}")
-                await asyncio.wait({free}, timeout=end - asyncio.get_running_loop().time())
-            if not free.done():
-                free.cancel()
-                raise DeadlineExceeded(
-                    f"placement: no room after {deadline_s:g} s: {_missing(bundles)}. Stop other jobs or ask for less"
-                )
-            free.result()
+        bundles: list[dict[str, float]] = []
+        try:
+            async with within(deadline_s):
+                for strategy, indices in self._placement.groups():
+                    bundles = [self._placement.bundles[index] for index in indices]
+                    labels = [self._labels.get(index, {}) for index in indices]
+                    group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
+                    self._groups.append((indices, group))
+                    free = asyncio.ensure_future(group.ready())
+                    await asyncio.wait({free}, timeout=min(PATIENCE_S, deadline_s / 2))
+                    if not free.done():
+                        note(f"waiting up to {deadline_s:g} s for room on the cluster: {_missing(bundles)}")
+                    await free
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"placement: no room after {deadline_s:g} s: {_missing(bundles)}. Stop other jobs or ask for less"
+            ) from None
 
     def strategy(self, role: Role) -> Any:
         """Where to start the process of this role, in Ray's terms."""

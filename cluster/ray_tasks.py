@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from cluster.deadline import within
 from cluster.ray_actor import in_one_line
 from cluster.ray_reservation import Node
 
@@ -33,7 +34,7 @@ async def _on(node: Node, work: Callable[[A], T], argument: A, deadline_s: float
     there = NodeAffinitySchedulingStrategy(node.id, soft=False)
     ref = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(argument)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with within(deadline_s):
             found: T = await ref
     except TimeoutError:
         ray.cancel(ref, force=True)

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,18 @@ EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
 log = logging.getLogger(__name__)
 
 
+class FolderGone(FileNotFoundError):
+    """The run folder was deleted or replaced; the text says it all."""
+
+
 class Metrics:
     """One line a step in metrics.jsonl, and the same numbers to each tracker."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[str], resume_step: int) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._forget_after(resume_step)
-        self._file = self._path.open("a", buffering=1)
+        with writing(self._path):
+            self._file = self._path.open("a", buffering=1)
         self._folder = os.stat(run_dir)
         self._trackers: list[Background] = []
         if trackers:
@@ -56,7 +61,7 @@ class Metrics:
         partial = self._path.with_suffix(".partial")
         with writing(partial):
             partial.write_text("".join(line + "\n" for line in lines))
-        os.replace(partial, self._path)
+            os.replace(partial, self._path)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Writes more of the newest step, into its line, and to the trackers. Raises as `log`."""
@@ -91,20 +96,21 @@ class Metrics:
             tracker.completions(step, samples)
 
     def check_folder(self, step: int) -> None:
-        """Raises FileNotFoundError if the run folder was deleted or replaced since the run began."""
+        """Raises FolderGone if the run folder was deleted or replaced since the run began."""
         try:
             there = os.path.samestat(self._folder, os.stat(self._path.parent))
         except FileNotFoundError:
             there = False
         if not there:
-            raise FileNotFoundError(
+            raise FolderGone(
                 f"{self._path.parent}: the run folder was deleted or replaced while the run was writing to it (step "
                 f"{step}); what it held is lost. Start the run again, or give it another name="
             )
 
     def close(self) -> None:
         """Flushes and closes the file and every tracker."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -156,19 +162,25 @@ class Timeline:
         self._open[mark] = (what, role, start)
         try:
             yield
-        finally:
-            end = time.perf_counter()
-            del self._open[mark]
-            self._spans.append(_Span(what, role, start, end))
-            common = {"name": what, "cat": what, "pid": 0, "tid": role, "args": details}
-            begin, stop = (round((moment + self._epoch) * 1e6) for moment in (start, end))
-            if concurrent:  # a pair of asynchronous events: complete ones must nest within their track
-                common["id"] = str(next(self._ids))  # beyond what JavaScript's numbers hold exactly
-                events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
-            else:
-                events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
-            with writing(self._path):
-                self._file.write("".join(json.dumps(event) + ",\n" for event in events))
+        except BaseException:
+            with suppress(OSError):  # what the body has met is told
+                self._end(mark, concurrent, details)
+            raise
+        self._end(mark, concurrent, details)
+
+    def _end(self, mark: object, concurrent: bool, details: Mapping[str, Any]) -> None:
+        end = time.perf_counter()
+        what, role, start = self._open.pop(mark)
+        self._spans.append(_Span(what, role, start, end))
+        common = {"name": what, "cat": what, "pid": 0, "tid": role, "args": details}
+        begin, stop = (round((moment + self._epoch) * 1e6) for moment in (start, end))
+        if concurrent:  # a pair of asynchronous events: complete ones must nest within their track
+            common["id"] = str(next(self._ids))  # beyond what JavaScript's numbers hold exactly
+            events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
+        else:
+            events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
+        with writing(self._path):
+            self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
     def busy(self, what: str, start: float, end: float) -> list[Interval]:
         """When at least one role was at work of that kind inside [start, end], in seconds of time.perf_counter; a span

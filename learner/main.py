@@ -3,12 +3,11 @@
 import argparse
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from learner.driver import called_from
+from learner.driver import called_from, end_requests, standard_streams
 
 if TYPE_CHECKING:  # heavy imports wait until the configuration is known to be right
     from learner.config import RunConfig
@@ -39,13 +38,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
-    130 stopped by Ctrl-C before it began."""
+    130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
+    standard_streams.last()
     if wrong := called_from.hidden_package() or called_from.wrong_place():
         print(f"error: {wrong}", file=sys.stderr)
         return 2
+    args = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        with end_requests.interrupting():
+            return _run(args)
+    # Once it has begun, learner.driver.launch stops it with a checkpoint. While Ray starts, SIGTERM is a SystemExit.
+    except (KeyboardInterrupt, SystemExit):
+        print("stopped before the run began", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    """What the command line asks for. Raises KeyboardInterrupt, and SystemExit, if it is asked to end before it has
+    begun."""
     from learner.driver import config_io, failure
 
-    args = parse(sys.argv[1:] if argv is None else argv)
     if args.config is None and not args.overrides:
         print("config: --config: required, but not given; gleaner init my-run writes a first one", file=sys.stderr)
         return 2
@@ -62,11 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
         return _dry_run(config, args.assume_gpus) if args.dry_run else _train(config)
-    # Once it has begun, learner.driver.launch stops it with a checkpoint. While Ray starts, SIGTERM is a SystemExit.
-    except (KeyboardInterrupt, SystemExit):
-        print("stopped before the run began", file=sys.stderr)
-        return 130
-    except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or SIGTERM during its start
+    except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or a request to end during its start
         begun = "stopped at once; the same command goes on from its last checkpoint"
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
@@ -94,7 +102,7 @@ def _dry_run(config: "RunConfig", assumed: str | None) -> int:
 def _train(config: "RunConfig") -> int:
     from learner.driver.prestart import prestarted
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # learner.driver.launch has others later
+    standard_streams.are_commentary()
     with prestarted(config) as early:
         from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
 
@@ -117,11 +125,11 @@ def _fail(error: BaseException) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process, all of whose files and processes are closed, without the interpreter's own end, which takes
-    half a second to undo imports."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    half a second to undo imports. Whatever asks it to end now gets what it asks for."""
+    end_requests.unheard()
+    os._exit(standard_streams.outcome(code))
 
 
 if __name__ == "__main__":
+    end_requests.command()
     leave(main())

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from cluster.deadline import within
 from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said, writable
 from rewards.described import LONGEST, described
 
@@ -130,7 +131,7 @@ async def _cancel_others() -> None:
 
 async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with within(timeout_s) as limit:
             return _ended(_read(await begun.answer, begun.size), begun.begin, awaited=True)
     except BaseException as error:
         if limit.expired():

@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.deadline import within
+
 _CHILD = Path(__file__).with_name("code_child.py")
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -63,7 +65,7 @@ async def _ended(code: str, limits: Limits, home: Path, output: int) -> str:
         env=_ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(home)}, start_new_session=True,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(limits.seconds):
+        async with within(limits.seconds):
             await process.communicate(code.encode("utf-8", "replace"))
     except TimeoutError:
         return f"error: stopped after {limits.seconds:g} s"

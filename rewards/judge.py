@@ -11,10 +11,12 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.deadline import within
 from rewards.base import RewardError
 from rewards.call import Group, Status, Verdict, failed
 from rewards.config import RewardConfig
@@ -51,7 +53,9 @@ class Judge:
         distinct = {one.key: one for one in asked}
         tasks = {key: asyncio.ensure_future(self._number(one)) for key, one in distinct.items()}
         try:
-            await asyncio.wait(tasks.values(), timeout=self._timeout_s)
+            with suppress(TimeoutError):
+                async with within(self._timeout_s):
+                    await asyncio.wait(tasks.values())
         finally:
             for task in tasks.values():
                 task.cancel()

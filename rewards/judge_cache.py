@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster.files import writing
+
 
 class JudgeCache:
     """Request -> what the judge said to it. One file for each process that writes, since several generators may share
@@ -32,9 +34,10 @@ class JudgeCache:
         """Keeps an answer. `about`: what a reader of the file wants to see beside it."""
         self._said[key] = said
         if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8", errors="backslashreplace") as lines:
-                lines.write(json.dumps({"key": key, "said": said, **about}) + "\n")
+            with writing(self._file):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with self._file.open("a", encoding="utf-8", errors="backslashreplace") as lines:
+                    lines.write(json.dumps({"key": key, "said": said, **about}) + "\n")
 
 
 def _read(file: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
+from cluster.deadline import within
 from rewards import worker
 from rewards.call import Verdict, failed
 from rewards.loader import BUILT_INS
@@ -162,15 +163,19 @@ class Slot:
         waiting = asyncio.wrap_future(self._running)
         try:
             # pebble's clock starts when the worker takes the task; ours also sees a worker that never does.
-            await asyncio.wait([waiting], timeout=timeout_s + START_S)
-            if not waiting.done():
-                await asyncio.to_thread(self._restart)
-                raise TimeoutError
+            async with within(timeout_s + START_S) as limit:
+                await asyncio.wait([waiting])
             # close() cancels what pebble leaves unanswered; what pebble breaks off is answered with an exception.
             if waiting.cancelled() or (self._closed and waiting.exception() is not None):
                 raise _Closed
             answer: T = waiting.result()
             return answer
+        except TimeoutError:
+            if limit.expired():
+                await asyncio.to_thread(self._restart)
+            elif limit.stood_still():  # and pebble's clock, that on the wall, went on
+                raise BrokenProcessPool("its time was over while this process stood still") from None
+            raise
         except asyncio.CancelledError:
             self._loaded.clear()  # pebble ends the process
             raise

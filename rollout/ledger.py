@@ -23,12 +23,12 @@ SINCE = {b"1": (*NEW_IN_2, *NEW_IN_3), b"2": NEW_IN_3}  # an older version -> th
 
 def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:
     """The groups that a step consumed, as folder/step-000012.parquet; visible only when whole."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
     partial = path.with_suffix(".partial")
     with writing(partial):
+        folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.concat_tables(groups).combine_chunks(), partial)  # a chunk a group costs more
-    os.replace(partial, path)
+        os.replace(partial, path)
     return path
 
 

@@ -199,3 +199,19 @@ def masks_of(table: pa.Table) -> list[npt.NDArray[np.bool_]]:
     lengths = pc.list_value_length(table.column("completion_ids")).to_pylist()
     rows = zip(table.column("loss_mask").to_pylist(), lengths, strict=True)
     return [np.ones(length, np.bool_) if mask is None else np.asarray(mask, np.bool_) for mask, length in rows]
+
+
+def sampled_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
+    """[G] tokens of each trajectory that the policy sampled, in all of its rows: no observation is among them."""
+    own = np.array([np.count_nonzero(mask) for mask in masks_of(table)], np.int64)
+    return np.add.reduceat(own, _firsts(table))
+
+
+def oldest_versions(table: pa.Table) -> npt.NDArray[np.int64]:
+    """[G] policy version of each trajectory's oldest token."""
+    return np.minimum.reduceat(table.column("policy_version_min").to_numpy(), _firsts(table))
+
+
+def _firsts(table: pa.Table) -> npt.NDArray[np.intp]:
+    """Where each trajectory begins."""
+    return np.flatnonzero(np.append(True, lasts(table)[:-1]))

@@ -79,6 +79,24 @@ T is the number of trained tokens of a completion.
 
 {advantages}
 
+std is a sample's, divided by n - 1 (`reward/std` is divided by n), and eps is 1e-4. A group whose rewards are all
+equal, or of which fewer than two are known, has advantage 0. PPO's are in [ppo.md](ppo.md).
+
+## learner.loss.beta
+
+The KL of a token, with d = ref - log π and w = π / sampler (also with several updates per batch), where ref is the
+reference's logprob:
+
+| | | |
+| --- | --- | --- |
+| value | exp(d) - d - 1 | k3: Schulman 2020, Approximating KL Divergence; DeepSeekMath 2402.03300, equation 4 |
+| gradient | min(w, 2) (log π - ref) ∇ log π | of w k3, w not held constant: DeepSeek-V3.2 2512.02556, equation 7 |
+
+The gradient is the KL's own and corrected for the sampler, but for the cap of 2 (Yao et al. 2025). It is not that of
+the value: (1 - exp(d)) ∇ log π, which TRL's GRPO takes without `use_bias_correction_kl`, is in expectation the gradient
+of KL(reference || π), and unbounded where the reference finds a token far likelier. `policy/kl` is the mean of the
+value over the trained tokens; in `loss/total` it counts beta c times (`learner/algo/loss.py`, `kl_to_reference`).
+
 ## A loss of your own
 
 A function in a file of yours, named by `learner.loss.ratio=my_loss.py:topr` (or `package.module:function`):

@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# What schedulers send to all processes of a job as a warning, or a terminal as it vanishes: the driver ends the run,
+# and needs the others for its last step. Not SIGTERM, by which Ray and reward processes end what they have started.
+FOR_THE_DRIVER = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 TAKEN = b"t"
 # Each shell changes them or takes them away, also the one that Ray starts a worker by; an activated environment exports
 # PS1.
@@ -38,12 +41,19 @@ def main() -> None:
     wanted = {name: {int(descriptor) for descriptor in listeners.split(",")} for name, listeners in pairs}
     if not _ends_with(int(parent)):
         return
+    leave_to_the_driver()
     environment = {name: value for name, value in os.environ.items() if name not in OF_SHELLS}
     sys.path[0] = str(ROOT)
     gc.disable()  # it would look at a million objects that imports make, and find no garbage
     _import(common)
     opened = {descriptor for own in wanted.values() for descriptor in own}
     _fork(opened, {frozenset(own): partial(_prepare, name, own, environment) for name, own in wanted.items()})
+
+
+def leave_to_the_driver() -> None:
+    """This process ignores FOR_THE_DRIVER, and so do all that it starts."""
+    for number in FOR_THE_DRIVER:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _fork(opened: set[int], work: Mapping[frozenset[int], Callable[[], None]]) -> None:

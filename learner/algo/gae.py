@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 Float = npt.NDArray[np.float64]
 
-# Added to the standard deviation before dividing: advantages that differ by less are noise.
-EPSILON = 1e-8
+# A standard deviation below them is that of rounding: of rewards and values near 1 (what GRPO adds to one before it
+# divides), and, as a share of the mean, of great ones.
+LEAST, LEAST_SHARE = 1e-4, 1e-5
 
 
 def gae(
@@ -50,14 +51,25 @@ def gae(
     return result
 
 
-def whitened(advantages: Float, trained: npt.NDArray[np.bool_]) -> Float:
-    """[M] those of the trained tokens, of mean 0 and standard deviation 1, as in TRL's PPO and OpenRLHF; else 0.
+def is_noise(numbers: npt.NDArray[np.floating], known_to: float = 0.0) -> bool:
+    """Whether so few of [T] are there, or they differ by so little, that a division by their standard deviation would
+    make differences of what is none. known_to: what the numbers are made of has been rounded to about that."""
+    if len(numbers) < 2:
+        return True
+    return bool(numbers.std() < max(LEAST, LEAST_SHARE * abs(numbers.mean()), known_to))
+
+
+def whitened(advantages: Float, trained: npt.NDArray[np.bool_], known_to: float = 0.0) -> Float:
+    """[M] those of the trained tokens, of mean 0 and standard deviation 1, as in TRL's PPO and OpenRLHF; else 0, and 0
+    of all where they differ by no more than rounding (is_noise).
 
     The scale of an advantage is the reward's, and shrinks as the value learns to tell it; a learning rate that is right
-    for one is then right for all. The mean is what the value is wrong by as a whole, which early on is most of it.
+    for one is then right for all. The mean is what the value is wrong by as a whole, which early on is most of it. Of
+    equal advantages nothing is left but the last bits of the values, which depend on how the batch was packed: divided
+    by their own deviation they would be a gradient of full size.
     """
     result = np.zeros_like(advantages)
     own = advantages[trained]
-    if len(own) > 1:
-        result[trained] = (own - own.mean()) / (own.std() + EPSILON)
+    if not is_noise(own, known_to):
+        result[trained] = (own - own.mean()) / own.std()
     return result

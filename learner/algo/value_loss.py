@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from learner.algo.gae import is_noise
+
 
 @torch.no_grad()
 def value_loss(
@@ -47,8 +49,9 @@ def value_metrics_of(parts: Iterable[dict[str, Tensor]], updates: int) -> dict[s
     return {"value/loss": sums["loss"] / updates, "value/clip_fraction": sums["clipped"] / sums["tokens"]}
 
 
-def explained_variance(values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating]) -> float | None:
+def explained_variance(
+    values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating], known_to: float = 0.0
+) -> float | None:
     """[T], [T] -> 1 - var(R - V) / var(R): 1 of a value that tells the returns, 0 of one that tells nothing, below 0 of
-    one that misleads; None where all returns are equal."""
-    spread = float(np.var(returns))
-    return None if spread == 0 else 1 - float(np.var(returns - values)) / spread
+    one that misleads; None where all returns are equal, but for rounding (learner.algo.gae.is_noise)."""
+    return None if is_noise(returns, known_to) else 1 - float(np.var(returns - values)) / float(np.var(returns))

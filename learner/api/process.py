@@ -65,7 +65,7 @@ class RunProcess:
                 look()
             except KeyboardInterrupt:
                 interrupts += 1
-                print(words[interrupts - 1] if interrupts < KILL_AT else "killed", flush=True)
+                self._say(f"{words[interrupts - 1] if interrupts < KILL_AT else 'killed'}\n")
                 self.interrupt(interrupts) if interrupts < KILL_AT else self._process.kill()
         return interrupts
 
@@ -90,8 +90,14 @@ class RunProcess:
             self._read += len(new)
             text = self._decoder.decode(new)
             self._tail = (self._tail + text)[-TAIL:]
-            sys.stdout.write(text)
-        sys.stdout.flush()
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        """Where nobody reads it any more, or it is closed, the run goes on without."""
+        if sys.stdout is not None and not sys.stdout.closed:
+            with contextlib.suppress(OSError):
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
     def failure(self) -> TrainError | None:
         """What the command line would have said; None of a run that is done, or was stopped with a checkpoint."""

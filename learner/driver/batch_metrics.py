@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from learner.driver.env_metrics import env_metrics
 from learner.driver.failure import RunEnded
 from rollout.env.trajectory import FAULT
-from rollout.schema import failed, parts_of, rewards_of, whole
+from rollout.schema import failed, masks_of, oldest_versions, parts_of, rewards_of, sampled_lengths, whole
 
 
 class RewardsFailing(RunEnded):
@@ -20,8 +20,9 @@ class RewardsFailing(RunEnded):
 def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
 
-    reward/mean and reward/std are of the completions that have a reward. Raises RewardsFailing if reward functions
-    failed on more than half of the completions, or none of them has a reward.
+    reward/mean and reward/std, which is divided by their number, are of the completions that have a reward. Tokens are
+    those that the policy sampled: what an environment or a tool said is in none of the figures. Raises RewardsFailing
+    if reward functions failed on more than half of the completions, or none of them has a reward.
     """
     rows = pa.concat_tables(groups)
     ends = whole(rows)
@@ -41,14 +42,14 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
             f"rewards: must score some completions of each batch, and of these {len(rewards)} no reward function, "
             "reward model or environment scored any; add a reward function, or let the environment return rewards"
         )
-    lengths = pc.list_value_length(rows.column("completion_ids")).to_numpy()
-    staleness = version - rows.column("policy_version_min").to_numpy()
+    lengths = sampled_lengths(rows)
+    staleness = version - oldest_versions(rows)
     finished = np.asarray(ends.column("finish_reason").to_pylist())
     metrics = {
         "reward/mean": float(np.nanmean(rewards)),
         "reward/std": float(np.nanstd(rewards)),
         "reward/failed": float(lost.mean()),
-        "reward/ms": float(np.mean(rows.column("reward_ms").to_numpy())),
+        "reward/ms": float(np.mean(ends.column("reward_ms").to_numpy())),
         "rollout/completion_length": float(lengths.mean()),
         "rollout/completion_length_max": float(lengths.max()),
         "rollout/truncated": float((finished == "length").mean()),
@@ -62,7 +63,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
 
 def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
     """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`."""
-    versions = pc.list_flatten(rows.column("token_versions")).to_numpy()
+    versions = pc.list_flatten(rows.column("token_versions")).to_numpy()[np.concatenate(masks_of(rows))]
     counts = np.bincount(version - versions)
     return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
 

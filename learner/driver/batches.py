@@ -1,10 +1,9 @@
 """The groups of one optimizer batch, out of the Buffer."""
 
-import asyncio
-
 import pyarrow as pa
 
 from cluster.buffer import MAX_REFILLS, Batch, Buffer
+from cluster.deadline import within
 from cluster.telemetry import Timeline
 from learner.algo.advantage import has_signal
 from learner.config import RunConfig
@@ -25,7 +24,7 @@ class Batches:
         batches = 1 + MAX_REFILLS * config.rollout.dynamic_sampling
         patience = config.cluster.deadlines.start + batches * config.group_deadline_s
         try:
-            async with asyncio.timeout(patience):
+            async with within(patience):
                 with self._timeline.span("wait", "loop", step=step + 1):
                     batch = await buffer.take(self._size, step - config.max_staleness, self._useful)
         except TimeoutError:

@@ -86,18 +86,20 @@ def forget_leftovers(root: Path) -> None:
 
 def _begin(root: Path, step: int) -> Path:
     """A new temporary folder in `root`, the only one there."""
-    root.mkdir(parents=True, exist_ok=True)
-    forget_leftovers(root)
-    folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        forget_leftovers(root)
+        folder = root / f"{TEMPORARY}{name_of(step)}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
     return folder
 
 
 def _name(folder: Path, final: Path) -> None:
     """Makes the sealed folder a checkpoint."""
-    if final.exists():  # one that did not verify: a rename cannot replace a full folder
-        final.rename(final.with_name(f"{TEMPORARY}replaced-{final.name}"))
-    folder.rename(final)
+    with writing(final):
+        if final.exists():  # one that did not verify: a rename cannot replace a full folder
+            final.rename(final.with_name(f"{TEMPORARY}replaced-{final.name}"))
+        folder.rename(final)
     fsync(final.parent)
 
 
@@ -201,10 +203,11 @@ def _read(folder: Path) -> tuple[int, dict[str, Digest]]:
 
 def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
     """Put every file on the disk, then the manifest that describes them."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            fsync(file)
-    files = digests_in(folder)
+    with writing(folder):
+        for file in folder.rglob("*"):
+            if file.is_file():
+                fsync(file)
+        files = digests_in(folder)
     _compare(folder, files, written)
     manifest = folder / MANIFEST
     with writing(manifest):
@@ -231,14 +234,15 @@ def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Di
 def _prune(root: Path, step: int, keep: int) -> None:
     """Delete all but the `keep` newest whole checkpoints. step: of the one that has just been committed."""
     kept = 0
-    for folder in reversed(listing(root)):
-        if step_of(folder) == step or (kept < keep and verify(folder) is None):
-            kept += 1
-            continue
-        # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
-        _delete(folder.rename(root / f"{TEMPORARY}pruned-{folder.name}"))
-    for replaced in root.glob(f"{TEMPORARY}replaced-*"):
-        _delete(replaced)
+    with writing(root):
+        for folder in reversed(listing(root)):
+            if step_of(folder) == step or (kept < keep and verify(folder) is None):
+                kept += 1
+                continue
+            # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
+            _delete(folder.rename(root / f"{TEMPORARY}pruned-{folder.name}"))
+        for replaced in root.glob(f"{TEMPORARY}replaced-*"):
+            _delete(replaced)
 
 
 def _delete(path: Path) -> None:

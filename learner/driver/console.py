@@ -33,7 +33,8 @@ COUNTED = "eval/unscored"  # an evaluation without it has counted none
 
 
 class Progress:
-    """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table."""
+    """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table, until it is
+    gone (learner.driver.standard_streams)."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.total_steps = total_steps
@@ -45,7 +46,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
-            self._live = Live(self._picture(), console=self.console, refresh_per_second=4)
+            self._live = Live(self._picture(), console=self.console, auto_refresh=False)
             self._live.__enter__()
         return self
 
@@ -54,18 +55,26 @@ class Progress:
             self._live.__exit__(None, None, None)
             self._live = None
 
+    def _still_live(self) -> bool:
+        """Whether there is a table. Where the terminal has gone, lines take its place."""
+        if self._live is not None and not self.console.is_terminal:
+            self.__exit__()
+            self.console = Console(file=self.console.file)
+            self.console.line()  # behind the table, which is without one where there is no terminal
+        return self._live is not None
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step."""
         left = self._left(step, metrics)
         cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
         where = f"{step}/{self.total_steps}"
-        if self._live is None:
+        if not self._still_live():
             words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
             self.console.print(f"step {where} {words}{left}", highlight=False, soft_wrap=True)
         else:
             self._rows.append([where, *cells])
             self._status = f"step {step} of {self.total_steps}{left}"
-            self._live.update(self._picture())
+            self._show()
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
         """How long the steps to come will take; nothing for step 0, an evaluation before the first."""
@@ -76,10 +85,15 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A remark on a line of its own, above the table on a terminal, where it is the status, too."""
+        live = self._still_live()
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
         self._status = text
-        if self._live is not None:
-            self._live.update(self._picture())
+        if live:
+            self._show()
+
+    def _show(self) -> None:
+        assert self._live is not None
+        self._live.update(self._picture(), refresh=True)
 
     def _picture(self) -> Group:
         table = Table("step", title="gleaner", title_justify="left")

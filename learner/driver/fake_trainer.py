@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from cluster.actor import Shared
-from cluster.files import Digest, digests_in
+from cluster.files import Digest, digests_in, writing
 from learner.trainer.service import Arithmetic, Exported, TrainerService
 from rollout.fake_engine import FakeEngine
 from rollout.shared_base.manifest import Manifest
@@ -74,9 +74,10 @@ class FakeTrainer(TrainerService):
         return file.exists()
 
     async def save(self, folder: Path) -> dict[str, Digest]:
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text("{}")
-        (folder / VERSION_FILE).write_text(str(self.version))
+        with writing(folder):
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / VERSION_FILE).write_text(str(self.version))
         return digests_in(folder)
 
     async def load(self, folder: Path) -> None:

@@ -3,16 +3,14 @@
 import asyncio
 import json
 import logging
-import signal
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 
 from cluster.files import writing
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from cluster.trackers import PROMETHEUS
 from learner.config import RunConfig, roles
-from learner.driver import checkpoint
+from learner.driver import checkpoint, end_requests, standard_streams
 from learner.driver.config_io import to_yaml
 from learner.driver.console import Progress
 from learner.driver.idle_advice import advice
@@ -25,13 +23,13 @@ from learner.driver.processes import Processes, start_processes
 from learner.driver.publishing import publish
 from learner.driver.restarts import Restarts
 from learner.driver.reward_processes import Patience, kept_answering
-from learner.driver.step_metrics import Sinks
+from learner.driver.step_metrics import Sinks, closed
 from learner.driver.wiring import Inputs, wire
 from rewards.service import RewardService
 from rollout.service import RolloutService
 
 CLOSE_S = 20.0
-TWICE_S = 0.5  # between two signals that count as one
+CONSOLE = "console.log"  # in a run's folder: what was printed after those who read it had gone
 NOT_BEGUN = "before the run began"  # of a CancelledError
 
 
@@ -65,7 +63,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         metered = PROMETHEUS in config.trackers
         stored = stored_bytes(config, prepared.budgets.policy_bytes)
         session = connect(config.cluster.address, cpus, stored, metered, commands)
-        _not_begun()
+        end_requests.cancelled(NOT_BEGUN)
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
@@ -75,6 +73,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
             progress.note(_where_it_goes_on(config))
             raise
         finally:
+            end_requests.unheard()
             await session.close()
     phases.until_now("end")
     phases.record(config.run_dir, resumed=prepared.resume_from is not None)
@@ -96,15 +95,16 @@ async def _attempt(
         processes = await ray_processes.beside(start_processes(prepared, session, progress.note))
         phases.until_now("processes")
         sinks = _sinks(prepared, progress, phases)
-        with closing(sinks.timeline), closing(sinks.metrics):
+        with closed(sinks):
             inputs = _inputs(prepared, processes.weights_stay)
             loop, _ = wire(inputs, processes.generators, processes.learner, sinks)
             loop.stop = stop
-            _obey_signals(stop, progress.note)
+            end_requests.stopped(stop, progress.note)
             patience = Patience.of(prepared.config.cluster.deadlines)
             try:
                 kept = [kept_answering(one, patience) for one in processes.rewards]
                 await loop.run(prepared.resume_from, ray_processes.watch(), *kept)
+                end_requests.unheard()
             finally:
                 phases.split(sinks.timeline, "other")
         return loop
@@ -141,6 +141,7 @@ def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     """From here on the run folder exists, and holds nothing of steps that are taken again."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
+    standard_streams.kept_in(folder / CONSOLE)
     checkpoint.set_aside_after(folder / "checkpoints", prepared.finished_steps)
     with writing(folder / "config.yaml"):
         (folder / "config.yaml").write_text(to_yaml(config))
@@ -176,40 +177,3 @@ def _where_it_goes_on(config: RunConfig) -> str:
         return "the run ends before its first checkpoint"
     again = "the same command" if config.resume == "auto" else "the same command with resume=auto"
     return f"the run ends; {again} goes on from its checkpoint of step {checkpoint.step_of(newest)}"
-
-
-def _not_begun() -> None:
-    """Until the run has begun Ctrl-C or SIGTERM ends it, and the clean-up is not cut short by another one. (Ray has set
-    its own handler of SIGTERM, which ends the process.)"""
-    running, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def on_signal() -> None:
-        if not task.cancelling():
-            task.cancel(NOT_BEGUN)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        running.add_signal_handler(number, on_signal)
-
-
-def _obey_signals(stop: asyncio.Event, note: Callable[[str], None]) -> None:
-    """First Ctrl-C or SIGTERM: finish the step, checkpoint, leave. Second: leave now. (Ray has set its own before.)
-
-    GNU's timeout sends one signal twice, to the process and to its group: within TWICE_S they count as one. Further
-    ones are not heard: the clean-up must not be cut short.
-    """
-    running, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    first = 0.0
-
-    def on_signal() -> None:
-        nonlocal first
-        if not stop.is_set():
-            first = running.time()
-            stop.set()
-            note("stopping after this step, with a checkpoint; once more to stop at once")
-        elif running.time() - first > TWICE_S and not task.cancelling():
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        running.add_signal_handler(number, on_signal)

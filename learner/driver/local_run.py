@@ -21,7 +21,7 @@ from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.fingerprints import Fingerprints
 from learner.driver.loop import Loop
 from learner.driver.phases import Phases
-from learner.driver.step_metrics import Sinks
+from learner.driver.step_metrics import Sinks, closed
 from learner.driver.wiring import Inputs, wire
 from learner.trainer.service import TrainerService
 from rollout.fake_engine import FakeEngine
@@ -65,11 +65,8 @@ class LocalRun:
 
     async def finish(self, resume_from: Path | None = None) -> None:
         """Runs to the last step, and closes what it writes to."""
-        try:
+        with closed(self.sinks):
             await self.loop.run(resume_from)
-        finally:
-            self.sinks.metrics.close()
-            self.sinks.timeline.close()
 
 
 def local_run(

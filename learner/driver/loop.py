@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.actor import ClusterLost
+from cluster.deadline import within
+from cluster.files import WriteFailed
 from learner.driver.batches import Batches
 from learner.driver.evaluate import HeldOut
 from learner.driver.failure import RunEnded, first_of, sentence_of
@@ -56,6 +58,7 @@ class Loop:
         self.updates, self.sync, self.held_out = updates, sync, held_out
         self.checkpoints, self.metrics, self.guard = checkpoints, metrics, guard
         self.stop = asyncio.Event()
+        self._saving = False
 
     @property
     def step(self) -> int:
@@ -142,18 +145,21 @@ class Loop:
             await asyncio.gather(task, stopped, return_exceptions=True)
 
     async def _save_after(self, error: BaseException) -> None:
-        """A checkpoint before a run ends by an error that is not the learner's."""
-        if isinstance(error, LearnerError):
+        """A checkpoint before a run ends by an error that is neither the learner's nor another one's."""
+        if isinstance(error, LearnerError) or self._saving:
             return
         patience = LOST_S if isinstance(error, ClusterLost) else self.checkpoints.deadline_s
         try:
-            async with asyncio.timeout(patience):
+            async with within(patience):
                 await self.updates.settled()
                 if self.updates.agrees and self.step > (self.checkpoints.saved or 0):
                     self.metrics.flush(self.step)
                     await self._save()
         except Exception as also:
-            self.metrics.note(f"no checkpoint of step {self.step} could be written: {sentence_of(also)}")
+            said = also.sentence() if isinstance(also, WriteFailed) else sentence_of(also)
+            self.metrics.note(f"no checkpoint of step {self.step} could be written: {said}")
 
     async def _save(self) -> None:
+        self._saving = True
         await self.checkpoints.save(self.step, self.held_out.evaluations)
+        self._saving = False

@@ -28,13 +28,13 @@ def write(run_dir: Path, step: int, groups: Sequence[pa.Table], mismatch: pa.Arr
     """The file of a step. groups: those that the learner was given. mismatch: a list for each row of theirs
     (learner.trainer.service.TrainerService.mismatch)."""
     folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
     rows = pa.concat_tables([group.select(SCHEMA.names[:2]) for group in groups])
     path = folder / f"step-{step:06d}.parquet"
     partial = path.with_suffix(".partial")
     with writing(partial):
+        folder.mkdir(exist_ok=True)
         pq.write_table(pa.table([*rows.columns, mismatch], schema=SCHEMA), partial)
-    os.replace(partial, path)
+        os.replace(partial, path)
     return path
 
 

@@ -71,4 +71,4 @@ class PlanFile:
         partial = self._file.with_suffix(".partial")
         with writing(partial):
             partial.write_text(json.dumps({**self._settings, **roles}, indent=2))
-        os.replace(partial, self._file)  # others read it meanwhile
+            os.replace(partial, self._file)  # others read it meanwhile

@@ -49,9 +49,10 @@ def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
     }
     if not due:
         return None
-    final.mkdir(exist_ok=True)
-    for name, source in sorted(due.items()):
-        _replace(folder / source, final / name)
+    with writing(final):
+        final.mkdir(exist_ok=True)
+        for name, source in sorted(due.items()):
+            _replace(folder / source, final / name)
     for changed in sorted({(final / name).parent for name in due} | {final, run_dir}, reverse=True):
         fsync(changed)
     return final
@@ -60,7 +61,11 @@ def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
 def _replace(source: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     partial = target.with_name(PARTIAL + target.name)
-    with writing(partial):
-        shutil.copyfile(source, partial)
-    fsync(partial)
-    os.replace(partial, target)
+    try:
+        with writing(partial):
+            shutil.copyfile(source, partial)
+        fsync(partial)
+        os.replace(partial, target)
+    except OSError:
+        partial.unlink(missing_ok=True)  # of a full disk it would take what is left
+        raise

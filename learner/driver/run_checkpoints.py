@@ -51,7 +51,8 @@ class RunCheckpoints:
         for left in self._sinks.folder.glob(f"{SEEN}*"):  # by a start that was killed
             left.unlink()
         mark = self._sinks.folder / f"{SEEN}{uuid.uuid4().hex[:8]}"
-        mark.touch()
+        with writing(mark):
+            mark.touch()
         try:
             seen = await self._trainer.call(TrainerService.sees, self._config.cluster.deadlines.push, mark)
         finally:

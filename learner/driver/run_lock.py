@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cluster.files import writing
@@ -43,7 +43,8 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         if _is_at(descriptor, path):
-            path.unlink()  # before the lock goes: who waits for it sees that this file is no longer the folder's
+            with suppress(OSError):  # of a disk that fails: what is left is no lock
+                path.unlink()  # before the lock goes: who waits for it sees that this file is no longer the folder's
         os.close(descriptor)
         _remove_empty(made)
 

@@ -1,7 +1,8 @@
 """What a run says of itself after each step: where the seconds went, memory, metrics, progress."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,20 @@ class Sinks:
     progress: Progress
     phases: Phases
     plan: PlanFile | None = None
+
+
+@contextmanager
+def closed(sinks: Sinks) -> Iterator[None]:
+    """Behind this block they are. What ended it matters more than that last lines cannot be written either."""
+    try:
+        yield
+    except BaseException:
+        for one in (sinks.metrics, sinks.timeline):
+            with suppress(OSError):
+                one.close()
+        raise
+    sinks.metrics.close()
+    sinks.timeline.close()
 
 
 class StepMetrics:

@@ -53,7 +53,7 @@ class StepRecord:
         partial = self._policies.with_suffix(".partial")
         with writing(partial):
             partial.write_text("".join(map(_written, kept)))
-        os.replace(partial, self._policies)
+            os.replace(partial, self._policies)
         self._known = max((line.step for line in kept), default=-1)
         self._arithmetic = await self._trainer.call(TrainerService.arithmetic, self._deadline_s)
 

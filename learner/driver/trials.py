@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.deadline import LOOK_S, Awake
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
 from learner.model.trial_note import told
@@ -41,9 +42,8 @@ class Trial:
     def finish(self) -> None:
         """Waits for the verdict, and passes notes on to the log. Raises PreflightError with one line for each thing
         that is wrong."""
-        left = self._deadline - (time.monotonic() - self._begin)
         try:
-            out, err = self._process.communicate(timeout=max(left, 0.1))
+            out, err = self._said()
         except subprocess.TimeoutExpired:
             self.close()
             raise PreflightError(
@@ -59,6 +59,16 @@ class Trial:
             log.warning(note)
         if wrong:
             raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
+
+    def _said(self) -> tuple[str, str]:
+        """What it has printed, at its end. Raises TimeoutExpired."""
+        clock = Awake(max(self._deadline - (time.monotonic() - self._begin), 0.1))
+        while True:
+            try:
+                return self._process.communicate(timeout=min(clock.left(), LOOK_S))
+            except subprocess.TimeoutExpired:
+                if clock.left() <= 0:
+                    raise
 
     def close(self) -> None:
         """Ends it, whatever it does; may be called after finish()."""

@@ -1,12 +1,12 @@
 """The learner as the loop sees it: every call is watched, and a failure says that it was the learner's."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RemoteError, StartFailed, T
+from cluster.deadline import within
 from learner.trainer.service import TrainerService
 
 # Long calls, whose progress the learner reports (TrainerService.pulse); the others have only their deadline.
@@ -68,20 +68,23 @@ class WatchedLearner:
         """Ends only by raising LearnerLost. A call that ends before the first look costs nothing."""
         every = min(self._silence_s / 4, MOST_S)
         before: float | None = None
-        moved = time.monotonic()
-        while True:
-            await asyncio.sleep(every)
-            answered = True
-            try:
-                pulse = await self.actor.call(TrainerService.pulse, every)
-                if pulse != before or method not in ADVANCES:
-                    before, moved = pulse, time.monotonic()
-            except (ActorDied, DeadlineExceeded):
-                answered = False  # if it died, the call itself says so, and of what
-            silent = time.monotonic() - moved
-            if silent > self._silence_s:
-                what = "has not got on" if answered else "is without an answer, and so is its process,"
-                raise LearnerLost(
-                    f"{self.name}: {method.__name__} {what} for {silent:.0f} s: it hangs (py-spy dump tells where; "
-                    f"raise cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
-                )
+        answered = False
+        try:
+            async with within(self._silence_s) as silence:
+                while True:
+                    await asyncio.sleep(every)
+                    try:
+                        pulse = await self.actor.call(TrainerService.pulse, every)
+                    except (ActorDied, DeadlineExceeded):
+                        answered = False  # if it died, the call itself says so, and of what
+                        continue
+                    answered = True
+                    if pulse != before or method not in ADVANCES:
+                        before = pulse
+                        silence.restart()
+        except TimeoutError:
+            what = "has not got on" if answered else "is without an answer, and so is its process,"
+            raise LearnerLost(
+                f"{self.name}: {method.__name__} {what} for {self._silence_s:.0f} s: it hangs (py-spy dump tells "
+                f"where; raise cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
+            ) from None

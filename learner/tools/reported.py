@@ -21,7 +21,7 @@ def reported(work: Callable[[], None], wrong: Kinds = (), failed: Kinds = ()) ->
         if isinstance(cause, (*PROBLEMS, config_io.ConfigError, *wrong, *failed)):
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 1 if isinstance(cause, failed) else 2
-        text, code = failure.tell(cause)
+        text, code = failure.tell(cause, failure.AGAIN)
         print(text, file=sys.stderr, flush=True)
         return code
     return 0

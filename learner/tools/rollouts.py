@@ -105,6 +105,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         "messages",
         "turns",
         "completion_ids",
+        "loss_mask",
         "policy_version_min",
         "policy_version_max",
     ]
@@ -117,7 +118,9 @@ def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
     asks = problem["messages"]
     return {name: row[name] for name in COLUMNS} | {
         "parts": {name: None if value is None or math.isnan(value) else value for name, value in parts.items()},
-        "tokens": len(row["completion_ids"]),
+        "tokens": len(row["completion_ids"])
+        if row["loss_mask"] is None
+        else sum(row["loss_mask"]),  # that were sampled
         "versions": [row["policy_version_min"], row["policy_version_max"]],
         "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
         "answer": problem["columns"].get("answer"),

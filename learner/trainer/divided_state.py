@@ -22,14 +22,15 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from cluster.files import Digest, digest_of
+from cluster.files import Digest, WriteFailed, digest_of, write_failed
 from cluster.memory.sharded import FILE_BYTES
 from learner.model.adapter_config import MODEL
 from learner.model.export import export_model
 from learner.model.policy import Policy
 from learner.model.weight_files import WEIGHTS_FILE
 from learner.trainer.peers import Peers
-from learner.trainer.trainer_state import SHARDS, STATE_FILE, not_written
+from learner.trainer.trainer_state import SHARDS, STATE_FILE
+from learner.trainer.trainer_state import save as save_state
 from rollout.safetensors_stream import Source
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
@@ -54,7 +55,7 @@ class DividedState:
         with self._together(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if first or _in_blocks(state):
-                torch.save(state, folder / _file_of(self._peers.rank))
+                save_state(state, folder / _file_of(self._peers.rank))
         with self._together(folder):
             files = _in_files(tensors, self._peers.count)
             writer = HuggingFaceStorageWriter(str(folder / SHARDS), files, save_distributed=True)
@@ -122,17 +123,18 @@ class DividedState:
     @contextmanager
     def _together(self, folder: Path) -> Iterator[None]:
         """An OSError of one rank in this block is one of all behind it: no rank waits for one that has given up."""
-        reason = ""
+        failed: WriteFailed | None = None
         try:
             yield
         except CheckpointException as error:
-            reason = _reason(error)
+            failed = write_failed(folder, _first(error))
         except torch.OutOfMemoryError:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason = str(error) or type(error).__name__
-        if reasons := [one for one in self._peers.gather(reason) if one]:
-            raise not_written(folder, reasons[0])
+            failed = write_failed(folder, error)
+        told = None if failed is None else (failed.errno, failed.strerror, failed.filename)
+        if others := [one for one in self._peers.gather(told) if one]:
+            raise write_failed(folder, failed or WriteFailed(*others[0]))
 
     @contextmanager
     def _all_gathered(self) -> Iterator[dict[str, Source]]:
@@ -171,9 +173,15 @@ def _file_of(rank: int | str) -> str:
     return STATE_FILE if rank == 0 else f"rank-{rank}-{STATE_FILE}"
 
 
-def _reason(error: CheckpointException) -> str:
-    """Of the first rank that failed, in its own words."""
+def _first(error: CheckpointException) -> BaseException:
+    """Of the first rank that failed."""
     first, _ = next(iter(error.failures.values()))
+    return first
+
+
+def _reason(error: CheckpointException) -> str:
+    """In that one's own words."""
+    first = _first(error)
     return f"{type(first).__name__}: {first}"
 
 

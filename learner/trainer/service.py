@@ -138,7 +138,7 @@ class TrainerService(Protocol):
         the whole model in `model/`. The folder is made.
 
         Returns what was written, by path in the folder, so that the driver can tell whether it sees the same. Raises
-        OSError, with the folder and the room left in it, if it cannot be written.
+        WriteFailed if it cannot be written.
         """
 
     async def load(self, folder: Path) -> None:

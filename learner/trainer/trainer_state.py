@@ -1,6 +1,6 @@
 """The learner's part of a checkpoint: weights in the form in which they are published, and its state beside them."""
 
-import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from cluster.files import Digest, digests_in
+from cluster.files import Digest, digests_in, write_failed
 from learner.model import export
 from learner.model.masters import Masters
 from learner.model.policy import Policy
@@ -26,27 +26,48 @@ def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dic
     Returns what was written, by path in the folder.
 
     Raises:
-        OSError: it cannot be written; the message names the folder, the room that is left, and what to do.
+        WriteFailed: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         export.save(policy, folder, path)
         for name, role in _trained(policy):
             role.save(folder / name, path)
-        torch.save(state, folder / STATE_FILE)
+        save(state, folder / STATE_FILE)
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' do not name the file
-        raise not_written(folder, str(error)) from error
+        raise write_failed(folder, error, _bytes(policy, state)) from error
     return digests_in(folder)
 
 
-def not_written(folder: Path, reason: str) -> OSError:
-    """reason: in the words of whatever failed."""
-    free = shutil.disk_usage(folder).free / 2**20
-    return OSError(
-        f"{folder}: the learner cannot write its part of a checkpoint, with {free:.0f} MiB free there: "
-        f"{reason.splitlines()[0]}; mend that, and start the same command again: it goes on from the last checkpoint, "
-        "if there is one"
-    )
+def save(state: dict[str, Any], file: Path) -> None:
+    """As torch.save, which of a path would tell nothing but that a position is unexpected where the disk is full."""
+    try:
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise write_failed(file, error) from error
+
+
+def _bytes(policy: Policy, state: dict[str, Any]) -> int:
+    """About what `write` writes."""
+    weights = [
+        *policy.masters.values(),
+        *(weight for _, role in _trained(policy) for weight in _masters(role).named.values()),
+    ]
+    whole = 0 if policy.peft_config is not None else sum(weight.numel() for weight in weights) * policy.dtype.itemsize
+    return whole + sum(tensor.nbytes for tensor in (*weights, *_tensors(state)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
 
 
 def read(folder: Path, policy: Policy) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class ValueLearner:
         assert masters is not None, "the value's adapter is asked for as trained"
         self._policy, self._head, self._masters = policy, policy.scored[VALUE].head, masters
         self._config, self._budget, self._total_steps = config, budget, total_steps
+        self._rounding = float(torch.finfo(getattr(torch, dtype)).eps)
         weights = list(masters.named.values())
         self.updater = Updater(weights, config, dtype=dtype, device=policy.head.device)
         self._sums = gradient_sums(weights, config, budget.peers)
@@ -63,7 +64,8 @@ class ValueLearner:
         """What the present value makes of the batch, by a pass without gradient."""
         trained = learnable(rows, self._config.loss)
         scored = self._budget.run(self._plan(rows, trained), self._score)
-        return assess(rows, placed(scored, len(rows.completions)).numpy(), trained, self._config.value)
+        values = placed(scored, len(rows.completions)).numpy()
+        return assess(rows, values, trained, self._config.value, self._rounding)
 
     def learn(self, plan: Plan, assessment: Assessment, tokens: int, version: int) -> list[Update]:
         """One optimizer step on the micro-batches of `plan`, which have that many tokens; none without any.
@@ -109,9 +111,9 @@ class ValueLearner:
         parts = []
         with self._policy.acting_as(VALUE):
             for batch in batches:
-                values = self._values(batch)
+                values, places = self._values(batch), batch.places.numpy()
                 returns, old = (
-                    torch.from_numpy(of_batch[batch.places].astype(np.float32)).to(values.device)
+                    torch.from_numpy(of_batch[places].astype(np.float32)).to(values.device)
                     for of_batch in (assessment.returns, assessment.values)
                 )
                 slopes, part = value_loss(values, returns, old, weight=weight, clip=self._config.value.clip)

@@ -1,10 +1,10 @@
 """One trajectory from its start to its end, whatever the environment does."""
 
-import asyncio
 import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cluster.deadline import within
 from rollout.env.drive import Drive, Policy, Reading
 from rollout.env.history import HISTORIES, Writing
 from rollout.env.program import Asked, Hosted
@@ -41,7 +41,7 @@ class Player:
         The environment is closed by who made it.
         """
         trajectory = Trajectory([Row(problem.prompt_ids)])
-        clock = asyncio.timeout(self._limits.seconds)
+        clock = within(self._limits.seconds)
         try:
             async with clock:
                 begun = await env.reset(problem, seed)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +55,30 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_that_stands_still_as_a_whole_goes_on_as_if_nothing_had_been(tmp_path: Path, model: Path) -> None:
+    """A paused container, a lid that is closed: for longer than each deadline. Nothing is lost, nor taken for hung."""
+    seconds = 20
+    deadlines = {"heartbeat": seconds, "group": seconds, "push": seconds, "step": seconds}
+    run = Run(tmp_path, model, steps=12, cluster={"deadlines": deadlines, "rewards": {"processes": 1}})
+    process = run.start()
+    wait_until(partial(_is_past, run, 2), "a step", 240, process)
+    everyone: list[int] = []
+    while more := [pid for pid in run.processes() if pid not in everyone]:  # those that were started meanwhile, too
+        for pid in more:
+            os.kill(pid, signal.SIGSTOP)
+        everyone += more
+    time.sleep(1.5 * seconds)
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert not re.search("lost|hangs|fresh process|no answer", output), output
+    assert _steps(run) == list(range(13))
+    assert run.metrics()[-1]["rollout/restarts"] == run.metrics()[-1]["rollout/begun_anew"] == 0
+
+
 def _steps(run: Run) -> list[int]:
     return [line["step"] for line in run.metrics()]
 
@@ -102,18 +127,26 @@ def _agents(run: Run) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(200)
-def test_sigterm_to_the_process_group_is_for_the_driver_alone(tmp_path: Path, model: Path) -> None:
-    """GNU's timeout sends it to the process and to its group; these are not two."""
+def test_warnings_to_all_and_sigterm_to_the_group_of_a_run_that_nobody_reads_are_one_request(
+    tmp_path: Path, model: Path
+) -> None:
+    """As Slurm warns, and GNU's timeout ends a process and its group. What the run says goes on in a file."""
     run = Run(tmp_path, model, steps=400)
     process = run.start()
     wait_until(lambda: _is_past(run, 0), "a step", 120, process)
     named = _named(run)
     assert process.pid not in {os.getpgid(named[name]) for name in ("gcs_server", "raylet")}
+    assert process.stdout is not None
+    process.stdout.close()
+    console = run.folder / "console.log"
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for pid in run.processes():
+            os.kill(pid, number)
     process.terminate()
     os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert re.fullmatch(r"stopped  at step \d+ of 400; the same command goes on from there", output.splitlines()[-1])
+    assert process.wait(timeout=60) == 0
+    said = console.read_text().splitlines()
+    assert re.fullmatch(r"stopped  at step \d+ of 400; the same command goes on from there", said[-1]), said
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=5)
 
 

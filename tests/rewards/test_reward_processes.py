@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from tests.rewards.pool_case import OneOf, score
@@ -136,3 +138,59 @@ def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -
     if not died:
         os.kill(worker, signal.SIGKILL)  # a failing test leaves nothing behind either
     assert died
+
+
+SCORES = """
+import asyncio, sys
+from cluster import deadline
+from rewards.call import Group
+import psutil
+
+from rewards.config import RewardConfig
+from rewards.pool import RewardPool
+deadline.LOOK_S, deadline.LATE_S = 0.05, 0.2
+
+async def score():
+    rewards = [RewardConfig(use=f"{sys.argv[1]}:{name}", timeout_s=1) for name in ("plain", "awaits")]
+    async with RewardPool(rewards, workers=2) as pool:
+        print("ready", flush=True)
+        print(await pool.score(Group(["p"], ["c"], [[1]], {})), flush=True)
+
+if __name__ == "__main__":
+    asyncio.run(score())
+"""
+SLOW = """
+import asyncio, pathlib, time
+HERE = pathlib.Path(__file__)
+
+def plain(prompts, completions, **columns):
+    HERE.with_name("plain").touch()
+    time.sleep(0.4)
+    return [1.0]
+
+async def awaits(prompts, completions, **columns):
+    HERE.with_name("awaits").touch()
+    await asyncio.sleep(0.4)
+    return [1.0]
+"""
+
+
+def test_a_machine_that_was_paused_costs_no_reward(tmp_path: Path) -> None:
+    """All stand still for longer than the functions may take, while they are at work."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "scores.py").write_text(SCORES)
+    command = [sys.executable, str(tmp_path / "scores.py"), str(tmp_path / "slow.py")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+        while not all((tmp_path / name).exists() for name in ("plain", "awaits")):
+            time.sleep(0.01)
+        everyone = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+        for one in everyone:
+            one.suspend()
+        time.sleep(1.2)  # that it is longer than timeout_s is what is tested
+        for one in everyone:
+            one.resume()
+        said = run.stdout.read()
+    assert "status=['ok']" in said, said

@@ -92,8 +92,9 @@ def _group(
 
 
 def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
+    sampled = len(row["completion_ids"]) if row["loss_mask"] is None else sum(row["loss_mask"])
     made = {
-        "text": row["completion"], "length": len(row["completion_ids"]), "end": row["finish_reason"],
+        "text": row["completion"], "length": sampled, "end": row["finish_reason"],
         "reward": _finite(row["reward"]), "status": row["reward_status"], "worker": row["worker"],
         "seed": str(row["seed"]),  # beyond what JavaScript's numbers hold exactly
         "parts": [[part["name"], _finite(part["value"])] for part in row["reward_parts"]],

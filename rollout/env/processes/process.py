@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerProcess as Process
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from cluster.deadline import within
 from rollout.env.config import EnvConfig
 from rollout.env.processes.forks import Forks, end_process
 from rollout.env.processes.host import LENGTH, MOST_IDS_BYTES, write
@@ -82,7 +83,7 @@ class EnvironmentProcess:
     async def _free(self) -> None:
         """It stays until it is ended: what it has started is found by it."""
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with within(CLOSE_S):
                 await self._ask("close")
         except EnvironmentFault as fault:
             self._forks.sentences.warn([f"environment: {fault.sentence}"])
@@ -119,7 +120,7 @@ class EnvironmentProcess:
 
 @contextlib.asynccontextmanager
 async def _within(seconds: float, method: str, key: str) -> AsyncIterator[None]:
-    clock = asyncio.timeout(seconds)
+    clock = within(seconds)
     try:
         async with clock:
             yield

@@ -51,17 +51,19 @@ class Answering:
         of each tool the first failure of a kind, which may come of a wrong key or a missing package as well as of what
         the policy wrote."""
         counts = {"bad_calls": 0.0, "tool_errors": 0.0, "cut_answers": 0.0}
-        until = time.monotonic() + self._limits.turn_timeout_s
-        warnings: dict[str, str] = {}
-        messages = [await self._answer(call, until, counts, warnings) for call in turn.calls]
+        left_s, messages, warnings = self._limits.turn_timeout_s, list[Message](), dict[str, str]()
+        for call in turn.calls:
+            begun = time.monotonic()
+            messages.append(await self._answer(call, left_s, counts, warnings))
+            left_s -= min(time.monotonic() - begun, self._limits.timeout_s)  # if it took more, this process stood still
         messages += [{"role": "tool", "content": self._error(sentence)} for sentence in turn.malformed]
         return Step(tuple(messages), done=not messages, metrics=counts, warnings=warnings)
 
     async def _answer(
-        self, call: ToolCall, until: float, counts: dict[str, float], warnings: dict[str, str]
+        self, call: ToolCall, left_s: float, counts: dict[str, float], warnings: dict[str, str]
     ) -> Message:
         try:
-            answer = await self._call(call, until - time.monotonic())
+            answer = await self._call(call, left_s)
         except BadCall as error:
             counts["bad_calls"] += 1
             answer = self._error(str(error))

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.deadline import within
 from rewards.base import said
 from rollout.env.plain import as_text
 from rollout.env.tools.tool_schema import arguments_of, named, spec_of
@@ -62,7 +63,7 @@ class FunctionTool:
             if name in checked.model_fields_set
         }
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with within(timeout_s) as deadline:
                 return _text(await self._run(given))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():

@@ -75,3 +75,25 @@ def test_whitened_are_those_that_train_and_no_other_counts() -> None:
     assert whitened(np.array([1.0, 99.0, 3.0, 2.0]), trained) == pytest.approx(wanted, abs=1e-7)
     assert whitened(np.array([1.0, 2.0]), np.array([True, False])).tolist() == [0, 0]
     assert whitened(np.array([1.0, 1.0]), np.array([True, True])).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "known_to"),
+    [
+        ([1.0, 1.0 + 3e-8, 1.0, 1.0 - 3e-8], 0.0),  # last bits of values in float32
+        ([-2e-5, 1.5e-4, 0.0, 7e-5], 0.0),
+        ([4e5, 4e5 + 2, 4e5 - 2, 4e5], 0.0),  # of rewards in the hundred thousands likewise
+        ([-3.0, -3.01, -3.0, -2.98], 0.02),  # of values in bfloat16
+        ([0.5, 0.5, 0.5, 0.5], 0.0),
+    ],
+)
+def test_what_differs_by_rounding_alone_is_none_of_it_whitened(advantages: list[float], known_to: float) -> None:
+    assert whitened(np.array(advantages), np.ones(4, bool), known_to).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("advantages", [[0.0, 3e-4], [1e4, 1e4 + 1], [-7.0, 7.0]])
+def test_what_differs_by_more_is(advantages: list[float]) -> None:
+    assert whitened(np.array(advantages), np.ones(2, bool)).tolist() == pytest.approx([-1, 1])
+    assert np.isnan(
+        whitened(np.array([1.0, np.nan]), np.ones(2, bool))
+    ).all()  # a broken value does not become a calm one

@@ -84,6 +84,20 @@ def test_what_is_not_trained_on_is_in_no_mean_and_all_else_trains() -> None:
     assert targets.advantages is found.advantages
 
 
+@pytest.mark.parametrize(("rounding", "size"), [(2**-23, 3000.0), (2**-7, 0.8), (2**-10, 20.0)])
+def test_equal_advantages_of_values_that_were_rounded_are_equal(rounding: float, size: float) -> None:
+    """Two groups of three equal answers, whose values differ in their last bits; and as many that differ indeed."""
+    rows = read([make_group([7, at], [[4]] * 3, [size] * 3, uniform) for at in (1, 2)])
+    values = size / 2 * (1 + rounding * np.array([0.5, -0.5, 0, 0, 1, -1]))
+    found = assess(rows, values, np.ones(6, bool), PLAIN, rounding)
+    assert found.advantages.tolist() == [0] * 6
+    assert found.metrics() == {"value/mean": pytest.approx(size / 2, rel=rounding)}
+    rows = read([make_group([7, at], [[4]] * 3, [size, 0, size], uniform) for at in (1, 2)])
+    found = assess(rows, values, np.ones(6, bool), PLAIN, rounding)
+    assert found.advantages.std() == pytest.approx(1)
+    assert found.metrics()["value/explained_variance"] == pytest.approx(0, abs=2 * rounding)
+
+
 def test_of_no_group_there_is_nothing() -> None:
     found = assessed(read([]), [])
     assert found.advantages.shape == (0,)

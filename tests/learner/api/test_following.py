@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -71,6 +73,28 @@ def test_a_stop_that_is_asked_for_and_ctrl_c_are_one_stop(tmp_path: Path, capsys
     with pytest.raises(KeyboardInterrupt, match="the run has stopped with a checkpoint"):
         run(tmp_path, on_step=on_step)
     assert capsys.readouterr().out.endswith("asked 1 times\n")
+
+
+def unread() -> TextIO:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w", buffering=1)
+
+
+def closed() -> TextIO:
+    stream = unread()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stdout", [unread, closed, lambda: None])
+def test_nobody_has_to_read_what_a_run_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdout: Callable[[], TextIO | None]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout())
+        result = run(tmp_path, on_step=lambda metrics: metrics["step"] < 2)
+    assert len(result.metrics) >= 2
 
 
 def test_a_coroutine_is_no_answer(tmp_path: Path) -> None:

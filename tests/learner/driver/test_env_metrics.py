@@ -50,6 +50,10 @@ def test_means_over_trajectories() -> None:
     }
     whole = batch_metrics([group], version=0)
     assert whole["env/turns"] == 1.5
+    tokens = {"tokens": 17.0, "completion_length": 4.25, "completion_length_max": 5.0}  # 3, 5, 5 and 4 were sampled
+    assert {f"rollout/{name}": whole[f"rollout/{name}"] for name in tokens} == {
+        f"rollout/{name}": count for name, count in tokens.items()
+    }
     assert (whole["reward/failed"], whole["reward/status_environment"]) == (0.25, 1.0)
     assert whole["reward/mean"] == pytest.approx(0.5)
     for name in found.keys() - {"env/solved"}:
@@ -62,6 +66,7 @@ def test_means_over_trajectories() -> None:
 
 
 def test_a_trajectory_of_two_rows_counts_once() -> None:
+    """Its age is that of its oldest token, and its length all that was sampled in both rows."""
     group = make_group(
         completions=[completion(3, "done"), completion(4, "done"), completion(2, "turns")],
         sample=[0, 0, 1],
@@ -71,12 +76,19 @@ def test_a_trajectory_of_two_rows_counts_once() -> None:
         turns=[[turn(0, 3)], [turn(3, 4, calls=2)], [turn(0, 2)]],
         messages=[None, "[]", "[]"],
         env_metrics=[[], [("solved", 1.0)], [("solved", 0.0)]],
+        reward_ms=[8.0, 8.0, 2.0],
+        token_versions=[[1, 1, 2], [0, 0, 0, 2], [2, 2]],
+        policy_version_min=[1, 2, 2],
     )
-    found = batch_metrics([group], version=0)
+    found = batch_metrics([group], version=3)
     wanted = {"env/turns": 1.5, "env/turns_max": 2.0, "env/calls": 2.0, "env/seconds": 0.375, "env/solved": 0.5}
     wanted |= {"env/observation_tokens": 1.5, "env/outcome_done": 0.5, "env/outcome_turns": 0.5}
-    wanted |= {"reward/mean": 0.5, "reward/won": 0.5, "rollout/tokens": 9.0}
-    assert {name: found[name] for name in wanted} == wanted
+    wanted |= {"reward/mean": 0.5, "reward/won": 0.5, "reward/ms": 5.0}
+    wanted |= {"rollout/tokens": 6.0, "rollout/completion_length": 3.0, "rollout/completion_length_max": 4.0}
+    wanted |= {"policy/staleness_mean": 1.5, "policy/staleness_max": 2.0}
+    wanted |= {"policy/staleness_0": 0.0, "policy/staleness_1": 4 / 6, "policy/staleness_2": 2 / 6}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    assert not any(name.startswith("policy/staleness_3") for name in found)  # of observations alone
 
 
 def test_single_completions_have_none() -> None:

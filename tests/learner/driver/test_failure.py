@@ -1,15 +1,22 @@
 """How a run ends that fails: which steps are kept, and what is said last."""
 
 import asyncio
+import errno
 import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed, ValueLost
-from cluster.files import writing
+from cluster.files import WriteFailed, write_failed, writing
 from learner.driver import checkpoint, failure
 from learner.driver.loop import GuardStopped
 from learner.driver.preflight import Prepared
@@ -180,12 +187,115 @@ def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback(kind: type[Exc
     assert failure.tell(caught.value) == ("error: step 7: the mismatch is too large", 1)
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space") as caught, writing(tmp_path / "metrics.jsonl"):
-        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
-    text, code = failure.tell(caught.value)
-    assert text.startswith(f"error: the disk of {tmp_path / 'metrics.jsonl'} is full (No space left on device); free")
-    assert code == 1
+AGAIN = ", and start the same command again: it goes on from the last checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, r"the disk of F is full \(No space left on device\); free some of it \([\d.]+ [KMG]iB left\)"),
+        (errno.EDQUOT, r"the disk of F is full \(Disk quota exceeded\); free some of it"),
+        (errno.EROFS, r"F cannot be written \(Read-only file system\); a system makes a disk that fails read-only .*"),
+        (errno.EIO, r"F cannot be written \(Input/output error\); its disk, or the way there, has failed .*"),
+        (errno.ESTALE, r"F cannot be written \(Stale file handle\); its disk, or the way there, has failed .*"),
+        (errno.EFBIG, r"F cannot be written \(File too large\); raise the limit on the size of a file \(ulimit -f\)"),
+        (errno.ENOENT, r"F cannot be written \(No such file or directory\); its folder was deleted or replaced.*"),
+        (errno.EACCES, r"F cannot be written \(Permission denied\); give this user the right to write there"),
+        (errno.EINVAL, r"F cannot be written \(Invalid argument\); mend that"),
+    ],
+)
+def test_what_a_disk_does_is_one_sentence(tmp_path: Path, number: int, said: str) -> None:
+    """Whether the system says it, or a library in words of its own, in another process."""
+    file = tmp_path / "metrics.jsonl"
+
+    def behind() -> None:
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:  # torch's
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 64") from error
+
+    def system() -> None:
+        with writing(file):
+            raise OSError(number, os.strerror(number))
+
+    def library(raised: Callable[[], None]) -> None:
+        try:
+            raised()
+        except RuntimeError as error:
+            raise write_failed(file, error) from error
+
+    def rust() -> None:
+        raise RuntimeError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+    for raises in (system, partial(library, behind), partial(library, rust)):
+        with pytest.raises(WriteFailed) as caught:
+            raises()
+        text, code = failure.tell(ExceptionGroup("g", [pickle.loads(pickle.dumps(caught.value))]).exceptions[0])
+        assert code == 1
+        assert text.endswith(AGAIN)
+        assert re.fullmatch(f"error: {said}", text.removesuffix(AGAIN).replace(str(file), "F")), text
+
+
+# Runs of one process, one for each word, in a folder of the first argument; each ends as a run's process does.
+RUNS = """
+import asyncio, os, resource, sys
+from pathlib import Path
+from learner.driver import checkpoint, failure
+from tests.learner.loops import build, configure, started
+
+async def run(folder, what):
+    loop = build(folder, configure(), 400)
+    running = await started(loop, 5)
+    if what == "limit":
+        size = (folder / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size, resource.RLIM_INFINITY))
+    elif what == "gone":
+        os.rename(folder, folder.with_name("elsewhere"))
+    else:
+        room = os.statvfs(folder)
+        with open(folder.parent / "filler", "wb", buffering=0) as file:
+            file.write(b"x" * (room.f_bavail * room.f_frsize - int(what)))
+    await running
+
+for what in sys.argv[2:]:
+    folder = Path(sys.argv[1], what)
+    folder.mkdir()
+    try:
+        asyncio.run(run(folder, what))
+    except Exception as error:
+        print(failure.tell(failure.first_of(error))[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    if what.isdigit():
+        (folder.parent / "filler").unlink()
+        newest, skipped = checkpoint.newest(folder / "checkpoints")
+        print(newest.name >= "step-000004", skipped, [one.name for one in (folder / "checkpoints").glob(".tmp-*")])
+"""
+OF_8_MB = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"']
+
+
+def ended(folder: Path, *what: str, disk: Sequence[str] = ()) -> list[str]:
+    """What runs say whose folder meets with that, with D for it. disk: what gives it a disk of its own."""
+    command = [*disk, *([str(folder)] if disk else []), sys.executable, "-c", RUNS, str(folder), *what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if re.search("unshare: |mount: ", done.stderr):
+        pytest.skip(f"no disk of 8 MB: {done.stderr.strip()}")
+    assert "Traceback" not in done.stdout + done.stderr
+    return [line.replace(str(folder), "D") for line in done.stdout.splitlines()]
+
+
+def test_a_disk_that_fills_costs_no_checkpoint_that_is_there(tmp_path: Path) -> None:
+    """Of nothing, of some lines, and of a part of a checkpoint there is room; told once, without a traceback."""
+    said = ended(tmp_path, "0", "5000", "100000", disk=OF_8_MB)
+    full = r"error: the disk of D/\d+/\S+ is full \(No space left on device\); free some of it \([\d.]+ KiB left\)"
+    assert [re.sub(full, "full", line) for line in said] == [f"full{AGAIN}", "True [] []"] * 3
+
+
+def test_a_limit_on_files_and_a_folder_that_is_gone_are_told_once(tmp_path: Path) -> None:
+    limit, gone = ended(tmp_path, "limit", "gone")
+    assert re.match(r"error: D/limit/\S+ cannot be written \(File too large\); raise .* \(ulimit -f, [\d.]+ KiB", limit)
+    assert gone.startswith(
+        "error: D/gone: the run folder was deleted or replaced while the run was writing to it (step "
+    )
 
 
 def test_a_lost_learner_is_replaced_as_often_as_is_allowed_and_nothing_else_is(tmp_path: Path) -> None:

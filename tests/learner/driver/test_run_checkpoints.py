@@ -1,6 +1,8 @@
 """What a run saves is what it goes on from and what it publishes, wherever it was cut off, wherever its parts are."""
 
 import json
+import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.actor import Local
-from cluster.files import Digest
+from cluster.files import Digest, WriteFailed
 from learner.driver import checkpoint, run_checkpoints
 from learner.driver.evaluate import Evaluation
 from learner.driver.fingerprints import Fingerprints
@@ -204,12 +206,16 @@ async def test_a_disk_that_is_full_has_a_path(tmp_path: Path, monkeypatch: pytes
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-async def test_the_learner_names_the_folder_of_a_full_disk(tiny_path: str, tmp_path: Path) -> None:
+async def test_the_learner_says_which_file_has_no_room_and_how_much_is_needed(tiny_path: str, tmp_path: Path) -> None:
     from tests.learner.trainers import make_trainer  # here: torch is slow to import
 
     (tmp_path / "trainer.pt").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=rf"{tmp_path}: the learner cannot write .* with \d+ MiB free there: "):
+    with pytest.raises(WriteFailed) as caught:
         await make_trainer(tiny_path).save(tmp_path)
+    said = r"the disk of \S+/trainer.pt is full \(No space left on device\); free some .* left, [\d.]+ KiB needed\)"
+    assert re.fullmatch(said, caught.value.sentence())
+    sent = pickle.loads(pickle.dumps(caught.value))  # from process to process
+    assert sent.sentence() == caught.value.sentence()
 
 
 async def test_the_learner_says_what_it_wrote_and_its_checkpoint_is_an_adapter(tiny_path: str, tmp_path: Path) -> None:

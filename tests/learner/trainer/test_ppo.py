@@ -17,7 +17,7 @@ from learner.trainer.trainer import Trainer
 from rollout.schema import masks_of, ragged, rewards_of
 from tests.learner import naive_ppo
 from tests.learner.adapters import written_adapter, written_value
-from tests.learner.rollouts import make_groups, observed
+from tests.learner.rollouts import make_group, make_groups, observed, uniform
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters
 
 SETTING = naive_ppo.Setting(TEMPERATURE, gamma=0.9, lam=0.8, clip=(0.2, 0.28), value_clip=0.2, beta=0.3)
@@ -160,6 +160,68 @@ async def test_a_step_is_that_of_four_full_models(
     rounding = distance(in_32.policy_gradient, wanted.policy_gradient)
     assert rounding < 2e-6
     assert distance(policy, wanted.policy_gradient) < 1.05 * rounding
+
+
+ONE = [([[5, 6, 7], [8]], [1.0, 0.0], None)]  # the second alone in a micro-batch of four tokens
+OF_ONE_SAMPLED = [
+    ([[5, 6, 7], [8, 9]], [1.0, 0.0], [[False, True, False], [True, True]]),
+    ([[], [4]], [0.5, 2.0], None),
+]
+OF_TWO_UPDATES = [([[5, 6, 7], [8, 9]], [1.0, 0.0], None), ([[7]], [2.0], None), ([[]], [1.0], None)]
+
+
+@pytest.mark.parametrize(
+    ("cases", "updates"), [(ONE, 1), (OF_ONE_SAMPLED, 1), (OF_TWO_UPDATES, 2), (OF_TWO_UPDATES, 3)]
+)
+@pytest.mark.parametrize("packed", [True, False])
+async def test_a_micro_batch_of_one_token_is_one_as_any_other(
+    tiny_path: str, value_path: str, cases: Any, updates: int, packed: bool
+) -> None:
+    """The same batch at once, and as finely as the budget may divide it."""
+    groups = [
+        make_group([1, 2, 3], completions, rewards, uniform, masks=masks, position=at)
+        for at, (completions, rewards, masks) in enumerate(cases)
+    ]
+    trainers = [
+        ppo_trainer(
+            tiny_path, start=value_path, updates_per_batch=updates, token_budget=budget, loss=LossConfig(ratio="clip")
+        )
+        for budget in (4, 10_000)
+    ]
+    for trainer in trainers:
+        trainer._policy.packed = packed
+        metrics = await trainer.step(groups)
+        assert metrics["loss/trained_tokens"] == sum(
+            int(masks_of(group)[at].sum()) for group in groups for at in range(len(group))
+        )
+    finely, at_once = trainers
+    assert distance(copied(value_masters(finely)), copied(value_masters(at_once))) < 1e-5
+    assert distance(masters(finely), masters(at_once)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reward", [1.0, 250.0])
+async def test_equal_advantages_move_no_policy_however_the_batch_is_packed(
+    tiny_path: str, value_path: str, batch: list[pa.Table], dtype: Any, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One state, rewarded alike: what its values differ by in their last bits is no advantage."""
+    groups = [make_group([4, 5, 6], [[7]] * count, [reward] * count, uniform, position=count) for count in (3, 3, 1)]
+    trainer = ppo_trainer(tiny_path, start=value_path, dtype=dtype, loss=LossConfig(ratio="clip"))
+    value, before = trainer._updates.value, masters(trainer)
+    assert value is not None
+    plain, rounded = value._score, torch.finfo(getattr(torch, dtype)).eps
+
+    def score(batches: Any) -> Any:
+        """As it comes out of micro-batches of other shapes, on other kernels."""
+        return [(places, found * (1 + rounded * (places % 3 - 1))) for places, found in plain(batches)]
+
+    monkeypatch.setattr(value, "_score", score)
+    for budget in (1, 5, 10_000):
+        trainer._budget.tokens = budget
+        metrics = await trainer.step(groups)
+        assert metrics["loss/grad_norm"] == 0
+        assert metrics["value/grad_norm"] > 0
+    assert distance(masters(trainer), before) == 0
 
 
 async def test_later_updates_of_a_batch_are_held_to_the_values_before_the_first(

@@ -1,0 +1,126 @@
+"""Deadlines of a process that is stopped, and goes on: what is counted, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import deadline
+from cluster.deadline import Awake, within
+
+
+class Clock:
+    """In the place of time.monotonic."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def passes(self, seconds: float, clock: Awake, every: float = 1.0) -> float:
+        """What is left after so many seconds in which it is looked at."""
+        end, left = self.now + seconds, clock.left()
+        while self.now < end:
+            self.now = min(self.now + every, end)
+            left = clock.left()
+        return left
+
+
+def test_only_seconds_in_which_it_is_looked_at_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    awake = Awake(60)
+    assert clock.passes(20, awake) == 40
+    assert clock.passes(3600, awake, every=3600) == 40  # a lid that was closed for an hour
+    assert clock.passes(20, awake, every=1.9) == pytest.approx(20)  # of a busy machine, each look comes late
+    assert clock.passes(15, awake) == 5
+    assert clock.passes(100, awake, every=10) == 10  # others get time to wake, at the very end, too
+    assert clock.passes(10, awake) == 0
+    assert awake.lost == 3700
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(0.5, 0.5), (4.0, 4.0), (30.0, 20.0)])
+def test_a_short_deadline_is_whole_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, left: float
+) -> None:
+    clock = Clock(monkeypatch)
+    awake = Awake(seconds)
+    clock.passes(min(seconds - 0.1, 10), awake, every=0.1)
+    assert clock.passes(50, awake, every=50) == pytest.approx(left)
+
+
+async def test_it_is_asyncios_timeout_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "LOOK_S", 0.01)
+    with pytest.raises(TimeoutError):
+        async with within(0.03) as limit:
+            await asyncio.sleep(60)
+    assert limit.expired()
+    assert not limit.stood_still()
+    async with within(None) as limit, within(float("inf")), within(60):
+        await asyncio.sleep(0)
+    assert not limit.expired()
+    with pytest.raises(ZeroDivisionError):
+        async with within(60):
+            raise ZeroDivisionError
+    with pytest.raises(TimeoutError, match="its own"):
+        async with within(60) as limit:
+            raise TimeoutError("its own")
+    assert not limit.expired()
+    outer = asyncio.create_task(_sleeping())
+    await asyncio.sleep(0)
+    outer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await outer
+
+
+async def _sleeping() -> None:
+    async with within(60):
+        await asyncio.sleep(60)
+
+
+async def test_who_gets_on_has_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    async with within(10) as limit:
+        assert clock.passes(9, limit._clock) == 1
+        limit.restart()
+        assert clock.passes(9, limit._clock) == 1
+    assert not limit.expired()
+
+
+# A caller whose answer comes while it stands still, on either of the event loops that are in use. By the clock its
+# deadline is over as it wakes.
+WAITS = """
+import asyncio, sys, uvloop
+from cluster import deadline
+deadline.LOOK_S, deadline.LATE_S = 0.05, 0.1
+
+async def run():
+    async with deadline.within(0.3) as limit:
+        print("waits", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    print("answered", limit.stood_still(), flush=True)
+
+asyncio.run(run()) if sys.argv[1] == "asyncio" else uvloop.run(run())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_process_that_was_stopped_for_longer_than_its_deadline_has_its_answer(loop: str) -> None:
+    command = [sys.executable, "-c", WAITS, loop]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        while "T (stopped)" not in Path(f"/proc/{process.pid}/status").read_text():
+            time.sleep(0.01)
+        time.sleep(0.5)  # that it has been stopped for so long is what is tested
+        process.stdin.write("\n")
+        process.stdin.flush()
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout.read() == "answered True\n"
