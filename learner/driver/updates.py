@@ -95,9 +95,9 @@ class Updates:
             return None
         completions = sum(map(len, self._passed))
         return RewardsFailing(
-            f"rewards: must score some completions, and of {MOST_UNSCORED} batches in a row, {completions} completions, "
-            "no reward function, reward model or environment scored any; the same command goes on behind these problems "
-            "(to see them: gleaner rollouts show RUN). If the function is at fault, correct it and give "
+            f"rewards: must score some completions: of {MOST_UNSCORED} batches in a row, {completions} completions, "
+            "no reward function, reward model or environment scored any; the same command goes on behind these "
+            "problems (to see them: gleaner rollouts show RUN). If the function is at fault, correct it and give "
             "resume_allow_changed=[rewards], or another name="
         )
 
