@@ -106,13 +106,13 @@ def _results(source: Source, scores: Scores | None) -> str:
         )
     if scores is not None:
         rows = [
-            (name, f"{one.value:.3f}", f"{one.low:.3f} to {one.high:.3f}", str(one.problems))
+            (name, f"{one.value:.3f}", one.between(" to "), one.method, str(one.problems))
             for name, one in scores.metrics.items()
         ]
         told = (
             f"`gleaner eval`: {scores.reward} on `{named(scores.data)}`, {scores.problems} problems, intervals of 95 %"
         )
-        parts.append(f"{told}:\n\n{table(('metric', 'value', 'interval', 'problems'), rows)}")
+        parts.append(f"{told}:\n\n{table(('metric', 'value', 'interval', 'by', 'problems'), rows)}")
     return "\n\n".join(parts)
 
 

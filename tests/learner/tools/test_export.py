@@ -188,7 +188,10 @@ def test_what_gleaner_eval_measured_is_in_the_card(
     assert "not known" not in capsys.readouterr().out
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "number on `hub/sums`, 40 problems, intervals of 95 %" in card.text
-    assert "| mean@8 | 0.750 | 0.600 to 0.900 | 38 |\n| pass@8 | 0.750 | 0.600 to 0.900 | 31 |" in card.text
+    assert (
+        "| mean@8 | 0.750 | 0.600 to 0.900 | bootstrap | 38 |\n| pass@8 | 0.750 | 0.600 to 0.900 | bootstrap | 31 |"
+        in card.text
+    )
     assert [(one.dataset_name, one.metric_value) for one in card.data.eval_results] == [
         ("train.jsonl", 0.8),
         ("hub/sums", 0.75),
