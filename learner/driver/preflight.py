@@ -149,6 +149,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(check_loss, config)
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
+        notes += chat.notes(config.rollout.stop)
         notes += found.of(check_rewards, config, data[0].at(0)) or ()
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
         notes += tried.notes

@@ -109,7 +109,9 @@ def evaluate(
     """
     begun = time.perf_counter()
     with prestarted(config, learns=False) as early:
-        config, problems = _checked(config, held_out)
+        config, problems, notes = _checked(config, held_out)
+        for line in notes:
+            note(line)
         problems = problems[:limit]
         policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present(config)))
         config = settled(config, budgets)
@@ -174,8 +176,8 @@ def _of(count: int, total: int) -> str:
     return f"all {total}" if count == total else f"{count} of {total}"
 
 
-def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem]]:
-    """The configuration with whole paths, and the problems. Raises PreflightError."""
+def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem], tuple[str, ...]]:
+    """The configuration with whole paths, the problems, and lines for the user. Raises PreflightError."""
     found, config = Findings(PROBLEMS), absolute(config)
     if config.env.use is None and not functions_of(config.rewards):
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
@@ -191,7 +193,8 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
         problems = found.of(fitting, problems, config.data, config.rollout.max_prompt_length, tried.tools)
     found.finish()
     assert problems is not None
-    return config, problems
+    assert chat is not None
+    return config, problems, chat.notes(config.rollout.stop)
 
 
 def _held_out(config: RunConfig, chat: Renderer) -> list[Problem]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from rollout.data.chat_error import ChatError
+from rollout.data.ordinary_text import OrdinaryText
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -66,10 +67,12 @@ class Observations:
         self._stops = {str(tokenizer.decode([i], skip_special_tokens=False)): i for i in stop_ids}
         self._added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: -len(item[0]))
         self.ending = lru_cache(maxsize=1024)(self._ending)
+        self._ordinary = OrdinaryText(tokenizer, self._encode)
 
     def ids(self, messages: Messages, closed_by: int | None, tools: Tools = ()) -> tuple[int, ...]:
         """See Chat.observe."""
         _check(messages)
+        messages, tools = self._ordinary.cover(messages), self._ordinary.cover(tools)
         shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
         ending = self.ending(shape, json.dumps(tools))
         if closed_by is not None and closed_by != ending.sampled:
@@ -80,9 +83,11 @@ class Observations:
         tail = ending.tail(self.render([*ending.past, *_with_ids(messages)], tools))
         # From the ending on: it is a border for every tokenizer, so that what stands before it changes no id, and
         # a tokenizer that puts a space before a text puts none before an added token. See `ends_with`.
-        token, *rest = self._encode(ending.text + tail)
+        token, *rest = self._ordinary.ids(ending.text + tail)
         if token != ending.token:
             raise ChatError(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
+        while rest and rest[-1] in self._stops.values():  # of a template that ends the opening of a turn, too
+            rest.pop()
         return tuple(rest) if closed_by is not None else (token, *rest)
 
     def render(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> str:
@@ -102,6 +107,10 @@ class Observations:
             raise TemplateRefuses(
                 f"model.path: the model's chat template refuses roles {roles}: {_said(error)}"
             ) from error
+
+    def played_ids(self, messages: Messages, tools: Tools) -> list[int]:
+        """The ids of `render`, in which what is not rollout.data.ordinary_text.OwnText makes no special token."""
+        return self._ordinary.ids(self.render(self._ordinary.cover(messages), self._ordinary.cover(tools)))
 
     def ids_of(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
         """The ids of `render`."""
