@@ -178,7 +178,7 @@ def _of(count: int, total: int) -> str:
 
 def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem], tuple[str, ...]]:
     """The configuration with whole paths, the problems, and lines for the user. Raises PreflightError."""
-    found, config = Findings(PROBLEMS), absolute(config)
+    found, config, notes = Findings(PROBLEMS), absolute(config), tuple[str, ...]()
     if config.env.use is None and not functions_of(config.rewards):
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
     found.of(check_accuracy, config)
@@ -188,13 +188,13 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
     problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
     if chat is not None and problems:
         found.of(check_data_prompts, config, chat, (problem.messages for problem in problems))
-        found.of(check_rewards, config, problems[0])
+        notes = found.of(check_rewards, config, problems[0], chat.prefilled(problems[0].prompt_ids)) or ()
         tried = found.of(check_environment, config, chat, problems[0]) or Tried()
         problems = found.of(fitting, problems, config.data, config.rollout.max_prompt_length, tried.tools)
     found.finish()
     assert problems is not None
     assert chat is not None
-    return config, problems, chat.notes(config.rollout.stop)
+    return config, problems, (*chat.notes(config.rollout.stop), *notes)
 
 
 def _held_out(config: RunConfig, chat: Renderer) -> list[Problem]:
@@ -250,9 +250,14 @@ def metrics_of(
 
 
 def said_in(rows: pa.Table) -> list[str]:
-    """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered."""
-    texts, played = (rows.column(name).to_pylist() for name in ("completion", "messages"))
-    return [text if turns is None else text_of(json.loads(turns)) for text, turns in zip(texts, played, strict=True)]
+    """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered. Behind the
+    tag that its prompt ends in, since an answer may be what stands in that."""
+    columns = (rows.column(name).to_pylist() for name in ("completion", "messages", "problem"))
+    opened = {problem: json.loads(problem).get("prefilled", "") for problem in set(rows.column("problem").to_pylist())}
+    return [
+        opened[problem] + (text if turns is None else text_of(json.loads(turns)))
+        for text, turns, problem in zip(*columns, strict=True)
+    ]
 
 
 def _number(score: float | None) -> float | None:

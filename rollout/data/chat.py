@@ -1,13 +1,14 @@
 """Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
+from rewards.text import opening_at_end
 from rollout.architecture import text_of
 from rollout.data.bounded import fails_within
 from rollout.data.chat_error import ChatError as ChatError  # here too: whoever uses Chat catches it
@@ -19,6 +20,7 @@ from rollout.data.turn_end import TurnEnd, behind_asked, opens_with, turn_end
 from rollout.remote_code import needs_own_code
 from rollout.stopping import StopError, split
 
+LONGEST_TAG = 32  # tokens, white space included
 Messages = Sequence[Mapping[str, Any]]
 Prompt = tuple[dict[str, Any], ...] | str
 
@@ -120,10 +122,13 @@ class Chat:
                 f"rollout.stop: the chat template {behind} and with no end token, so that a completion may go on to "
                 f"rollout.max_completion_length; set rollout.stop to {named}"
             )
-        for token in sorted(self.decode([one], special=True) for one in self._dropped):
-            what = "chat template" if self.has_template else "tokenizer"
-            told.append(f"data: the {what} ends prompts with the stop token {token!r}, which is left out of them")
-        return tuple(told)
+        return (*told, *self.left_out())
+
+    def left_out(self) -> tuple[str, ...]:
+        """Those of `notes` that are of prompts."""
+        what = "chat template" if self.has_template else "tokenizer"
+        tokens = sorted(self.decode([one], special=True) for one in self._dropped)
+        return tuple(f"data: the {what} ends prompts with the stop token {one!r}, which is left out" for one in tokens)
 
     @property
     def context(self) -> int | None:
@@ -186,6 +191,15 @@ class Chat:
                 "an instruct model"
             )
         return self._known(self.observations.ids(messages, closed_by, tools))
+
+    def prefilled(self, prompt_ids: Sequence[int]) -> str:
+        """The opening tag, such as <think>, that a prompt ends in, and the white space behind it; "" for none."""
+        return self._opening(tuple(prompt_ids[-LONGEST_TAG:]))
+
+    @cached_property
+    def _opening(self) -> Callable[[tuple[int, ...]], str]:
+        """Most prompts of a template have the same end."""
+        return lru_cache(maxsize=1024)(lambda ids: opening_at_end(self.decode(ids, special=True)))
 
     def _open_ended(self, ids: Sequence[int], said: str) -> Sequence[int]:
         """The ids of a prompt without stop tokens at its end, behind which the policy would not answer. said: the last

@@ -92,9 +92,7 @@ def test_no_plain_prompt_ends_with_a_stop_token_that_the_tokenizer_appends(token
     chat = chat_of(ends_prompts_with(token, without_template()))
     assert chat.tokenizer.encode(text)[-1] in EOS_IDS
     assert chat.render([{"role": "user", "content": text}]) == (text, tuple(plain))
-    assert chat.notes(()) == (
-        f"data: the tokenizer ends prompts with the stop token {token!r}, which is left out of them",
-    )
+    assert chat.notes(()) == (f"data: the tokenizer ends prompts with the stop token {token!r}, which is left out",)
     with pytest.raises(ChatError, match=r"^data: a prompt must not end with a stop token, .* one ends with '<\|im_end"):
         chat.render([{"role": "user", "content": f"{text}<|im_end|>\n"[:-1]}])
 
@@ -343,3 +341,23 @@ def test_end_tokens_of_config_count_where_generation_config_is_missing(tmp_path:
     never = [VOCAB_SIZE, -1]  # -1: how some files say that there is none
     save_model(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": [7, *never]})
     assert Chat.load(str(tmp_path)).stop_ids == (EOS_IDS[0], 7)
+
+
+@pytest.mark.parametrize(
+    ("template", "prefilled"),
+    [
+        (TURNS + OPENING[:-11] + "<think>\n{% endif %}", "<think>\n"),
+        (TURNS + OPENING + "<reasoning>", "<reasoning>"),
+        (TURNS + OPENING[:-11] + "<think>\n\n</think>\n\n{% endif %}", ""),
+        (TURNS + OPENING, ""),
+        (None, "<answer> "),
+    ],
+)
+@pytest.mark.parametrize("added", [["<think>", "<reasoning>"], []])
+def test_the_tag_that_prompts_end_in_is_known(template: str | None, prefilled: str, added: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(added)
+    chat = Chat(tokenizer, EOS_IDS, VOCAB_SIZE + 20)
+    _, ids = chat.render([{"role": "user", "content": "1 + 1 = <answer> "}])
+    assert chat.prefilled(ids) == prefilled
