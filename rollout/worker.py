@@ -64,7 +64,8 @@ class RolloutWorker(RolloutService):
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         # Only trajectories are rendered here: the prompts of single completions come as tokens.
-        self.chat = Chat.load(spec.engine.model, spec.env.chat_template_kwargs if spec.env is not None else None)
+        template_kwargs = spec.env.chat_template_kwargs if spec.env is not None else None
+        self.chat = Chat.load(spec.engine.model, template_kwargs, spec.engine.stop)
         self.scorer = _scorer(spec)  # its reward functions load while the engine starts
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))

@@ -40,6 +40,7 @@ class Chat:
         vocabulary: int,
         config: Mapping[str, Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         _check_tokens(tokenizer, stop_ids, vocabulary)
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
@@ -52,12 +53,16 @@ class Chat:
             self._template_kwargs["strftime_now"] = datetime.now().strftime
         self.config: dict[str, Any] = dict(config or {})  # the model's config.json
         self.has_template = bool(tokenizer.chat_template)
+        self._stop = tuple(stop)
         self._dropped: set[int] = set()  # stop tokens that prompts would have ended in
 
     @classmethod
-    def load(cls, path: str, template_kwargs: Mapping[str, Any] | None = None) -> "Chat":
-        """The chat of the model at `path`, a folder or a hub name; `template_kwargs` are variables of its chat template
-        (data.chat_template_kwargs). Raises ChatError."""
+    def load(cls, path: str, template_kwargs: Mapping[str, Any] | None = None, stop: Sequence[str] = ()) -> "Chat":
+        """The chat of the model at `path`, a folder or a hub name. Raises ChatError.
+
+        template_kwargs: variables of its chat template (data.chat_template_kwargs). stop: rollout.stop; no prompt ends
+        in a special token of those either.
+        """
         config = read_json(path, "config.json")
         if not config:
             raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
@@ -72,6 +77,11 @@ class Chat:
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = load_tokenizer(path)
+        if not hasattr(tokenizer, "get_added_vocab"):
+            raise ChatError(
+                f"model.path: the tokenizer of {path} is transformers' {type(tokenizer).__name__}, which renders no "
+                "chat template and names no added tokens; give a folder with a tokenizer.json"
+            )
         # As transformers' generate: config.json counts where there is no generation_config.json.
         generation = read_json(path, "generation_config.json") or text_of(config)
         ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
@@ -79,7 +89,7 @@ class Chat:
         context = text_of(config).get("max_position_embeddings", 0)
         _check_whole(path, {"vocab_size": [vocabulary], "eos_token_id": flat, "max_position_embeddings": [context]})
         known = [i for i in dict.fromkeys(flat) if 0 <= i < int(vocabulary)]  # another can never be sampled
-        return cls(tokenizer, known, int(vocabulary), config, template_kwargs)
+        return cls(tokenizer, known, int(vocabulary), config, template_kwargs, stop)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -190,7 +200,7 @@ class Chat:
                 "model.path: a conversation of several turns needs a chat template, and this tokenizer has none; use "
                 "an instruct model"
             )
-        return self._known(self.observations.ids(messages, closed_by, tools))
+        return self._known(self._open_ended(self.observations.ids(messages, closed_by, tools), ""))
 
     def prefilled(self, prompt_ids: Sequence[int]) -> str:
         """The opening tag, such as <think>, that a prompt ends in, and the white space behind it; "" for none."""
@@ -205,7 +215,7 @@ class Chat:
         """The ids of a prompt without stop tokens at its end, behind which the policy would not answer. said: the last
         text in it. Raises ChatError where they do not come from tokenizer or template alone, or belong to the turn."""
         size = len(ids)
-        while size and ids[size - 1] in self.stop_ids:
+        while size and ids[size - 1] in self._ends:
             size -= 1
         if size == len(ids):
             return ids
@@ -222,6 +232,10 @@ class Chat:
             )
         self._dropped |= set(ids[size:])
         return ids[:size]
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return frozenset(self.stops(self._stop)[0])
 
     @cached_property
     def _ends_anew(self) -> bool:

@@ -86,8 +86,6 @@ class Observations:
         token, *rest = self._ordinary.ids(ending.text + tail)
         if token != ending.token:
             raise ChatError(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
-        while rest and rest[-1] in self._stops.values():  # of a template that ends the opening of a turn, too
-            rest.pop()
         return tuple(rest) if closed_by is not None else (token, *rest)
 
     def render(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> str:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,15 @@ def test_no_plain_prompt_ends_with_a_stop_token_that_the_tokenizer_appends(token
     assert chat.notes(()) == (f"data: the tokenizer ends prompts with the stop token {token!r}, which is left out",)
     with pytest.raises(ChatError, match=r"^data: a prompt must not end with a stop token, .* one ends with '<\|im_end"):
         chat.render([{"role": "user", "content": f"{text}<|im_end|>\n"[:-1]}])
+
+
+def test_nor_with_a_special_token_of_rollout_stop() -> None:
+    tokenizer = without_template()
+    tokenizer.add_tokens([AddedToken("<|sep|>", special=True)])
+    chat = Chat(ends_prompts_with("<|sep|>", tokenizer), EOS_IDS, VOCAB_SIZE + 20, stop=["<|sep|>", "\n"])
+    assert chat.tokenizer.decode(chat.render([{"role": "user", "content": "1 + 1 ="}])[1]) == "1 + 1 ="
+    other = Chat(chat.tokenizer, EOS_IDS, VOCAB_SIZE + 20)
+    assert other.tokenizer.decode(other.render([{"role": "user", "content": "1 + 1 ="}])[1]) == "1 + 1 =<|sep|>"
 
 
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -361,3 +371,11 @@ def test_the_tag_that_prompts_end_in_is_known(template: str | None, prefilled: s
     chat = Chat(tokenizer, EOS_IDS, VOCAB_SIZE + 20)
     _, ids = chat.render([{"role": "user", "content": "1 + 1 = <answer> "}])
     assert chat.prefilled(ids) == prefilled
+
+
+def test_a_tokenizer_that_names_no_added_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MistralCommonBackend, which transformers takes where there is a tekken.json alone; to load it takes 20 s."""
+    monkeypatch.setattr("rollout.data.chat.load_tokenizer", lambda path: SimpleNamespace(eos_token_id=2))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "vocab_size": 131072}))
+    with pytest.raises(ChatError, match=r"^model.path: the tokenizer of .* SimpleNamespace, .* a tokenizer.json$"):
+        Chat.load(str(tmp_path))
