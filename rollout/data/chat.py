@@ -220,7 +220,7 @@ class Chat:
         if size == len(ids):
             return ids
         token = self.decode([ids[size]], special=True)
-        if said.rstrip().endswith(token):
+        if token and said.rstrip().endswith(token):
             raise ChatError(
                 f"data: a prompt must not end with a stop token, behind which the policy would not answer, and one "
                 f"ends with {token!r}; take it out of the text"

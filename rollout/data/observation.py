@@ -7,9 +7,9 @@ what stands behind any turn (rollout/data/observation_check.py proves that for a
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rollout.data.chat_error import ChatError
@@ -67,7 +67,10 @@ class Observations:
         self._stops = {str(tokenizer.decode([i], skip_special_tokens=False)): i for i in stop_ids}
         self._added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: -len(item[0]))
         self.ending = lru_cache(maxsize=1024)(self._ending)
-        self._ordinary = OrdinaryText(tokenizer, self._encode)
+
+    @cached_property
+    def _ordinary(self) -> OrdinaryText:
+        return OrdinaryText(self._tokenizer, self._encode, self._stops.values())
 
     def ids(self, messages: Messages, closed_by: int | None, tools: Tools = ()) -> tuple[int, ...]:
         """See Chat.observe."""
@@ -144,9 +147,10 @@ class Observations:
         ids = self._encode(end)
         return self._encode(text)[-len(ids) :] == ids
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, encode: Callable[[str], Sequence[int]] | None = None) -> list[int]:
+        """encode: of another tokenizer than the model's."""
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return list(self._tokenizer.encode(text, add_special_tokens=False) if encode is None else encode(text))
         except Exception as error:  # such as for half of a surrogate pair, of which no tokenizer says what is wrong
             raise ChatError(f"model.path: the model's tokenizer refuses {text!r:.80}: {_said(error)}") from error
 

@@ -10,14 +10,15 @@ special token has a secret name, which is given to those alone that the template
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.data.chat_error import ChatError
 
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # the token of a byte
 SPACES = " \t\n\r\u2581"  # the last as sentencepiece writes one
+UNKNOWN = "\U0010fffd"  # a letter that no vocabulary has
 STRUCTURE = ("role", "type")  # what templates compare, and write as they please
 
 
@@ -25,14 +26,22 @@ class OwnText(str):
     """Text whose special tokens count: what the policy sampled, and the user's own data."""
 
 
-class OrdinaryText:
-    """For one tokenizer. encode: text -> ids, without special tokens around it."""
+class Encode(Protocol):
+    """Text -> ids, without special tokens around it, by a tokenizer's own function or by another. Raises ChatError."""
 
-    def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]]) -> None:
+    def __call__(self, text: str, encode: Callable[[str], Sequence[int]] | None = None) -> list[int]: ...
+
+
+class OrdinaryText:
+    """For one tokenizer. stops: the stop tokens."""
+
+    def __init__(self, tokenizer: Any, encode: Encode, stops: Collection[int]) -> None:
         self._tokenizer, self._encode = tokenizer, encode
         self._ids = meaningful(tokenizer)
         self._names = list(self._ids)
-        self._special = frozenset(self._ids.values())
+        # What stands for a letter that the vocabulary lacks is what that letter's token is.
+        unknown = {*encode(UNKNOWN)} & {tokenizer.unk_token_id} - {*stops}
+        self._special = frozenset(self._ids.values()) - unknown
         self._mark = f"Q{secrets.token_hex(6)}x"  # begins words that nobody's text holds, since nobody knows it
         longest_first = sorted(self._names, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -49,11 +58,12 @@ class OrdinaryText:
     def ids(self, rendered: str) -> list[int]:
         """The ids of what a template made of covered messages. Raises ChatError where a text cannot be written without
         a special token."""
-        wanted = [self._ids[name] for name in self._token.findall(rendered)]
+        wanted = self._special_in([self._ids[name] for name in self._token.findall(rendered)])
         text = self._uncovered(rendered)
-        found = self._encode(text)
-        if self._special_in(found) == wanted:
-            return found
+        if not any(match[0] == self._word_for_all(match) for match in self._word.finditer(rendered)):
+            found = self._encode(text)
+            if self._special_in(found) == wanted:
+                return found
         found = self._apart(rendered)
         if len(self._special_in(found)) > len(wanted):
             raise ChatError(
@@ -82,6 +92,11 @@ class OrdinaryText:
 
     def _word_for(self, name: str, start: int, stop: int) -> str:
         return f"{self._mark}{self._names.index(name)}s{start}e{stop}z"
+
+    def _word_for_all(self, match: re.Match[str]) -> str:
+        """The word for the whole token that a word stands for, or for a part of."""
+        name = self._names[int(match[1])]
+        return self._word_for(name, 0, len(name))
 
     def _uncovered(self, text: str) -> str:
         return self._word.sub(lambda match: self._names[int(match[1])][int(match[2]) : int(match[3])], text)
@@ -120,7 +135,7 @@ class OrdinaryText:
         if twin is None:
             return self._piece_by_piece(rendered)
         text = self._token.sub(lambda match: twin.names[match[0]], rendered)
-        return twin.encode(self._uncovered(text))
+        return self._encode(self._uncovered(text), twin.encode)
 
     @cached_property
     def _twin(self) -> "_Twin | None":

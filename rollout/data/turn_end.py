@@ -29,7 +29,8 @@ def turn_end(observations: Observations, stops: Collection[str], added: Mapping[
     if last is None:
         return TurnEnd()
     past = _behind(observations, (ASKED,)) or ""
-    tokens = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+    there = sorted((name for name in added if name in last or name in past), key=len, reverse=True)
+    tokens = re.compile("|".join(map(re.escape, there)) or r"(?!)")
     # What both have ends any turn. Behind a conversation's last turn may stand an end of the whole; and where a past
     # turn ends with another token (gpt-oss), the policy samples what ends the last one.
     common, last = _common(last, past, tokens), last.removesuffix(_always_opened(observations, last))

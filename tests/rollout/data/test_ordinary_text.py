@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from rollout.data.chat import Chat
+from rollout.data.chat import Chat, ChatError
 from rollout.data.ordinary_text import OwnText
 
 SPECIAL = ["<|start|>", "<|stop|>", "<pad>"]
@@ -185,6 +185,29 @@ def test_a_text_that_a_template_would_complete_to_a_special_token_makes_none() -
         ids = chat.converse([{"role": "user", "content": text}])
         assert names_in(chat, ids) == ["<|stop|>", "<|start|>"], text
         assert chat.decode(ids, special=True) == f"<{text}_call><|stop|><|start|>"
+
+
+@pytest.mark.parametrize("kind", ["unigram", "word-level"])
+def test_a_letter_that_the_vocabulary_lacks_is_its_unknown_token_and_no_name_of_it_is(kind: str) -> None:
+    tokenizer = MAKERS[kind]()
+    unknown = "<unk>" if kind == "unigram" else "[UNK]"
+    tokenizer.add_special_tokens({"unk_token": unknown})
+    chat = Chat(tokenizer, [tokenizer.eos_token_id], 1000)
+    id_ = tokenizer.convert_tokens_to_ids(unknown)
+    ids = chat.observe([{"role": "user", "content": "a \u6587 b"}], None)
+    assert id_ in ids
+    if kind == "unigram":  # which has the letters of the name
+        assert id_ not in chat.observe([{"role": "user", "content": f"a {unknown} b"}], None)
+    with pytest.raises(
+        ChatError, match="an answer must not hold special tokens of the model, and this tokenizer cannot"
+    ):
+        Chat(tokenizer, [id_], 1000).converse([{"role": "user", "content": "a \u6587 b"}])
+
+
+def test_what_no_tokenizer_takes_is_refused_in_words_beside_a_special_token_too() -> None:
+    for text in ("half \ud83d", "half \ud83d <|stop|>"):
+        with pytest.raises(ChatError, match="the model's tokenizer refuses .*half"):
+            chat_of("byte-level").observe([{"role": "tool", "content": text}], None)
 
 
 def test_words_and_spaces_that_were_added_to_a_vocabulary_stay_tokens_in_an_answer() -> None:
