@@ -184,13 +184,14 @@ def with_none(group: pa.Table) -> pa.Table:
         ({}, lambda position: 3 <= position < 6 or 9 <= position < 15, [0, 3, 6, 0, 0]),
         ({"max_staleness": 2}, lambda position: position % 2 == 1 or position in (4, 6, 8, 10, 12), None),
         ({"rollout": {"dynamic_sampling": True}}, lambda position: position < 2 * PER_STEP, None),
+        ({"name": "alternating"}, lambda position: position < 2 * PER_STEP, [6, 0, 0, 0, 0]),
     ],
 )
 async def test_a_batch_without_any_reward_is_counted_and_another_one_taken_in_its_place(
     tmp_path: Path, changed: dict[str, Any], none: Callable[[int], bool], passed: list[int] | None
 ) -> None:
     workers = [Local(f"generator-{rank}", nobody_scores(none), [1e-4, None]) for rank in range(2)]
-    loop = build(tmp_path, configure(**changed), 5, workers=workers)
+    loop = build(tmp_path, configure(**changed), 5, workers=workers, alternating="name" in changed)
     await finish(loop)
     learned = loop.trainer._object.learned  # type: ignore[attr-defined]
     assert [len(groups) for groups in learned] == [PER_STEP] * 5
