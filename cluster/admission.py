@@ -128,9 +128,19 @@ class Admission:
 
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups that were taken."""
-        unreleased = self._taken - self._released
-        if not 0 <= count <= unreleased:
-            raise ValueError(f"buffer: cannot release {count} slots, {unreleased} taken ones are in use")
+        self._check_taken(count)
         self.in_use -= count
         self._released += count
         self._give_out()
+
+    def pass_over(self, count: int) -> None:
+        """Frees them where no policy comes of these groups: their batch does not count as one."""
+        self._check_taken(count)
+        self.in_use -= count
+        self._taken -= count
+        self._give_out()
+
+    def _check_taken(self, count: int) -> None:
+        unreleased = self._taken - self._released
+        if not 0 <= count <= unreleased:
+            raise ValueError(f"buffer: cannot release {count} slots, {unreleased} taken ones are in use")

@@ -8,6 +8,7 @@ Pace is a property of this pipe, so neither producers nor the consumer hold an `
     give_up  the group will not come: the slot is free again
     take     the consumer waits for `count` useful groups; those with older tokens than its bound are dropped
     release  the consumer frees the slots once the policy that learned from those groups is with every producer
+    pass_over  the consumer learns nothing from those groups, and takes others in their place
 
 How many slots there are, what that has to do with staleness, what a slow or lost worker costs, and why nobody waits for
 ever: cluster.admission.
@@ -158,3 +159,8 @@ class Buffer:
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups that were taken."""
         self._admission.release(count)
+
+    def pass_over(self, count: int) -> None:
+        """Frees the slots of the `count` groups of a batch from which nothing is learned, so that another batch takes
+        its place: the policy stays what it is, and so does how old its groups may get."""
+        self._admission.pass_over(count)

@@ -4,15 +4,17 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.deadline import within
 from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said, writable
 from rewards.described import LONGEST, described
+from rewards.text import behind, tag_of
 
 Status = Literal["ok", "nan", "timeout", "error"]
+PREFILLED = "prefilled"  # the parameter of a function of the user's that wants to know of it
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
 # One loop for all calls of a process: a client or a semaphore of a module works in the loop that first used it alone.
 _RUNNER = asyncio.Runner()
@@ -20,7 +22,8 @@ _RUNNER = asyncio.Runner()
 
 @dataclass(frozen=True)
 class Group:
-    """What is scored: lists of the same length, one entry per completion; columns already repeated.
+    """What is scored: lists of the same length, one entry per completion; columns already repeated. prefilled: the
+    opening tag that the prompts end in, such as `<think>`, and which completions do not repeat; "": none.
 
     Raises ValueError if the lengths differ.
     """
@@ -29,6 +32,7 @@ class Group:
     completions: Sequence[Any]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
+    prefilled: str = ""
 
     def __post_init__(self) -> None:
         size = len(self.completions)
@@ -38,8 +42,9 @@ class Group:
 
     @classmethod
     def of(
-        cls, prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
-    ) -> "Group":
+        cls, prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any],
+        prefilled: str = "",
+    ) -> "Group":  # fmt: skip
         """The completions of one problem: each text conversational where the prompt is a list of messages; prompt and
         columns of the problem repeated once per completion."""
         chatty = not isinstance(prompt, str)
@@ -48,6 +53,7 @@ class Group:
             [[{"role": "assistant", "content": text}] for text in texts] if chatty else list(texts),
             completion_ids,
             {key: [value] * len(texts) for key, value in columns.items()},
+            prefilled,
         )
 
 
@@ -165,12 +171,22 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_i
     if built_in:
         given |= _named_columns(args, group, names)
     given |= {"prompts": group.prompts, "completions": group.completions, "completion_ids": group.completion_ids}
+    if built_in and group.prefilled and tag_of(group.prefilled) in _tags(parameters, args):
+        given["completions"] = [behind(group.prefilled, completion) for completion in group.completions]
+    elif not built_in and PREFILLED in names and PREFILLED not in group.columns:
+        given[PREFILLED] = [group.prefilled] * len(group.completions)
     given |= args
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
     missing = [name for name in required if name not in given]
     if missing:
         raise RewardError(_missing(missing, group, settings))
     return given if open_ended else {n: v for n, v in given.items() if n in names}
+
+
+def _tags(parameters: Iterable[inspect.Parameter], args: Mapping[str, Any]) -> list[Any]:
+    """The tags that a built-in looks for."""
+    found = [args.get(one.name, one.default) for one in parameters if one.name in ("tag", "tags")]
+    return [tag for value in found for tag in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _named_columns(args: Mapping[str, Any], group: Group, names: set[str]) -> dict[str, Sequence[Any]]:

@@ -12,6 +12,7 @@ def format_(
 ) -> list[float]:
     """1.0 if the whole text is `<tag>...</tag>` for each tag in order, with only white space around them, else 0.0.
 
+    A tag that the prompt ends in, such as one that a chat template opens for the completion, counts as its beginning.
     Each tag must open and close exactly once; what stands inside is free. The strict pattern of the published recipe
     asks for one line in each tag, line breaks around it and one at the end: that is the reward `regex` with
     `pattern: '^<reasoning>\\n.*?\\n</reasoning>\\n<answer>\\n.*?\\n</answer>\\n$'`.
@@ -28,3 +29,6 @@ def format_(
         return all(text.count(mark) == 1 for mark in marks) and layout.fullmatch(text) is not None
 
     return [float(fits(text_of(completion))) for completion in completions]
+
+
+TAGS: Sequence[str] = (format_.__kwdefaults__ or {})["tags"]

@@ -27,6 +27,32 @@ def _content(content: Any) -> str:
     return "".join(part.get("text") or "" for part in content)
 
 
+_OPENING = re.compile(r"<([A-Za-z_][\w.-]*)>\s*\Z")
+
+
+def opening_at_end(prompt: str) -> str:
+    """The opening tag that a prompt's text ends in, with the white space behind it; "" where there is none. A template
+    that prefills <think> writes it there, and completions begin inside of it."""
+    found = _OPENING.search(prompt)
+    return "" if found is None else found[0]
+
+
+def tag_of(opening: str) -> str:
+    """The name in what `opening_at_end` found."""
+    return opening.strip()[1:-1]
+
+
+def behind(opening: str, completion: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """A completion with the opening tag of its prompt in front, of a conversation before its first answer."""
+    if isinstance(completion, str):
+        return opening + completion
+    said = list(completion)
+    first = next((i for i, message in enumerate(said) if message.get("role", "assistant") == "assistant"), None)
+    if first is not None:
+        said[first] = {**said[first], "content": opening + _content(said[first].get("content"))}
+    return said
+
+
 def tagged(text: str, tag: str) -> str | None:
     """The stripped text inside the last closed `<tag>...</tag>`, or None if there is none. It ends at its first
     `</tag>`, if more of them follow."""

@@ -120,8 +120,9 @@ class RolloutConfig(Frozen):
     max_completion_length: Annotated[int, Field(ge=1)] = 256
     """Longest completion in tokens. Raise it while `rollout/truncated` is far from 0; memory and time grow with it."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """Strings that end a completion, beside the end tokens of the tokenizer and generation_config.json. Its tokens stay
-    as sampled, up to and including the one that completes the string. A special token ends it by its id."""
+    """Strings that end a completion, beside the end tokens of the tokenizer, generation_config.json and the chat
+    template. Its tokens stay as sampled, up to and including the one that completes the string. A special token ends it
+    by its id."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Of sampling; the learner scores the same distribution. Raise it where the completions of a group are too alike to
     learn from."""

@@ -45,7 +45,9 @@ SCHEMA = pa.schema(
         pa.field("position", pa.int64(), nullable=False),  # place in the seeded problem stream, counted over epochs
         pa.field("attempt", pa.int32(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),  # index in the group
-        pa.field("problem", pa.string(), nullable=False),  # JSON: {"messages": [...], "columns": {...}}
+        pa.field(
+            "problem", pa.string(), nullable=False
+        ),  # JSON: {"messages": [...], "columns": {...}, perhaps "prefilled"}
         pa.field("completion", pa.string(), nullable=False),  # decoded text, for people and reward functions
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # [P] what the engine was given
         pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] what followed, as sampled or observed
@@ -104,6 +106,7 @@ class Problem:
     prompt_ids: tuple[int, ...]
     position: int
     epoch: int
+    prefilled: str = ""  # the opening tag that the prompt ends in (rewards.text.opening_at_end), once it was rendered
 
     def group_id(self, attempt: int) -> str:
         """Unique in the run: epoch, position in the stream, and attempt."""
@@ -111,7 +114,8 @@ class Problem:
 
     def to_json(self) -> str:
         """The `problem` column: what a reward function needs to score the group again."""
-        return json.dumps({"messages": self.messages, "columns": self.columns}, default=str)
+        opened = {"prefilled": self.prefilled} if self.prefilled else {}
+        return json.dumps({"messages": self.messages, "columns": self.columns, **opened}, default=str)
 
 
 def build_group(columns: dict[str, Sequence[Any]]) -> pa.Table:

@@ -64,7 +64,8 @@ class RolloutWorker(RolloutService):
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         # Only trajectories are rendered here: the prompts of single completions come as tokens.
-        self.chat = Chat.load(spec.engine.model, spec.env.chat_template_kwargs if spec.env is not None else None)
+        template_kwargs = spec.env.chat_template_kwargs if spec.env is not None else None
+        self.chat = Chat.load(spec.engine.model, template_kwargs, spec.engine.stop)
         self.scorer = _scorer(spec)  # its reward functions load while the engine starts
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
@@ -110,15 +111,19 @@ class RolloutWorker(RolloutService):
 
         if self.trajectories is None:
             completions = await self.engine.generate(problem.prompt_ids, sampling)
-            return await self._of_completions(problem, completions, by())
+            return await self._of_completions(self._opened(problem, problem.prompt_ids), completions, by())
         played = await self.trajectories.group(problem, sampling)
-        return await self._of_trajectories(problem, played, by())
+        return await self._of_trajectories(self._opened(problem, played[0].rows[0].prompt_ids), played, by())
+
+    def _opened(self, problem: Problem, prompt_ids: Sequence[int]) -> Problem:
+        """With the tag that its prompt ends in."""
+        return replace(problem, prefilled=self.chat.prefilled(prompt_ids))
 
     async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Origin) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.scorer is not None
-        scores = await self.scorer.score(Group.of(problem.messages, texts, ids, problem.columns))
+        scores = await self.scorer.score(Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled))
         self._sentences.warn(scores.failures)
         return facts_of(problem, completions, by) | {
             "completion": texts,

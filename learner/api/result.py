@@ -31,6 +31,23 @@ class TrainResult:
         """The newest held-out scores."""
         return list(self._held_out())[-1] if self.before else {}
 
+    @property
+    def advice(self) -> list[str]:
+        """What the last steps leave to be learned from, in sentences, those of the end of the run: nearly all
+        completions were cut off, no token was trained on, or all completions score the same. Empty where there is
+        signal, or no run folder any more."""
+        from learner.driver import config_io
+        from learner.driver.signal_watch import SignalWatch
+
+        file = self.run_dir / "config.yaml"
+        if not file.is_file():
+            return []
+        watch = SignalWatch(config_io.load(str(file), []))
+        for row in self.metrics:
+            if row["step"]:
+                watch.add(row)
+        return watch.advice()
+
     def _held_out(self) -> Iterator[Metrics]:
         for row in self.metrics:
             scores = {name: value for name, value in row.items() if name.startswith(HELD_OUT)}

@@ -14,34 +14,41 @@ from rollout.schema import failed, masks_of, oldest_versions, parts_of, rewards_
 
 
 class RewardsFailing(RunEnded):
-    """Most completions of a batch got no reward, or nobody gives any: such a run must not go on silently."""
+    """Reward functions fail on most completions, or nobody scores any: such a run must not go on silently."""
+
+
+def check_failing(groups: Sequence[pa.Table]) -> None:
+    """Raises RewardsFailing if reward functions, or environments, failed on more than half of the completions."""
+    ends = whole(pa.concat_tables(groups))
+    status, lost = Counter(ends.column("reward_status").to_pylist()), failed(ends)
+    if lost.mean() <= 0.5:
+        return
+    advice = "Try the functions alone: gleaner rewards try FILE:FUNCTION --rollouts runs/<name>/rollouts"
+    if 2 * status[FAULT] > lost.sum():
+        advice = "Mend the environment, or what a sentence names: docs/environments.md has the outcomes"
+    raise RewardsFailing(
+        f"{int(lost.sum())} of {len(ends)} completions of this batch have no reward ({dict(status)}); the sentences "
+        f"are in the log above. {advice}"
+    )
+
+
+def unscored(groups: Sequence[pa.Table]) -> bool:
+    """Whether no completion has a reward, so that there is nothing to learn from."""
+    return all(bool(np.isnan(rewards_of(group)).all()) for group in groups)
 
 
 def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
-    """Reward, length and staleness figures of one batch; `version` is the policy that will learn from it.
+    """Reward, length and staleness figures of one batch, some of whose completions have a reward; `version` is the
+    policy that will learn from it.
 
     reward/mean and reward/std, which is divided by their number, are of the completions that have a reward. Tokens are
-    those that the policy sampled: what an environment or a tool said is in none of the figures. Raises RewardsFailing
-    if reward functions failed on more than half of the completions, or none of them has a reward.
+    those that the policy sampled: what an environment or a tool said is in none of the figures.
     """
     rows = pa.concat_tables(groups)
     ends = whole(rows)
     rewards = rewards_of(ends)
     status = Counter(ends.column("reward_status").to_pylist())
     lost = failed(ends)
-    if lost.mean() > 0.5:
-        advice = "Try the functions alone: gleaner rewards try FILE:FUNCTION --rollouts runs/<name>/rollouts"
-        if 2 * status[FAULT] > lost.sum():
-            advice = "Mend the environment, or what a sentence names: docs/environments.md has the outcomes"
-        raise RewardsFailing(
-            f"{int(lost.sum())} of {len(rewards)} completions of this batch have no reward ({dict(status)}); the "
-            f"sentences are in the log above. {advice}"
-        )
-    if np.isnan(rewards).all():
-        raise RewardsFailing(
-            f"rewards: must score some completions of each batch, and of these {len(rewards)} no reward function, "
-            "reward model or environment scored any; add a reward function, or let the environment return rewards"
-        )
     lengths = sampled_lengths(rows)
     staleness = version - oldest_versions(rows)
     finished = np.asarray(ends.column("finish_reason").to_pylist())

@@ -103,7 +103,7 @@ class Progress:
             table.add_row(*row)
         return Group(table, Text(self._status))
 
-    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, phases: Phases, advice: str | None) -> None:
+    def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, phases: Phases, advice: Sequence[str]) -> None:
         """Before and after: scores, three completions, where the time went, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
@@ -115,8 +115,8 @@ class Progress:
                     lines.append(_said("after", new), style="not bold")
                 self.console.print(lines, soft_wrap=True)
         self.note(f"time     {sentence(phases.seconds)}")
-        if advice is not None:
-            self.note(f"advice   {advice}")
+        for advised in advice:
+            self.note(f"advice   {advised}")
         if (learned := learned_in(run_dir)) is not None:
             self.console.print(f"{learned.name:8} {learned}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)

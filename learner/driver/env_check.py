@@ -52,7 +52,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
         )
     if isinstance(start, Asked):  # a program writes its prompts itself
         return Tried()
-    check_prompts(chat, config.model.path, [chat.render(opened(start, problem), start.tools)[0]])
+    check_prompts(chat, config.model.path, [opened(start, problem)])
     if start.tools:
         _check_tools(config, chat, start.tools)
     return Tried(_check_template(config, chat, start.tools), tools)
@@ -64,10 +64,10 @@ def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, i
     if isinstance(start, Asked):
         return len(start.token_ids), 0
     messages = opened(start, problem)
-    length = len(chat.render(messages, start.tools)[1])
+    length = len(chat.converse(messages, start.tools))
     if not start.tools or own_messages(problem)[-1]["content"] not in messages[-1]["content"]:
         return length, 0
-    return length, length - len(chat.render(messages)[1])
+    return length, length - len(chat.converse(messages))
 
 
 def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> None:

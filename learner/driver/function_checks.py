@@ -1,5 +1,8 @@
 """The checks of the user's own functions before anything expensive starts: the rewards and a surrogate loss."""
 
+import re
+from collections.abc import Sequence
+
 from learner.config import RunConfig
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import PreflightError
@@ -7,7 +10,9 @@ from learner.driver.machine_checks import classifier_notes
 from learner.driver.trials import LOSS, Trial
 from rewards.call import Group
 from rewards.check import try_rewards
-from rewards.config import functions_of
+from rewards.config import RewardConfig, functions_of
+from rewards.format import TAGS
+from rewards.text import tag_of
 from rewards.unit_tests import late
 from rollout.schema import Problem
 
@@ -30,9 +35,9 @@ def check_loss(config: RunConfig) -> None:
             trial.close()
 
 
-def check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
+def check_rewards(config: RunConfig, problem: Problem, prefilled: str) -> tuple[str, ...]:
     """Each function once, on two dummy completions of the first problem, in a worker process like those of the run.
-    Lines about those that work."""
+    Lines about those that work. prefilled: the opening tag that its prompt ends in, or ""."""
     functions = functions_of(config.rewards)
     if not functions:
         return ()
@@ -40,6 +45,33 @@ def check_rewards(config: RunConfig, problem: Problem) -> tuple[str, ...]:
         size = config.rollout.num_generations
         if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
             raise PreflightError(f"rewards.{i}.{wrong}")
-    group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns)
+    group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns, prefilled)
     try_rewards(functions, group, config.rollout.reward_memory)
-    return classifier_notes(config)
+    return (*classifier_notes(config), *prefilled_notes(functions, prefilled))
+
+
+def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[str]:
+    """What users should know of a tag that prompts end in: completions begin inside of it."""
+    if not prefilled:
+        return []
+    told = (
+        f"data: prompts end with {prefilled!r}, so that completions begin inside of that tag: built-in rewards that "
+        "look for it read them with it in front; regex and your own functions do not (a parameter `prefilled` has it)"
+    )
+    notes = [told]
+    tag = tag_of(prefilled)
+    for i, reward in enumerate(functions):
+        tags = reward.args.get("tags", TAGS)
+        if reward.use == "format" and tag not in tags:
+            notes.append(
+                f"rewards.{i}: format wants the tags {', '.join(map(str, tags))} and nothing around them, and "
+                f"completions begin inside of <{tag}>: none can score; set args.tags, for example [{tag}, answer]"
+            )
+        pattern = str(reward.args.get("pattern", ""))
+        anchored = reward.args.get("full") or re.match(r"(\(\?[a-zA-Z]+\))?(\^|\\A)", pattern)
+        if reward.use == "regex" and (anchored or f"<{tag}>" in pattern):
+            notes.append(
+                f"rewards.{i}: args.pattern {pattern!r} is held against completions without the {prefilled!r} that "
+                "prompts end with; let it begin behind that"
+            )
+    return notes

@@ -77,7 +77,8 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
             await session.close()
     phases.until_now("end")
     phases.record(config.run_dir, resumed=prepared.resume_from is not None)
-    advised = loop.metrics.signal.advice() or advice(loop.metrics.idle, config)
+    idle = advice(loop.metrics.idle, config)
+    advised = loop.metrics.signal.advice() or ([] if idle is None else [idle])
     progress.summary(loop.held_out.evaluations, config.run_dir, phases, advised)
     if stop.is_set() and loop.step < prepared.total_steps:
         progress.note(f"stopped  at step {loop.step} of {prepared.total_steps}; the same command goes on from there")

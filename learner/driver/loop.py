@@ -106,7 +106,13 @@ class Loop:
             batch = await self._unless_stopped(self.batches.take(self.step))
             if batch is None:
                 break
-            metrics, push = await self.updates.learn(batch, tasks)
+            learned = await self.updates.learn(batch, tasks)
+            if learned is None:  # nobody scored it
+                if failing := self.updates.too_many_unscored():
+                    await self._save()
+                    raise failing
+                continue
+            metrics, push = learned
             await delivery  # of the policy before this one
             delivery = tasks.create_task(self.sync.deliver(push, release=len(batch.groups)))
             self.metrics.hold(metrics | self.metrics.times(metrics["rollout/tokens"]))
@@ -122,7 +128,10 @@ class Loop:
         await delivery
         if early := self.schedule.early_end(self.step):
             self.metrics.note(early)
-        if self.checkpoints.saved != self.step and self.step > 0:
+        used_up = self.updates.passed_over and self.schedule.done(self.step)  # by batches without a reward
+        if used_up and not self.held_out.evaluated(self.step):
+            self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
+        if used_up or (self.checkpoints.saved != self.step and self.step > 0):
             await self._save()
 
     async def _evaluate(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 def load_chat(config: RunConfig) -> Chat:
     """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
-    chat = Chat.load(config.model.source, config.data.chat_template_kwargs)
+    chat = Chat.load(config.model.source, config.data.chat_template_kwargs, config.rollout.stop)
     chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)

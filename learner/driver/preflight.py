@@ -149,7 +149,9 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(check_loss, config)
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
-        notes += found.of(check_rewards, config, data[0].at(0)) or ()
+        notes += chat.notes(config.rollout.stop)
+        first = data[0].at(0)
+        notes += found.of(check_rewards, config, first, chat.prefilled(first.prompt_ids)) or ()
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
         notes += tried.notes
         data = found.of(_with_tools, data, config, tried.tools)

@@ -94,7 +94,8 @@ class RunCheckpoints:
                 (folder / FILE).write_text(self._fingerprints.to_json())
 
     async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
-        """Restores learner and pipes; returns the step and the evaluations up to it."""
+        """Restores learner and pipes; returns the step and the evaluations up to it. Before the first step (nothing
+        but batches without a reward came before) there are none: as from the start, that step is evaluated anew."""
         state = json.loads((folder / "state.json").read_text())
         await self._trainer.call(TrainerService.load, self.deadline_s, folder / TRAINER)
         self._pipes.cursor.restore(**state["cursor"])
@@ -102,7 +103,7 @@ class RunCheckpoints:
         self.saved = int(state["step"])
         self._pipes.buffer.resume(self.saved)
         self._sinks.progress.note(f"resumed at step {self.saved} from {folder}")
-        return self.saved, [Evaluation(**e) for e in state["evaluations"]]
+        return self.saved, [Evaluation(**e) for e in state["evaluations"] if self.saved > 0]
 
     @property
     def _root(self) -> Path:

@@ -12,7 +12,7 @@ class Schedule:
         self._config, self._cursor, self._problems = config, cursor, problems
 
     def done(self, step: int) -> bool:
-        """No step is left: groups that dynamic sampling replaced have used up problems of the epochs, too."""
+        """No step is left: groups that were replaced, or had no reward, have used up problems of the epochs, too."""
         return step >= self.total_steps or self._cursor.consumed >= self._problems
 
     def evaluates(self, step: int) -> bool:
@@ -28,8 +28,8 @@ class Schedule:
         if not self.done(step) or step >= self.total_steps:
             return None
         return (
-            f"epochs: {self._cursor.consumed} problems were consumed by step {step}, since dynamic sampling replaced "
-            "groups: the run ends here"
+            f"epochs: {self._cursor.consumed} problems were consumed by step {step}, since groups were replaced by "
+            "dynamic sampling or had no reward: the run ends here"
         )
 
 

@@ -48,9 +48,9 @@ def closed(sinks: Sinks) -> Iterator[None]:
 class StepMetrics:
     """Turns spans and counters into the metrics of a step, and hands them to every sink."""
 
-    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, groups_per_step: int) -> None:
+    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, signal: SignalWatch) -> None:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
-        self.idle, self.signal = IdleTimes(), SignalWatch(groups_per_step)
+        self.idle, self.signal = IdleTimes(), signal
         self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
         self._held: dict[str, float] | None = None  # of the newest step, not written yet
 
@@ -141,5 +141,5 @@ class StepMetrics:
             self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)
         self._sinks.progress.step(step, metrics)
-        if (silent := self.signal.add(metrics)) is not None:
-            self.note(f"step {step}: {silent}")
+        for sentence in self.signal.add(metrics):
+            self.note(f"step {step}: {sentence}")

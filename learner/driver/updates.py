@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.buffer import Batch
-from learner.driver.batch_metrics import batch_metrics
+from learner.driver.batch_metrics import RewardsFailing, batch_metrics, check_failing, unscored
 from learner.driver.card_turns import CardTurns
 from learner.driver.reward_models import RewardModels
 from learner.driver.step_metrics import StepMetrics
@@ -18,6 +18,10 @@ from learner.trainer.service import TrainerService
 from rollout.producer import Pipes
 from rollout.schema import group_position
 from rollout.weight_sync import Push
+
+MOST_UNSCORED = 10
+"""Batches in a row that are passed over. Of data of which a third cannot be scored, a batch of one group is without a
+reward each third time, and ten in a row are once in 60,000; where nothing is ever scored, ten batches say so."""
 
 
 class Updates:
@@ -44,7 +48,9 @@ class Updates:
         )
         self._pipes, self._reward_models = pipes, reward_models
         self._sync, self._turns, self._metrics, self._record = sync, turns, metrics, record
-        self._under_way: asyncio.Task[tuple[dict[str, float], Push]] | None = None
+        self._under_way: asyncio.Task[tuple[dict[str, float], Push] | None] | None = None
+        self._passed: list[pa.Table] = []  # groups of batches without a reward, since the last update
+        self._in_a_row, self._warned = 0, False
 
     async def begin(self, step: int) -> None:
         """The run goes on from that step; what later ones left is deleted, since those will be taken again."""
@@ -58,9 +64,12 @@ class Updates:
         await self._turns.generators()
         return push
 
-    async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
-        """The metrics of the update, and its policy. An update that has begun is finished even if the caller is
-        cancelled."""
+    async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
+        """The metrics of the update, and its policy; None where the batch was passed over, since none of its
+        completions has a reward. An update that has begun is finished even if the caller is cancelled.
+
+        Raises RewardsFailing if reward functions fail on most completions.
+        """
         self._under_way = asyncio.create_task(self._learn(batch, tasks))
         return await asyncio.shield(self._under_way)
 
@@ -74,30 +83,54 @@ class Updates:
         if self._under_way is not None:
             self._under_way.cancel()
 
-    async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push]:
+    @property
+    def passed_over(self) -> bool:
+        """Whether batches were, since the last update."""
+        return bool(self._passed)
+
+    def too_many_unscored(self) -> RewardsFailing | None:
+        """What ends the run once MOST_UNSCORED batches in a row were passed over. Their problems count as consumed, so
+        that a checkpoint which is written now lets the run go on behind them."""
+        if self._in_a_row < MOST_UNSCORED:
+            return None
+        completions = sum(map(len, self._passed))
+        return RewardsFailing(
+            f"rewards: must score some completions: of {MOST_UNSCORED} batches in a row, {completions} completions, "
+            "no reward function, reward model or environment scored any; the same command goes on behind these "
+            "problems (to see them: gleaner rollouts show RUN). If the function is at fault, correct it and give "
+            "resume_allow_changed=[rewards], or another name="
+        )
+
+    async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
         """Reward models are asked first: what they say belongs to the facts."""
         async with self._turns.learner():
             groups, spent = await self._reward_models.score(batch.groups, self.step + 1)
-            metrics, push = await self._train(groups, batch.useless, tasks)
-        return metrics | spent, push
+            learned = await self._train(groups, batch.useless, tasks)
+        return None if learned is None else (learned[0] | spent, learned[1])
 
     async def _train(
         self, groups: Sequence[pa.Table], useless: Sequence[pa.Table], tasks: asyncio.TaskGroup
-    ) -> tuple[dict[str, float], Push]:
-        """Metrics and ledger cover all that was generated for the batch. The ledger is written meanwhile, and has
+    ) -> tuple[dict[str, float], Push] | None:
+        """Metrics and ledger cover all that was generated for the step. The ledger is written meanwhile, and has
         its file before this returns, hence before any checkpoint counts these problems."""
         generated = [*groups, *useless]
-        at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, generated))
+        of_step = [*generated, *self._passed]
+        at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, of_step))
         try:
-            metrics = batch_metrics(generated, self.step)
+            check_failing(generated)
+            if unscored(groups):
+                await at_rest
+                self._pass_over(groups, of_step)
+                return None
+            metrics = batch_metrics(of_step, self.step)
             metrics["rollout/refilled_groups"] = float(len(useless))
+            metrics["rollout/unscored_groups"] = float(len(self._passed))
             self.agrees = False
             metrics |= await self._update(groups)
             await at_rest
-            for group in generated:
-                self._pipes.cursor.finish(group_position(group)[0])
+            self._finish(generated)
             self.step += 1
-            self.agrees = True
+            self.agrees, self._passed, self._in_a_row = True, [], 0
             self._metrics.hold(metrics)
             with self._pipes.timeline.span("policy", "learner", version=self.step):
                 (push, spent), mismatch = await asyncio.gather(self._sync.fetch(tasks), self._record.mismatch())
@@ -106,6 +139,25 @@ class Updates:
         finally:
             await at_rest
         return metrics | spent, push
+
+    def _finish(self, groups: Sequence[pa.Table]) -> None:
+        for group in groups:
+            self._pipes.cursor.finish(group_position(group)[0])
+
+    def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
+        """Counts a batch without a reward, and frees its slots. of_step: all that was generated since the last update,
+        which is kept for the ledger of the next."""
+        self._finish(of_step[: len(of_step) - len(self._passed)])
+        self._passed = of_step
+        self._in_a_row += 1
+        self._pipes.buffer.pass_over(len(groups))
+        if not self._warned:
+            self._warned = True
+            self._metrics.note(
+                f"step {self.step + 1}: none of the {sum(map(len, groups))} completions of a batch has a reward (each "
+                "function gave None), so it is passed over and another is taken; rollout/unscored_groups counts the "
+                f"groups, and {MOST_UNSCORED} such batches in a row end the run"
+            )
 
     async def _update(self, groups: Sequence[pa.Table]) -> dict[str, float]:
         await self._sync.answered()

@@ -18,6 +18,7 @@ from learner.driver.reward_models import RewardModels
 from learner.driver.run_checkpoints import RunCheckpoints
 from learner.driver.schedule import Schedule
 from learner.driver.shared_base import replacing_owner
+from learner.driver.signal_watch import SignalWatch
 from learner.driver.step_metrics import Sinks, StepMetrics
 from learner.driver.step_record import StepRecord
 from learner.driver.updates import Updates
@@ -68,7 +69,7 @@ def wire(
     if config.memory.base == "shared":
         for producer in producers:
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
-    metrics = StepMetrics(sinks, producers, pipes, config.learner.groups_per_step)
+    metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
     sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay)
     turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
     record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)

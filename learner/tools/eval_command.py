@@ -85,14 +85,17 @@ def _check_save(file: Path | None) -> None:
 
 def show(result: Evaluated) -> None:
     """The table of a person."""
-    table = Table("metric", "value", "95 % interval", "problems")
+    table = Table("metric", "value", "95 % interval", "by", "problems")
     for name, one in result.metrics.items():
-        table.add_row(name, f"{one.value:.3f}", f"{one.low:.3f} .. {one.high:.3f}", str(one.problems))
+        table.add_row(name, f"{one.value:.3f}", one.between(" .. "), one.method, str(one.problems))
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     on = f" with {result.adapter}" if result.adapter else ""
-    console.print(f"{result.model}{on}, {result.data}, problems: {result.problems}", markup=False)
+    console.print(f"{result.model}{on}, {result.data} ({result.part}), problems: {result.problems}", markup=False)
     console.print(f"score: {result.reward or 'the rewards of the environment'}, {result.seconds:.0f} s", markup=False)
     console.print(table)
+    console.print(f"cut off at rollout.max_completion_length: {result.truncated:.1%} of the completions")
+    for note in result.notes:
+        console.print(note, markup=False)
     if result.unscored:
         console.print(
             f"{result.unscored} problems have a completion without a score, which counts nowhere: each metric is over "

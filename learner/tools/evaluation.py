@@ -25,6 +25,7 @@ from learner.driver.model_checks import load_chat
 from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
 from learner.driver.prompt_check import check_data_prompts
+from learner.driver.signal_watch import CUT, NEARLY_ALL, cut_off
 from learner.model.weight_files import model_weights
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import Asked, groups, policy_of
@@ -44,12 +45,15 @@ class Evaluated:
     Attributes:
         adapter_digest: sha256 of the adapter's weights, as they were served; None without an adapter.
         reward: name of the reward function that counts; None: the environment's own rewards.
+        data: the file, hub name or task that the problems are of. part: which of its problems they are, in words.
         problems: that were asked. samples: completions of each, beside the greedy one.
-        metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with a bootstrap interval of
-            95 %.
+        metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with an interval of 95 %
+            (learner.tools.eval_scores.interval).
         unscored: problems with a completion without a score, which counts nowhere: each metric says over how many
             problems it is. failed: completions that a reward function failed on; where it is the one that counts,
             they count as 0.
+        truncated: share of completions that rollout.max_completion_length cut off.
+        notes: what makes the scores say little, in sentences: see `doubts`.
         seconds: start and end of the processes included.
         rows: every completion, in rollout.schema; attempt 0 is greedy, 1 sampled.
     """
@@ -58,6 +62,7 @@ class Evaluated:
     adapter: str | None
     adapter_digest: str | None
     data: str
+    part: str
     reward: str | None
     problems: int
     samples: int
@@ -65,6 +70,8 @@ class Evaluated:
     metrics: dict[str, Estimate]
     unscored: int
     failed: int
+    truncated: float
+    notes: list[str]
     seconds: float
     rows: pa.Table = field(repr=False)
 
@@ -102,7 +109,9 @@ def evaluate(
     """
     begun = time.perf_counter()
     with prestarted(config, learns=False) as early:
-        config, problems = _checked(config, held_out)
+        config, problems, notes = _checked(config, held_out)
+        for line in notes:
+            note(line)
         problems = problems[:limit]
         policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present(config)))
         config = settled(config, budgets)
@@ -115,18 +124,61 @@ def evaluate(
         tables = asyncio.run(groups(config, budgets, policy, problems, asked, done, early.commands))
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)
     rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
+    source, part = _asked(config, held_out)
     return Evaluated(
         model=config.model.source, adapter=adapter,
         adapter_digest=policy.digest if isinstance(policy, Adapter) else None,
-        data=config.data.path, reward=name, problems=len(problems), samples=samples,
+        data=source, part=part, reward=name, problems=len(problems), samples=samples,
         temperature=config.rollout.temperature, metrics=metrics, unscored=unscored,
-        failed=int(failed(whole(rows)).sum()), seconds=time.perf_counter() - begun, rows=rows,
+        failed=int(failed(whole(rows)).sum()), truncated=truncated_share(rows),
+        notes=doubts(rows, name, threshold, config.rollout.max_completion_length),
+        seconds=time.perf_counter() - begun, rows=rows,
     )  # fmt: skip
 
 
-def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem]]:
-    """The configuration with whole paths, and the problems. Raises PreflightError."""
-    found, config = Findings(PROBLEMS), absolute(config)
+def _asked(config: RunConfig, held_out: bool) -> tuple[str, str]:
+    """Where the problems are from, and which of them they are."""
+    data, own = config.data, config.data.eval
+    if not held_out:
+        return data.path, f"split {data.split}" if data.split != "train" else "all problems"
+    if own.path is None and own.split is None:
+        return data.path, "held out of training"
+    return own.path or data.path, "all problems" if own.split is None else f"split {own.split}"
+
+
+def truncated_share(rows: pa.Table) -> float:
+    """Of all completions, those that the length limit cut off."""
+    ends: list[str] = whole(rows).column("finish_reason").to_pylist()
+    return ends.count(CUT) / len(ends)
+
+
+def doubts(rows: pa.Table, name: str | None, threshold: float, longest: int) -> list[str]:
+    """What makes the scores of these completions say little, and what to do: nearly all were cut off, or none of them
+    has a score, or all have the same one, below `threshold`. longest: rollout.max_completion_length."""
+    ends, said = whole(rows), scores_of(whole(rows), name)
+    scores = [_number(score) for score in said if score is not None]
+    function = "the environment" if name is None else f"reward function {name}"
+    found, cut = [], round(truncated_share(rows) * len(ends))
+    if cut >= NEARLY_ALL * len(ends):
+        found.append(f"{_of(cut, len(ends))} completions {cut_off(longest)}")
+    if not scores:
+        found.append(f"{function} scored none of the {len(ends)} completions: it gave None for each")
+    elif len(set(scores)) == 1 and (same := scores[0]) is not None and same < threshold:
+        why = "" if not found else ", of which it reads what was cut off"
+        found.append(
+            f"{function} gave {same:g} to {_of(len(scores), len(scores))} completions{why}: see what it says of an "
+            "answer that you call right (gleaner rewards try), and read some of these (--save)"
+        )
+    return found
+
+
+def _of(count: int, total: int) -> str:
+    return f"all {total}" if count == total else f"{count} of {total}"
+
+
+def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem], tuple[str, ...]]:
+    """The configuration with whole paths, the problems, and lines for the user. Raises PreflightError."""
+    found, config, notes = Findings(PROBLEMS), absolute(config), tuple[str, ...]()
     if config.env.use is None and not functions_of(config.rewards):
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
     found.of(check_accuracy, config)
@@ -136,12 +188,13 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
     problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
     if chat is not None and problems:
         found.of(check_data_prompts, config, chat, (problem.messages for problem in problems))
-        found.of(check_rewards, config, problems[0])
+        notes = found.of(check_rewards, config, problems[0], chat.prefilled(problems[0].prompt_ids)) or ()
         tried = found.of(check_environment, config, chat, problems[0]) or Tried()
         problems = found.of(fitting, problems, config.data, config.rollout.max_prompt_length, tried.tools)
     found.finish()
     assert problems is not None
-    return config, problems
+    assert chat is not None
+    return config, problems, (*chat.notes(config.rollout.stop), *notes)
 
 
 def _held_out(config: RunConfig, chat: Renderer) -> list[Problem]:
@@ -197,9 +250,14 @@ def metrics_of(
 
 
 def said_in(rows: pa.Table) -> list[str]:
-    """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered."""
-    texts, played = (rows.column(name).to_pylist() for name in ("completion", "messages"))
-    return [text if turns is None else text_of(json.loads(turns)) for text, turns in zip(texts, played, strict=True)]
+    """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered. Behind the
+    tag that its prompt ends in, since an answer may be what stands in that."""
+    columns = (rows.column(name).to_pylist() for name in ("completion", "messages", "problem"))
+    opened = {problem: json.loads(problem).get("prefilled", "") for problem in set(rows.column("problem").to_pylist())}
+    return [
+        opened[problem] + (text if turns is None else text_of(json.loads(turns)))
+        for text, turns, problem in zip(*columns, strict=True)
+    ]
 
 
 def _number(score: float | None) -> float | None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from learner.driver.config_io import ConfigError, parse_value, sentences
+from learner.driver.function_checks import prefilled_notes
 from learner.driver.terminal_text import escaped
 from rewards.base import RewardError
 from rewards.call import Group
@@ -60,7 +61,8 @@ def rescore(
         raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
     except (RewardError, ConfigError) as error:
         raise RescoreError(str(error)) from None
-    return _report(use, files, groups, scores)
+    told = prefilled_notes([config], group_of(groups[0]).prefilled)
+    return "\n".join([_report(use, files, groups, scores), *told])
 
 
 def _read(file: Path) -> pa.Table:
@@ -99,7 +101,7 @@ def group_of(rows: pa.Table) -> Group:
     """What a reward function was given for this group."""
     problem = json.loads(rows.column("problem")[0].as_py())
     texts, ids, said = (rows.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
-    group = Group.of(problem["messages"], texts, ids, problem["columns"])
+    group = Group.of(problem["messages"], texts, ids, problem["columns"], problem.get("prefilled", ""))
     played = [group.completions[i] if row is None else json.loads(row) for i, row in enumerate(said)]
     return replace(group, completions=played)
 

@@ -4,15 +4,18 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import CONFIG_FILE, MODEL, served
+from learner.tools.as_trained import as_trained
+from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import CONFIG, read_json
@@ -23,14 +26,17 @@ CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does n
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
     """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had."""
-    command = server_command(run_dir, host, port, more)
+    server = server_of(run_dir, host, port, more)
     _check_free(host, port)
     if _on_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    os.environ.update(server.environment)
+    for note in server.notes:
+        print(note, flush=True)
     print(_how_to_ask(run_dir.resolve().name, f"http://{host}:{port}/v1"), flush=True)
-    os.execv(command[0], command)
+    os.execv(server.command[0], server.command)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -55,8 +61,17 @@ def _how_to_ask(name: str, address: str) -> str:
     )
 
 
-def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> list[str]:
-    """The server's command line. What was learned has the run folder's name; `more` is for vLLM itself.
+class Server(NamedTuple):
+    """How it is started. environment: variables that it wants. notes: lines for the user."""
+
+    command: list[str]
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Server:
+    """What was learned has the run folder's name; `more` is for vLLM itself. Requests that do not say otherwise are
+    sampled as the training was (learner.tools.as_trained); its file is written into the run folder, where that can be.
 
     Raises ConfigError if the folder is not one of a run that has saved something.
     """
@@ -79,7 +94,33 @@ def server_command(run_dir: Path, host: str, port: int, more: Sequence[str]) -> 
     if _on_cpu():
         # With LoRA a CPU compiles for half a minute and then does not use it.
         command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu_amx.AmxWorker"]
-    return [*command, *more]
+    sampled = _as_trained(config, run_dir.resolve(), learned)
+    return Server([*command, *sampled.command, *more], sampled.environment, sampled.notes)
+
+
+def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
+    """The part of the command line that says how to sample. Without it where the model is not there: vLLM says so."""
+    try:
+        found = as_trained(config, str(learned) if learned.name == MODEL else config.model.source)
+    except ChatError:
+        return Server([], {}, ())
+    folder = run_dir
+    try:
+        found.write(folder)
+    except OSError:  # a run folder that this user may only read
+        folder = Path(tempfile.mkdtemp(prefix="gleaner-serve-"))
+        found.write(folder)
+    command, temperature = ["--generation-config", str(folder)], f"{config.rollout.temperature:g}"
+    told = [f"sampled as in training unless a request says otherwise: temperature {temperature}, no penalties"]
+    environment = {}
+    if found.stop:
+        command += ["--middleware", f"{TrainingStops.__module__}.{TrainingStops.__name__}"]
+        environment = {VARIABLE: json.dumps(found.stop[:MOST])}
+        told = [f"{told[0]}, stop {environment[VARIABLE]} (completions, chat completions and messages)"]
+        if len(found.stop) > MOST:
+            told.append(f"of {len(found.stop)} strings in rollout.stop the first {MOST}, since requests take no more")
+    left_out = [f"{note}; the server does not: send token ids to /completions" for note in found.of_prompts]
+    return Server(command, environment, (*told, *left_out))
 
 
 def _model(config: RunConfig, learned: Path) -> list[str]:

@@ -1,20 +1,26 @@
 """Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
+from rewards.text import opening_at_end
 from rollout.architecture import text_of
 from rollout.data.bounded import fails_within
 from rollout.data.chat_error import ChatError as ChatError  # here too: whoever uses Chat catches it
 from rollout.data.model_files import load_tokenizer, read_json
-from rollout.data.observation import Observations
+from rollout.data.observation import Observations, TemplateRefuses
+from rollout.data.ordinary_text import meaningful
 from rollout.data.template import TemplateKwargsError, check_kwargs
+from rollout.data.turn_end import TurnEnd, behind_asked, opens_with, turn_end
 from rollout.remote_code import needs_own_code
 from rollout.stopping import StopError, split
 
+LONGEST_TAG = 32  # tokens, white space included
 Messages = Sequence[Mapping[str, Any]]
 Prompt = tuple[dict[str, Any], ...] | str
 
@@ -34,25 +40,29 @@ class Chat:
         vocabulary: int,
         config: Mapping[str, Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         _check_tokens(tokenizer, stop_ids, vocabulary)
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
-        self._vocabulary = vocabulary
+        self._vocabulary, self._model_stops = vocabulary, tuple(stop_ids)
         try:
             check_kwargs(tokenizer, self._template_kwargs)
         except TemplateKwargsError as error:
             raise ChatError(str(error)) from error
         if "strftime_now" in str(tokenizer.chat_template):  # else a group that begins at midnight has two prompts
             self._template_kwargs["strftime_now"] = datetime.now().strftime
-        self.stop_ids = tuple(stop_ids)
         self.config: dict[str, Any] = dict(config or {})  # the model's config.json
         self.has_template = bool(tokenizer.chat_template)
-        self.observations = Observations(tokenizer, self.stop_ids, self._template_kwargs)
+        self._stop = tuple(stop)
+        self._dropped: set[int] = set()  # stop tokens that prompts would have ended in
 
     @classmethod
-    def load(cls, path: str, template_kwargs: Mapping[str, Any] | None = None) -> "Chat":
-        """The chat of the model at `path`, a folder or a hub name; `template_kwargs` are variables of its chat template
-        (data.chat_template_kwargs). Raises ChatError."""
+    def load(cls, path: str, template_kwargs: Mapping[str, Any] | None = None, stop: Sequence[str] = ()) -> "Chat":
+        """The chat of the model at `path`, a folder or a hub name. Raises ChatError.
+
+        template_kwargs: variables of its chat template (data.chat_template_kwargs). stop: rollout.stop; no prompt ends
+        in a special token of those either.
+        """
         config = read_json(path, "config.json")
         if not config:
             raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
@@ -67,6 +77,11 @@ class Chat:
         if not vocabulary:
             raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = load_tokenizer(path)
+        if not hasattr(tokenizer, "get_added_vocab"):
+            raise ChatError(
+                f"model.path: the tokenizer of {path} is transformers' {type(tokenizer).__name__}, which renders no "
+                "chat template and names no added tokens; give a folder with a tokenizer.json"
+            )
         # As transformers' generate: config.json counts where there is no generation_config.json.
         generation = read_json(path, "generation_config.json") or text_of(config)
         ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
@@ -74,7 +89,56 @@ class Chat:
         context = text_of(config).get("max_position_embeddings", 0)
         _check_whole(path, {"vocab_size": [vocabulary], "eos_token_id": flat, "max_position_embeddings": [context]})
         known = [i for i in dict.fromkeys(flat) if 0 <= i < int(vocabulary)]  # another can never be sampled
-        return cls(tokenizer, known, int(vocabulary), config, template_kwargs)
+        return cls(tokenizer, known, int(vocabulary), config, template_kwargs, stop)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end the policy's turn: those of the model, and the one that its chat template ends turns
+        with, if that is another."""
+        token = self._turn_end.token
+        return self._model_stops if token is None else (*self._model_stops, self._added[token])
+
+    @cached_property
+    def observations(self) -> Observations:
+        """How the chat template writes what stands behind a sampled turn."""
+        return Observations(self.tokenizer, self.stop_ids, self._template_kwargs)
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        """The added tokens that mean something, and that the model has."""
+        return {text: id_ for text, id_ in meaningful(self.tokenizer).items() if id_ < self._vocabulary}
+
+    @cached_property
+    def _turn_end(self) -> TurnEnd:
+        """Found when it is first asked for, so that a template which does not come to an end can be tried before."""
+        if not self.has_template:
+            return TurnEnd()
+        template = Observations(self.tokenizer, self._model_stops, self._template_kwargs)
+        return turn_end(template, {self.decode([one], special=True) for one in self._model_stops}, self._added)
+
+    def notes(self, stop: Sequence[str]) -> tuple[str, ...]:
+        """What a user should know of prompts and ends, a line each; after the prompts were rendered. stop:
+        rollout.stop."""
+        told = []
+        if (token := self._turn_end.token) is not None:
+            told.append(
+                f"model.path: the chat template ends turns with {token!r}, which is no end token of the model: it is "
+                "taken as one, in training, evaluation, gleaner serve and gleaner export"
+            )
+        if (text := self._turn_end.text) is not None and not stop:
+            behind = f"ends turns with the text {text!r}" if text else "writes nothing at the end of a turn"
+            named = json.dumps([text]) if text else "what ends an answer"
+            told.append(
+                f"rollout.stop: the chat template {behind} and with no end token, so that a completion may go on to "
+                f"rollout.max_completion_length; set rollout.stop to {named}"
+            )
+        return (*told, *self.left_out())
+
+    def left_out(self) -> tuple[str, ...]:
+        """Those of `notes` that are of prompts."""
+        what = "chat template" if self.has_template else "tokenizer"
+        tokens = sorted(self.decode([one], special=True) for one in self._dropped)
+        return tuple(f"data: the {what} ends prompts with the stop token {one!r}, which is left out" for one in tokens)
 
     @property
     def context(self) -> int | None:
@@ -92,7 +156,7 @@ class Chat:
             )
         if not self.has_template:
             text = _plain(messages)
-            return text, self._known(self.tokenizer.encode(text))
+            return text, self._known(self._open_ended(self.tokenizer.encode(text), text))
         prompt = tuple(dict(message) for message in messages)
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
@@ -104,14 +168,19 @@ class Chat:
                 **self._template_kwargs,
             )
         except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
-            roles = ", ".join(message["role"] for message in prompt)
-            said = " ".join(str(error).split())[:300]
-            said = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
-            raise ChatError(
-                f"data: the model's chat template must accept the roles {roles}, and says: {said}; where it knows no "
-                "system role, set data.system: null and put the instruction into data.prompt"
-            ) from error
-        return prompt, self._known(ids)
+            raise _refused(prompt, error) from error
+        return prompt, self._known(self._open_ended(ids, prompt[-1]["content"]))
+
+    def converse(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """The ids of `render` for a conversation with an environment: no text in it makes a special token, but what the
+        template writes and rollout.data.ordinary_text.OwnText."""
+        if not self.has_template:
+            return self.render(messages, tools)[1]
+        try:
+            ids = self.observations.played_ids(messages, tools)
+        except TemplateRefuses as error:
+            raise _refused(messages, error.__cause__ or error) from error
+        return self._known(self._open_ended(ids, ""))
 
     def observe(
         self, messages: Messages, closed_by: int | None, tools: Sequence[Mapping[str, Any]] = ()
@@ -131,17 +200,63 @@ class Chat:
                 "model.path: a conversation of several turns needs a chat template, and this tokenizer has none; use "
                 "an instruct model"
             )
-        return self._known(self.observations.ids(messages, closed_by, tools))
+        return self._known(self._open_ended(self.observations.ids(messages, closed_by, tools), ""))
+
+    def prefilled(self, prompt_ids: Sequence[int]) -> str:
+        """The opening tag, such as <think>, that a prompt ends in, and the white space behind it; "" for none."""
+        return self._opening(tuple(prompt_ids[-LONGEST_TAG:]))
+
+    @cached_property
+    def _opening(self) -> Callable[[tuple[int, ...]], str]:
+        """Most prompts of a template have the same end."""
+        return lru_cache(maxsize=1024)(lambda ids: opening_at_end(self.decode(ids, special=True)))
+
+    def _open_ended(self, ids: Sequence[int], said: str) -> Sequence[int]:
+        """The ids of a prompt without stop tokens at its end, behind which the policy would not answer. said: the last
+        text in it. Raises ChatError where they do not come from tokenizer or template alone, or belong to the turn."""
+        size = len(ids)
+        while size and ids[size - 1] in self._ends:
+            size -= 1
+        if size == len(ids):
+            return ids
+        token = self.decode([ids[size]], special=True)
+        if token and said.rstrip().endswith(token):
+            raise ChatError(
+                f"data: a prompt must not end with a stop token, behind which the policy would not answer, and one "
+                f"ends with {token!r}; take it out of the text"
+            )
+        if self.has_template and not self._ends_anew:
+            raise ChatError(
+                f"model.path: the chat template must open the assistant's turn, and ends prompts with the stop token "
+                f"{token!r} of the user's; give a template that writes the opening where add_generation_prompt is set"
+            )
+        self._dropped |= set(ids[size:])
+        return ids[:size]
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return frozenset(self.stops(self._stop)[0])
+
+    @cached_property
+    def _ends_anew(self) -> bool:
+        """Whether an end that the template writes behind a prompt is none of the user's turn, which stands before each
+        answer."""
+        between, behind = opens_with(self.observations), behind_asked(self.observations)
+        return between is None or behind is None or not between.startswith(behind.rstrip())
 
     def try_template(self, seconds: float, roles: Sequence[str]) -> None:
-        """Renders a short conversation of these roles in a process that can be killed. Raises ChatError if the template
-        does not come to an end in `seconds`; an error that it raises itself is left to `render`."""
-        messages = [{"role": role, "content": "1+1?"} for role in roles]
+        """Renders short conversations, one of these roles and one with an assistant's turn, in a process that can be
+        killed. Raises ChatError if the template does not come to an end in `seconds`; an error that it raises itself is
+        left to `render`."""
 
         def rendered() -> object:  # as text: the tokenizer's own threads are not there in a copy of this process
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
-            )
+            return [
+                self.tokenizer.apply_chat_template(
+                    [{"role": role, "content": "1+1?"} for role in of], add_generation_prompt=True, tokenize=False,
+                    **self._template_kwargs,
+                )
+                for of in (roles, ("user", "assistant", "user"))
+            ]  # fmt: skip
 
         if self.has_template and (wrong := fails_within(seconds, rendered)):
             raise ChatError(f"model.path: the model's chat template {wrong}; correct it, or give another model")
@@ -156,10 +271,18 @@ class Chat:
         return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Token ids [T] -> text exactly as it was generated, without special tokens unless `special`: several models
-        mark tool calls with them."""
+        """Token ids [T] -> text exactly as it was generated, without special tokens, and the stop token at its end,
+        unless `special`: several models mark tool calls with them."""
+        if not special and len(ids) and ids[-1] == self._silent_stop:
+            ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return str(text)
+
+    @cached_property
+    def _silent_stop(self) -> int | None:
+        """A stop token that the chat template ends turns with, and the tokenizer does not call special."""
+        token = self._turn_end.token
+        return None if token is None else self._added[token]
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The ids. Raises ChatError for one that the model does not have."""
@@ -169,6 +292,16 @@ class Chat:
                 f"tokenizer (id {highest}) that the model, of vocab_size {self._vocabulary}, does not have; take it out"
             )
         return tuple(ids)
+
+
+def _refused(messages: Messages, error: BaseException) -> ChatError:
+    roles = ", ".join(message["role"] for message in messages)
+    said = " ".join(str(error).split())[:300]
+    said = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
+    return ChatError(
+        f"data: the model's chat template must accept the roles {roles}, and says: {said}; where it knows no system "
+        "role, set data.system: null and put the instruction into data.prompt"
+    )
 
 
 def _plain(messages: Messages) -> str:

@@ -7,12 +7,13 @@ what stands behind any turn (rollout/data/observation_check.py proves that for a
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rollout.data.chat_error import ChatError
+from rollout.data.ordinary_text import OrdinaryText
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -67,9 +68,14 @@ class Observations:
         self._added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: -len(item[0]))
         self.ending = lru_cache(maxsize=1024)(self._ending)
 
+    @cached_property
+    def _ordinary(self) -> OrdinaryText:
+        return OrdinaryText(self._tokenizer, self._encode, self._stops.values())
+
     def ids(self, messages: Messages, closed_by: int | None, tools: Tools = ()) -> tuple[int, ...]:
         """See Chat.observe."""
         _check(messages)
+        messages, tools = self._ordinary.cover(messages), self._ordinary.cover(tools)
         shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
         ending = self.ending(shape, json.dumps(tools))
         if closed_by is not None and closed_by != ending.sampled:
@@ -80,7 +86,7 @@ class Observations:
         tail = ending.tail(self.render([*ending.past, *_with_ids(messages)], tools))
         # From the ending on: it is a border for every tokenizer, so that what stands before it changes no id, and
         # a tokenizer that puts a space before a text puts none before an added token. See `ends_with`.
-        token, *rest = self._encode(ending.text + tail)
+        token, *rest = self._ordinary.ids(ending.text + tail)
         if token != ending.token:
             raise ChatError(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
         return tuple(rest) if closed_by is not None else (token, *rest)
@@ -102,6 +108,10 @@ class Observations:
             raise TemplateRefuses(
                 f"model.path: the model's chat template refuses roles {roles}: {_said(error)}"
             ) from error
+
+    def played_ids(self, messages: Messages, tools: Tools) -> list[int]:
+        """The ids of `render`, in which what is not rollout.data.ordinary_text.OwnText makes no special token."""
+        return self._ordinary.ids(self.render(self._ordinary.cover(messages), self._ordinary.cover(tools)))
 
     def ids_of(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
         """The ids of `render`."""
@@ -137,9 +147,10 @@ class Observations:
         ids = self._encode(end)
         return self._encode(text)[-len(ids) :] == ids
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, encode: Callable[[str], Sequence[int]] | None = None) -> list[int]:
+        """encode: of another tokenizer than the model's."""
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return list(self._tokenizer.encode(text, add_special_tokens=False) if encode is None else encode(text))
         except Exception as error:  # such as for half of a surrogate pair, of which no tokenizer says what is wrong
             raise ChatError(f"model.path: the model's tokenizer refuses {text!r:.80}: {_said(error)}") from error
 

@@ -6,6 +6,7 @@ from functools import cache
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.observation import UnclosedTurn
+from rollout.data.ordinary_text import OwnText
 from rollout.env.protocol import Message, ToolSpec, Turn
 from rollout.env.tools.tool_parser import choose
 from rollout.env.trajectory import EnvironmentFault
@@ -26,7 +27,7 @@ class ChatDialogue:
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
         try:
-            return self._chat.render(messages, tools)[1]
+            return self._chat.converse(messages, tools)
         except ChatError as error:
             raise EnvironmentFault("bad_observation", f"reset: {error}") from error
 
@@ -49,10 +50,18 @@ class ChatDialogue:
 
     def past(self, turn: Turn) -> Message:
         ids = turn.token_ids[:-1] if turn.token_ids[-1] in self._ends else turn.token_ids
-        return {"role": "assistant", "content": self._chat.decode(ids, special=True)}  # calls stay as they were written
+        # Calls stay as they were written, with the special tokens that were sampled.
+        return {"role": "assistant", "content": OwnText(self._chat.decode(ids, special=True))}
 
     def shown(self, token_ids: Sequence[int]) -> Message:
         size = len(self._chat.tokenizer)
         if not all(0 <= token < size for token in token_ids):
             raise EnvironmentFault("bad_observation", f"run: token ids must lie in 0..{size - 1}, got others")
+        if token_ids and token_ids[-1] in self._ends:
+            end = self._chat.decode(token_ids[-1:], special=True)
+            raise EnvironmentFault(
+                "bad_observation",
+                f"run: a prompt must not end with a stop token, behind which the policy would not answer, and one ends "
+                f"with {end!r}: open the turn behind it, or encode text without special tokens",
+            )
         return {"role": "user", "content": self._chat.decode(token_ids)}

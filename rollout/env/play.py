@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.deadline import within
+from rollout.data.ordinary_text import OwnText
 from rollout.env.drive import Drive, Policy, Reading
 from rollout.env.history import HISTORIES, Writing
 from rollout.env.program import Asked, Hosted
@@ -106,8 +107,13 @@ class Player:
 
 
 def opened(start: Start, problem: Problem) -> tuple[Message, ...]:
-    """The messages that a trajectory begins with: the environment's, else the problem's own."""
-    return start.messages or own_messages(problem)
+    """The messages that a trajectory begins with: the environment's, else the problem's own. In those of the problem
+    special tokens count, as in every prompt of the data."""
+    own = own_messages(problem)
+    return tuple(
+        {**message, "content": OwnText(message["content"])} if message in own else message
+        for message in start.messages or own
+    )
 
 
 def _ms(since: float) -> float:

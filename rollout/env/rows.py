@@ -25,6 +25,7 @@ async def scored(scorer: Scorer | None, problem: Problem, trajectories: Sequence
         completions=[t.messages for t in whole],
         completion_ids=[t.row.ids for t in whole],
         columns={name: [value] * len(whole) for name, value in problem.columns.items()},
+        prefilled=problem.prefilled,
     )
     return await scorer.score(group)
 

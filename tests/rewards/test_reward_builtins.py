@@ -13,7 +13,7 @@ from rewards.format import format_
 from rewards.length import length
 from rewards.number import last_number, number, parse_number
 from rewards.regex import regex
-from rewards.text import tagged, text_of
+from rewards.text import opening_at_end, tagged, text_of
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -228,3 +228,21 @@ def test_text_helpers() -> None:
     assert tagged("</answer>", "answer") is None
     assert tagged("<answer>72</answer></answer>", "answer") == "72"
     assert tagged("<answer>1</answer> <answer>2</answer> or </answer> <answer>3", "answer") == "2"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opening"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("Q: 1 + 1\n<reasoning>", "<reasoning>"),
+        ("<think>\n\n</think>\n\n", ""),
+        ("<|assistant|>", ""),
+        ("Answer in <answer> tags.", ""),
+        ("a <b and c>", ""),
+        ("<my-tag.2>  \n\n", "<my-tag.2>  \n\n"),
+        ("", ""),
+    ],
+)
+def test_the_opening_tag_at_the_end_of_a_prompt(prompt: str, opening: str) -> None:
+    assert opening_at_end(prompt) == opening
+    assert not opening or prompt.endswith(opening)

@@ -8,6 +8,7 @@ import pytest
 
 from rewards.base import Reward
 from rewards.call import Group, Verdict, failed, score
+from rewards.loader import load
 from rewards.number import number
 
 GROUP = Group(
@@ -176,3 +177,46 @@ def test_a_column_that_a_built_in_cannot_be_given_is_told(column: str) -> None:
 def test_a_column_is_no_setting_of_a_built_in() -> None:
     group = Group([""], ["<answer>1</answer>"], [[]], {"answer": ["1"], "tag": ["nonsense"]})
     assert score(number, group, {}, built_in=True).values == [1.0]
+
+
+def talk(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("use", "args", "prefilled", "texts", "values"),
+    [
+        ("format", {"tags": ["think", "answer"]}, "<think>\n",
+         ["2\n</think><answer>4</answer>", "<think>2</think><answer>4</answer>", "<answer>4"], [1.0, 0.0, 0.0]),
+        ("format", {}, "<reasoning>", ["a</reasoning><answer>4</answer>", "<answer>4</answer>"], [1.0, 0.0]),
+        ("format", {}, "<think>", ["<reasoning>a</reasoning><answer>4</answer>", "a"], [1.0, 0.0]),  # none of its tags
+        ("number", {}, "<answer> ", ["4</answer>, not 5", "5</answer>4"], [1.0, 0.0]),
+        ("number", {"tag": "out"}, "<answer>", ["4</answer>", "5"], [1.0, 0.0]),
+        ("number", {}, "<step4>", ["no number", "4"], [0.0, 1.0]),  # the tag is no answer
+        ("json_match", {"tag": "json"}, "<json>\n", ["4\n</json>", "4"], [1.0, 0.0]),
+        ("regex", {"pattern": "^4"}, "<answer>", ["4", "<answer>4"], [1.0, 0.0]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_tag_that_the_prompt_ends_in_is_in_front_for_built_ins_that_look_for_it(
+    use: str, args: dict[str, Any], prefilled: str, texts: list[str], values: list[float], chat: bool
+) -> None:
+    said: list[Any] = talk(*texts) if chat else texts
+    many = len(texts)
+    group = Group(["p"] * many, said, [[]] * many, {"answer": [4] * many}, prefilled)
+    assert score(load(use), group, args, built_in=True).values == values
+    assert score(load("length"), group, {"unit": "characters", "target": 1, "window": 1}, built_in=True) == score(
+        load("length"), Group(["p"] * many, said, [[]] * many, {}), {"unit": "characters", "target": 1, "window": 1},
+        built_in=True,
+    )  # fmt: skip
+
+
+def test_a_function_of_the_users_gets_it_where_it_asks_for_it() -> None:
+    group = Group(["p"] * 2, ["a", "b"], [[]] * 2, {"answer": [4] * 2}, "<think>\n")
+    asks: Reward = lambda completions, prefilled: [float(one == "<think>\n") for one in prefilled]  # noqa: E731
+    assert score(asks, group, {}, built_in=False).values == [1.0, 1.0]
+    takes_all: Reward = lambda completions, **columns: [float("prefilled" in columns)] * 2  # noqa: E731
+    assert score(takes_all, group, {}, built_in=False).values == [0.0, 0.0]
+    column = Group(["p"] * 2, ["a", "b"], [[]] * 2, {"prefilled": ["<think>\n", "mine"]})
+    assert score(asks, column, {}, built_in=False).values == [1.0, 0.0]
+    assert "unknown prefilled" in score(number, group, {"prefilled": "<a>"}, built_in=True).problem

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 from cluster.actor import Unusable, ValueLost
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
+from learner.tools.rescore import group_of
 from rewards.config import RewardConfig
 from rewards.pool import Judging, RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
@@ -108,6 +110,24 @@ async def test_every_fact_of_the_group_is_recorded(worker: RolloutWorker) -> Non
     assert 10 <= table.column("generate_ms")[0].as_py() < 10_000  # the fake engine takes 10 ms
     assert 0 < table.column("reward_ms")[0].as_py() < 10_000
     assert before <= table.column("created_at")[0].as_py() <= time.time()
+
+
+async def test_the_tag_that_a_prompt_ends_in_is_recorded_and_the_reward_functions_know_it(spec: WorkerSpec) -> None:
+    class Closing(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+            ids = np.array([*made.chat.tokenizer.encode("2</reasoning><answer>4</answer>"), EOS_IDS[0]], np.int32)
+            return [Completion(ids, np.zeros(len(ids), np.float32), "stop", np.zeros(len(ids), np.int32))]
+
+    rewards = (RewardConfig(use="format"),)
+    made = RolloutWorker(replace(spec, rewards=rewards, make_engine=lambda _: Closing(VOCAB_SIZE)))
+    found = []
+    for text in ("2 + 2 = <reasoning>\n", "2 + 2 ="):
+        ids = tuple(made.chat.tokenizer.encode(text))
+        table = await table_of(made, replace(problem(), messages=text, prompt_ids=ids))
+        again = group_of(table)
+        found.append((table.column("reward").to_pylist(), again.prefilled))
+    await made.close()
+    assert found == [([1.0], "<reasoning>\n"), ([0.0], "")]
 
 
 async def test_several_problems_at_once_give_the_rows_that_each_gives_alone(spec: WorkerSpec) -> None:

@@ -58,7 +58,7 @@ def evaluate(
     """Score a model or an adapter on data.
 
     By the generators and reward functions of a run: greedy, and with --samples K also mean@K, pass@k and majority@K,
-    each with a bootstrap interval of 95 % over the problems.
+    each with an interval of 95 % over the problems, by Wilson where scores are 0 or 1, else by the bootstrap.
     """
     given = dict(locals())
     from learner.tools.eval_command import Asked, run

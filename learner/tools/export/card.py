@@ -1,5 +1,6 @@
 """The model card: README.md of an exported folder, which the hub shows."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from cluster.memory.plan import gib
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
 from learner.driver.yaml_tree import dump
+from learner.tools.as_trained import GENERATION, AsTrained
 from learner.tools.export.card_header import header, named
 from learner.tools.export.markdown import fenced, table
 from learner.tools.export.paths import shortened
@@ -27,12 +29,14 @@ TRAINED = {
 
 class Exported(NamedTuple):
     """What the card is of. proof: of merged weights; None: an adapter alone. repo: on the hub, where it goes there.
-    served: the folder in it in which vLLM finds the adapter, if that is not the adapter's own."""
+    sampled: how completions were in training. served: the folder in it in which vLLM finds the adapter, if that is not
+    the adapter's own."""
 
     source: Source
     proof: Proof | None
     scores: Scores | None
     repo: str | None
+    sampled: AsTrained | None
     served: str | None = None
 
 
@@ -73,11 +77,15 @@ def _use(exported: Exported) -> str:
         base = named(model.path) + (f" --revision {model.revision}" if model.revision is not None else "")
         rank = source.config.learner.lora.rank
         quantised = " --quantization bitsandbytes --load-format bitsandbytes" * (model.base == "nf4")
-        python = (
-            f'from peft import AutoPeftModelForCausalLM\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")'
-        )
+        python = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")'
+        imports = "from peft import AutoPeftModelForCausalLM"
         lora = name if exported.served is None else f"{HERE}/{exported.served}"  # of a hub's repository vLLM takes all
         serve = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {source.name}={lora}{quantised}"
+        if exported.sampled is not None:  # else both would sample as the base's file says
+            imports += "\nfrom transformers import GenerationConfig"
+            python += f'\nmodel.generation_config = GenerationConfig.from_pretrained("{name}")'
+            serve += f" --generation-config {name}"
+        python = f"{imports}\n{python}"
     else:
         python = (
             f'from transformers import pipeline\nmodel = pipeline("text-generation", model="{name}")\n'
@@ -86,12 +94,28 @@ def _use(exported: Exported) -> str:
         )
         serve = f"vllm serve {name}"
     data = source.config.data
-    told = [fenced(python, "python"), fenced(serve, "bash")]
+    told = [fenced(python, "python"), fenced(serve, "bash"), *_sampled(exported.sampled)]
     if data.system is not None:
         told.append(f"It was trained with this system prompt, and wants it:\n\n{fenced(data.system)}")
     if data.chat_template_kwargs:
         told.append(f"Variables of its chat template in training: `{data.chat_template_kwargs}`.")
     return "\n\n".join(told)
+
+
+def _sampled(sampled: AsTrained | None) -> list[str]:
+    """What `generation_config.json` says, and what it cannot."""
+    if sampled is None:
+        return []
+    ends = ", ".join(str(one) for one in sampled.generation["eos_token_id"])
+    told = (
+        f"`{GENERATION}` samples as the training did: temperature {sampled.generation['temperature']:g}, the whole "
+        f"distribution, no penalties, and an end at the tokens {ends}."
+    )
+    if sampled.stop:
+        told += (
+            f" In training these strings ended a completion as well; give them as `stop`: `{json.dumps(sampled.stop)}`."
+        )
+    return [told, *(f"In training {note.removeprefix('data: ')} of them." for note in sampled.of_prompts)]
 
 
 def _results(source: Source, scores: Scores | None) -> str:
@@ -106,13 +130,13 @@ def _results(source: Source, scores: Scores | None) -> str:
         )
     if scores is not None:
         rows = [
-            (name, f"{one.value:.3f}", f"{one.low:.3f} to {one.high:.3f}", str(one.problems))
+            (name, f"{one.value:.3f}", one.between(" to "), one.method, str(one.problems))
             for name, one in scores.metrics.items()
         ]
         told = (
             f"`gleaner eval`: {scores.reward} on `{named(scores.data)}`, {scores.problems} problems, intervals of 95 %"
         )
-        parts.append(f"{told}:\n\n{table(('metric', 'value', 'interval', 'problems'), rows)}")
+        parts.append(f"{told}:\n\n{table(('metric', 'value', 'interval', 'by', 'problems'), rows)}")
     return "\n\n".join(parts)
 
 

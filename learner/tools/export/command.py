@@ -13,6 +13,7 @@ from learner.driver.checkpoint import files_of
 from learner.driver.publishing import ADAPTER_FILES, TRAINER
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.bitsandbytes_import import quiet
+from learner.tools.as_trained import AsTrained, as_trained
 from learner.tools.export import gguf
 from learner.tools.export.card import Exported, card
 from learner.tools.export.errors import ExportError, ExportFailed
@@ -22,6 +23,7 @@ from learner.tools.export.source import Source, check_base, find
 from learner.tools.export.windows import recorded
 from learner.tools.reported import reported
 from rollout.data import hub
+from rollout.data.chat_error import ChatError
 from rollout.data.model_files import read_json
 
 CARD = "README.md"
@@ -47,7 +49,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What was asked for, checked. dtype: of merged weights; None: the adapter alone."""
+    """What was asked for, checked. dtype: of merged weights; None: the adapter alone. sampled: how completions were in
+    training; None of an adapter whose base is not here."""
 
     source: Source
     out: Path
@@ -56,6 +59,7 @@ class Job:
     scores: Scores | None
     converter: list[str] | None
     outtype: str
+    sampled: AsTrained | None
 
 
 def run(asked: Asked) -> int:
@@ -110,7 +114,17 @@ def _checked(asked: Asked) -> Job:
     dtype, outtype = None if asked.adapter_only else asked.dtype or source.config.model.dtype, asked.outtype or OUTTYPE
     size = needed(source, dtype, outtype if asked.gguf else None)
     check_disk(size, asked.out)
-    return Job(source, asked.out, dtype, size, scores, converter, outtype)
+    return Job(source, asked.out, dtype, size, scores, converter, outtype, _sampled(source, asked.adapter_only))
+
+
+def _sampled(source: Source, adapter_only: bool) -> AsTrained | None:
+    """Raises ChatError, but for an adapter alone, which is exported without its base."""
+    try:
+        return as_trained(source.config, str(source.learned) if source.whole_model else source.config.model.source)
+    except ChatError:
+        if not adapter_only:
+            raise
+        return None
 
 
 def _scores(file: Path, source: Source) -> Scores:
@@ -167,9 +181,11 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
     source = job.source
     if job.dtype is None:
         _copy_adapter(source, folder)
+        if job.sampled is not None:
+            job.sampled.write(folder)
         print(f"verified every byte is that of checkpoint {source.checkpoint.name}", flush=True)
         copied = (folder / VLLM_FOLDER).is_dir()
-        return Exported(source, None, job.scores, repo, VLLM_FOLDER if copied else None)
+        return Exported(source, None, job.scores, repo, job.sampled, VLLM_FOLDER if copied else None)
     quiet()
     from learner.tools.export.merge import write_merged  # torch: slow to import
 
@@ -179,13 +195,15 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
             "merged   into the base as it was in 4 bits, multiplied out: the policy that was trained (docs/export.md)"
         )
     proof = write_merged(source, folder, job.dtype, shown, job.size)
+    if job.sampled is not None:
+        job.sampled.write(folder)
     moved = "" if proof.moved is None else f", where the adapter moves them by {proof.moved:.2g}"
     print(
         f"verified {proof.tokens} tokens: logprobs differ by {proof.rms:.2g} nats rms{moved}; {proof.greedy} of "
         f"{proof.tokens} greedy tokens are the same",
         flush=True,
     )
-    return Exported(source, proof, job.scores, repo)
+    return Exported(source, proof, job.scores, repo, job.sampled)
 
 
 def _copy_adapter(source: Source, folder: Path) -> None:

@@ -6,7 +6,6 @@ the weights before quantisation it would be another one.
 """
 
 import gc
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,16 @@ from transformers.utils import logging as transformers_logging
 
 from learner.config import ModelConfig
 from learner.model.base import load_base
+from learner.tools.as_trained import GENERATION
 from learner.tools.export.errors import ExportFailed
 from learner.tools.export.proof import Proof, Said, ask, check, compare
 from learner.tools.export.room import Needed, check_memory
 from learner.tools.export.source import Source
 from learner.tools.export.tokenizer_files import write_tokenizer
 from learner.tools.export.windows import Window, made_up
-from rollout.data.model_files import read_json
 
 SHARD = "5GB"  # of one file of weights
 ROOM = 1.2  # of a card, for what its allocator does not give back
-GENERATION = "generation_config.json"
 
 
 def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window], size: Needed) -> Proof:
@@ -101,10 +99,7 @@ def _save(lm: Any, source: Source, out: Path) -> None:
         lm.save_pretrained(out, max_shard_size=SHARD)
     except SafetensorError as error:  # of a full disk, say, without the path
         raise ExportFailed(f"OUT: {out.parent} does not take the weights: {error}; nothing was written") from error
-    # As the base has it: transformers refuses to save some that it loads.
-    (out / GENERATION).unlink()
-    if own := read_json(path, GENERATION):
-        (out / GENERATION).write_text(json.dumps(own, indent=2) + "\n")
+    (out / GENERATION).unlink()  # that of the training takes its place (learner.tools.as_trained)
     write_tokenizer(path, out)
     for file in out.glob("*.safetensors"):  # which safetensors lets nobody but this user read
         file.chmod((out / "config.json").stat().st_mode)

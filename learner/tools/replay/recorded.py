@@ -15,6 +15,8 @@ from rollout import ledger
 from rollout.env.config import EnvConfig
 from rollout.schema import groups_of
 
+NOT_LEARNED = ("rollout/refilled_groups", "rollout/unscored_groups")
+
 
 class ReplayError(ValueError):
     """The run cannot be replayed as asked for; one sentence says why."""
@@ -35,14 +37,19 @@ class Step:
     metrics: dict[str, float]
     policy: PolicyLine | None
 
+    def counted(self) -> dict[str, float]:
+        """The metrics that count the groups which the step consumed and did not learn from."""
+        return {name: self.metrics[name] for name in NOT_LEARNED if name in self.metrics}
+
     def groups(self, groups_per_step: int) -> tuple[list[pa.Table], list[pa.Table]]:
-        """Those that the learner got, in its order, and those that dynamic sampling replaced. Raises ReplayError."""
+        """Those that the learner got, in its order, and those that dynamic sampling replaced, or that had no reward.
+        Raises ReplayError."""
         try:
             found = groups_of(ledger.read(self.file))
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = " ".join(str(error).split())[:200]
             raise ReplayError(f"step {self.number}: {self.file} cannot be read: {reason}") from error
-        replaced = int(self.metrics.get("rollout/refilled_groups", 0))
+        replaced = int(sum(self.counted().values()))
         if len(found) != groups_per_step + replaced:
             raise ReplayError(
                 f"step {self.number}: {self.file} must hold {groups_per_step + replaced} groups, as the step had, and "

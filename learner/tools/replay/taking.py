@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from learner.config import RunConfig
-from learner.driver.batch_metrics import batch_metrics
+from learner.driver.batch_metrics import RewardsFailing, batch_metrics, check_failing, unscored
 from learner.driver.publishing import TRAINER
 from learner.tools.replay.recorded import ReplayError, Step
 
@@ -110,11 +110,17 @@ class Learner:
         return self._trainer
 
     async def _take(self, step: Step, trainer: "Trainer") -> Taken:
-        trained, replaced = step.groups(self._config.learner.groups_per_step)
-        groups = [*trained, *replaced]
+        trained, others = step.groups(self._config.learner.groups_per_step)
+        groups = [*trained, *others]
         if self._scoring is not None:
             groups = await self._scoring(trainer, groups)
-        metrics = batch_metrics(groups, step.number - 1) | {"rollout/refilled_groups": float(len(replaced))}
+        check_failing(groups)
+        if unscored(groups[: len(trained)]):
+            raise RewardsFailing(
+                f"step {step.number}: no completion of its batch has a reward, so nothing can be learned from it; give "
+                "reward functions that score some, or other steps by --from and --to"
+            )
+        metrics = batch_metrics(groups, step.number - 1) | step.counted()
         try:
             metrics |= await trainer.step(groups[: len(trained)])
         except ValueError as error:

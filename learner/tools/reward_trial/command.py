@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.config_io import ConfigError, load, sentences
+from learner.driver.function_checks import prefilled_notes
 from learner.tools.other_data import of_other_data
 from learner.tools.reward_trial.cases import (
     Case,
@@ -28,6 +29,7 @@ from rewards.config import RewardConfig, adapters_of, functions_of
 from rewards.memory import DEFAULT
 from rollout.config import DataConfig
 from rollout.data import hub
+from rollout.data.chat_error import ChatError
 from rollout.data.sources import ProblemsError
 
 SAMPLES = 5
@@ -61,7 +63,7 @@ class Meant:
     notes: list[str]
 
 
-WRONG = (TrialError, ConfigError, ProblemsError, RewardError)
+WRONG = (TrialError, ConfigError, ProblemsError, RewardError, ChatError)
 
 
 def run(asked: Asked) -> int:
@@ -89,10 +91,11 @@ def _tried(asked: Asked) -> bool:
         if meant.run is None:
             raise TrialError("--generate: wants --config, which names the model; give it, or leave --generate out")
         generate(meant.run, cases, asked.generate, lambda line: print(line, file=sys.stderr))
-    texts = Texts(meant.run.model.path if meant.run else None)
+    texts = Texts(meant.run.model.path, meant.data.chat_template_kwargs) if meant.run else Texts(None)
     memory = asked.memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT)
     found = asyncio.run(score(meant.rewards, memory, texts, cases))
-    notes = [*meant.notes, texts.note] if texts.note else meant.notes
+    notes = [*meant.notes, *([texts.note] if texts.note else [])]
+    notes += prefilled_notes(meant.rewards, texts.prefilled(cases[0]))
     print(json.dumps(as_json(found), indent=2) if asked.as_json else as_text(found, notes))
     return failed(found)
 

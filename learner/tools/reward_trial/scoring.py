@@ -1,6 +1,7 @@
 """Completions as reward functions get them in a run, and what these say."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from rewards.base import RewardError
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
+from rewards.text import opening_at_end
 from rollout.data.model_files import read_json
 
+TAG = re.compile(r"<[A-Za-z_][\w.-]*>")
 STAND_IN = "completion_ids are the bytes of the texts here, since no model's folder is named that has a tokenizer.json"
 
 
@@ -26,31 +29,53 @@ class Scored:
 
 class Texts:
     """What a model's tokenizer and chat template make of texts, as far as reward functions see it, without loading the
-    model's libraries. model: a folder; of anything else conversations and bytes stand in, which `note` says."""
+    model's libraries, unless its template may open a tag for the completion. model: a folder; of anything else
+    conversations and bytes stand in, which `note` says. template_kwargs: data.chat_template_kwargs."""
 
-    def __init__(self, model: str | None) -> None:
+    def __init__(self, model: str | None, template_kwargs: Mapping[str, Any] | None = None) -> None:
         folder = Path(model) if model is not None else None
         file = folder / "tokenizer.json" if folder is not None else None
         self._tokenizer: Any = None
         self.note, self._plain = STAND_IN, False
+        self._chat: Any = None
         if folder is not None and file is not None and file.is_file():
             from tokenizers import Tokenizer
 
             self._tokenizer, self.note = Tokenizer.from_file(str(file)), ""
-            config = read_json(str(folder), "tokenizer_config.json")
-            self._plain = not (config.get("chat_template") or (folder / "chat_template.jinja").is_file())
+            template = _template(folder)
+            self._plain = not template
+            if TAG.search(template):
+                from rollout.data.chat import Chat  # here: transformers loads with it
+
+                self._chat = Chat.load(str(folder), template_kwargs)
 
     def group(self, case: Case) -> Group:
         """The prompt is plain text where the model has no chat template."""
         texts = [text for _, text in case.completions]
-        plain = "\n\n".join(message["content"] for message in case.messages)
-        return Group.of(plain if self._plain else case.messages, texts, [*map(self._ids, texts)], case.columns)
+        prompt = _plain(case) if self._plain else case.messages
+        return Group.of(prompt, texts, [*map(self._ids, texts)], case.columns, self.prefilled(case))
+
+    def prefilled(self, case: Case) -> str:
+        """The opening tag that its prompt ends in, or ""."""
+        if self._plain:
+            return opening_at_end(_plain(case))
+        return "" if self._chat is None else self._chat.prefilled(self._chat.render(case.messages)[1])
 
     def _ids(self, text: str) -> list[int]:
         if self._tokenizer is None:
             return list(text.encode())
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+def _plain(case: Case) -> str:
+    return "\n\n".join(message["content"] for message in case.messages)
+
+
+def _template(folder: Path) -> str:
+    file = folder / "chat_template.jinja"
+    own = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else str(own or "")
 
 
 async def score(

@@ -265,3 +265,22 @@ def test_a_plan_is_rows() -> None:
 def test_a_mistyped_argument_is_looked_for_among_all_of_them() -> None:
     taken = {name for call in (train, evaluate) for name in inspect.signature(call).parameters} - {"settings"}
     assert taken == {*ARGUMENTS}
+
+
+@pytest.mark.parametrize(("cut", "advised"), [(1.0, 1), (0.1, 0)])
+def test_what_train_gives_back_says_what_the_end_of_the_run_advised(tmp_path: Path, cut: float, advised: int) -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "rewards": ["number"],
+        "rollout": {"max_completion_length": 7},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    steps: list[dict[str, float | None]] = [
+        {"step": step, "rollout/truncated": cut, "reward/zero_variance_groups": 0.0, "reward/mean": None}
+        for step in range(1, 5)
+    ]
+    result = TrainResult(tmp_path, None, None, [{"step": 0, "eval/accuracy": 0.5}, *steps])
+    assert len(result.advice) == advised
+    assert all("100% of the completions reached rollout.max_completion_length=7" in told for told in result.advice)
+    assert TrainResult(tmp_path / "gone", None, None, [*steps]).advice == []

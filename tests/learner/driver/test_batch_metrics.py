@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.driver.batch_metrics import RewardsFailing, batch_metrics
+from learner.driver.batch_metrics import RewardsFailing, batch_metrics, check_failing, unscored
 from rollout.fake_groups import make_group
 from rollout.types import Completion
 
@@ -57,11 +57,13 @@ def test_batch_metrics() -> None:
 
 
 def test_a_reward_function_that_fails_for_most_stops_the_run_and_for_half_does_not() -> None:
-    assert batch_metrics([make_group(rewards=[None, 1.0])], 0)["reward/failed"] == 0.5
+    half = [make_group(rewards=[None, 1.0])]
+    check_failing(half)
+    assert batch_metrics(half, 0)["reward/failed"] == 0.5
     with pytest.raises(RewardsFailing, match=r"3 of 4 completions .*'error': 3.*gleaner rewards try"):
-        batch_metrics([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])], 0)
+        check_failing([make_group(0, rewards=[None, 1.0]), make_group(1, rewards=[None, None])])
     with pytest.raises(RewardsFailing, match=r"2 of 2 completions .*'environment': 2.*Mend the environment"):
-        batch_metrics([make_group(rewards=[None, None], reward_status=["environment"] * 2)], 0)
+        check_failing([make_group(rewards=[None, None], reward_status=["environment"] * 2)])
 
 
 def test_having_unscored_is_no_failure() -> None:
@@ -81,11 +83,10 @@ def test_having_unscored_is_no_failure() -> None:
     assert "reward/code" not in found
 
 
-def test_a_batch_that_nobody_scored_stops_the_run() -> None:
-    with pytest.raises(
-        RewardsFailing, match="^rewards: must score some .* these 2 no reward function, .* add a reward"
-    ):
-        batch_metrics([make_group(rewards=[None, None], reward_status=["none", "none"])], 0)
+def test_a_batch_is_unscored_only_if_no_completion_of_any_group_has_a_reward() -> None:
+    nobody = make_group(0, rewards=[None, None], reward_status=["none", "none"])
+    assert unscored([nobody, make_group(1, rewards=[None, None], reward_status=["error", "none"])])
+    assert not unscored([nobody, make_group(1, rewards=[None, 0.0], reward_status=["none", "ok"])])
 
 
 def test_a_completion_that_went_on_under_a_newer_policy_counts_token_by_token() -> None:

@@ -34,7 +34,7 @@ def test_the_time_left_is_that_of_a_usual_step_for_each_one_to_come() -> None:
 
 def summary(run_dir: Path, *evaluations: Evaluation) -> str:
     said = io.StringIO()
-    Progress(total_steps=4, console=Console(file=said, width=200)).summary(evaluations, run_dir, Phases(), None)
+    Progress(total_steps=4, console=Console(file=said, width=200)).summary(evaluations, run_dir, Phases(), [])
     return said.getvalue()
 
 

@@ -81,7 +81,7 @@ def chat_of(template: str) -> Chat:
 
 def test_tokens_of_tools_are_counted_beside_the_problems_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TOOL)
-    chat = chat_of("{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    chat = chat_of("{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}answer:")
     env = {"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}, "tool_parser": "hermes"}
     own = chat.render([{"role": "user", "content": "1 + 2"}])[1]
     problem = replace(PROBLEM, prompt_ids=own)

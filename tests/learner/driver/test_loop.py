@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 
 from cluster.actor import ActorDied, Local, Unusable
 from learner.driver import checkpoint
+from learner.driver.batch_metrics import unscored
+from learner.driver.updates import MOST_UNSCORED
 from rollout import ledger
-from rollout.schema import Problem
+from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
 from rollout.types import Sampling
 from rollout.weight_sync import Answer, DeliveryError
@@ -152,6 +156,90 @@ async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_
     assert last < PROBLEMS <= len(positions)  # each once, and no step after that
     assert "eval/accuracy" in lines(tmp_path)[-1]
     assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
+
+
+def nobody_scores(positions: Callable[[int], bool]) -> type[Worker]:
+    """A worker whose reward functions give None for every completion of the problems at these positions."""
+
+    class Selective(Worker):
+        async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
+            group = await super().rollout(problem, sampling, attempt)
+            if group is None or sampling.n == 1 or not positions(problem.position):
+                return group
+            return with_none(group)
+
+    return Selective
+
+
+def with_none(group: pa.Table) -> pa.Table:
+    columns = {name: group.column(name).to_pylist() for name in group.column_names}
+    columns |= {"reward": [None] * len(group), "reward_status": ["none"] * len(group)}
+    columns["reward_parts"] = [[{"name": "odd", "value": None}]] * len(group)
+    return build_group(columns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "none", "passed"),
+    [
+        ({}, lambda position: 3 <= position < 6 or 9 <= position < 15, [0, 3, 6, 0, 0]),
+        ({"max_staleness": 2}, lambda position: position % 2 == 1 or position in (4, 6, 8, 10, 12), None),
+        ({"rollout": {"dynamic_sampling": True}}, lambda position: position < 2 * PER_STEP, None),
+        ({"name": "alternating"}, lambda position: position < 2 * PER_STEP, [6, 0, 0, 0, 0]),
+    ],
+)
+async def test_a_batch_without_any_reward_is_counted_and_another_one_taken_in_its_place(
+    tmp_path: Path, changed: dict[str, Any], none: Callable[[int], bool], passed: list[int] | None
+) -> None:
+    workers = [Local(f"generator-{rank}", nobody_scores(none), [1e-4, None]) for rank in range(2)]
+    loop = build(tmp_path, configure(**changed), 5, workers=workers, alternating="name" in changed)
+    await finish(loop)
+    learned = loop.trainer._object.learned  # type: ignore[attr-defined]
+    assert [len(groups) for groups in learned] == [PER_STEP] * 5
+    assert not any(unscored(groups) for groups in learned)
+    counted = [line["rollout/unscored_groups"] for line in lines(tmp_path)[1:]]
+    assert passed is None or counted == passed
+    positions = list(itertools.chain(*consumed(tmp_path)))
+    replaced = sum(line["rollout/refilled_groups"] for line in lines(tmp_path)[1:])
+    assert len(set(positions)) == len(positions) == 5 * PER_STEP + sum(counted) + replaced
+    done: Any = loop.pipes.cursor.state()["done"]
+    assert {*range(loop.pipes.cursor.low), *done} == set(positions)
+    assert max(line["policy/staleness_max"] for line in lines(tmp_path)[1:]) <= changed.get("max_staleness", 0)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+async def test_a_run_that_nobody_scores_ends_with_a_checkpoint_and_goes_on_behind_what_it_passed_over(
+    tmp_path: Path, steps_before: int
+) -> None:
+    first_none = steps_before * PER_STEP
+    last_none = first_none + (MOST_UNSCORED + 2) * PER_STEP  # more than one start passes over
+    workers = [Local("generator-0", nobody_scores(lambda position: first_none <= position < last_none), [0.0, None])]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, configure(), steps_before + 2, workers=workers))
+    assert re.match(
+        r"rewards: must score some completions: of 10 batches in a row, 60 completions, no", str(first(caught.value))
+    )
+    assert sorted(consumed(tmp_path)[-1]) == list(range(first_none, first_none + MOST_UNSCORED * PER_STEP))
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / f"step-{steps_before:06d}"
+
+    resumed = build(tmp_path, configure(), steps_before + 2, resume_step=steps_before, workers=workers)
+    await finish(resumed, newest)
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(steps_before + 3))
+    assert written[steps_before + 1]["rollout/unscored_groups"] == 2 * PER_STEP
+    assert "eval/accuracy" in written[0]
+    assert resumed.pipes.cursor.low == last_none + 2 * PER_STEP
+
+
+async def test_epochs_that_batches_without_a_reward_use_up_end_with_an_evaluation(tmp_path: Path) -> None:
+    config = configure(epochs=1.0, data={"path": "fake", "eval": {"every": 3}})
+    workers = [Local("generator-0", nobody_scores(lambda position: position >= 4 * PER_STEP), [0.0, None])]
+    loop = build(tmp_path, config, -(-PROBLEMS // PER_STEP), workers=workers)
+    await finish(loop)
+    assert loop.step == 4
+    assert "eval/accuracy" in lines(tmp_path)[-1]
+    state = json.loads((tmp_path / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert state["cursor"]["low"] >= PROBLEMS
 
 
 async def test_no_step_is_asked_for_before_the_probe_of_the_policy_before_it_is_answered(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from learner.tools.cli import main
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import EvaluatedWorker
 from learner.tools.eval_scores import Sampled, interval, majority, pass_at_k, powers_to, summary
-from learner.tools.evaluation import _without_learner, metrics_of, said_in
+from learner.tools.evaluation import _asked, _without_learner, doubts, metrics_of, said_in, truncated_share
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
 from rollout.fake_worker import FakeWorker
@@ -52,13 +52,86 @@ def test_the_majority_by_hand() -> None:
     assert majority(Sampled(["4", "4", "6"], [None, None, 0.0])) is None
 
 
-def test_an_interval_is_as_wide_as_the_normal_one_of_a_large_sample() -> None:
-    assert interval([0.25] * 9, seed=0) == (0.25, 0.25, 0.25, 9)
-    found = interval([0.0, 1.0] * 200, seed=0)
-    half = 1.96 * np.sqrt(0.25 / 400)
-    assert found.value == 0.5
+@pytest.mark.parametrize("values", [[0.0, 1.0] * 200, [0.1, 1.3] * 200])  # by Wilson, by the bootstrap
+def test_an_interval_is_as_wide_as_the_normal_one_of_a_large_sample(values: list[float]) -> None:
+    found = interval(values, seed=0)
+    half = 1.96 * np.std(values) / np.sqrt(400)
+    assert found.value == pytest.approx(np.mean(values))
+    assert found.low is not None
+    assert found.high is not None
     assert (found.high - found.value, found.value - found.low) == pytest.approx((half, half), rel=0.1)
-    assert found == interval([0.0, 1.0] * 200, seed=0)
+    assert found.method == ("wilson" if values[0] == 0 else "bootstrap")
+    assert found == interval(values, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "low", "high"),
+    [  # the roots p of (mean - p)^2 = z^2 p (1 - p) / n, with z = 1.959964
+        ([1.0] * 15, False, 0.79612, 1.0),
+        ([0.0] * 6, False, 0.0, 0.39033),
+        ([1.0, 1.0, 0.0], False, 0.20766, 0.93851),
+        ([1.0], False, 0.20655, 1.0),
+        ([0.5] * 40, True, 0.35199, 0.64801),  # pass@k of 40 problems, each half right
+        ([0.25, 0.75, 0.5, 0.5], True, 0.15004, 0.84996),  # few
+    ],
+)
+def test_shares_that_a_bootstrap_cannot_judge_have_wilsons_interval(
+    values: list[float], share: bool, low: float, high: float
+) -> None:
+    found = interval(values, seed=0, share=share)
+    assert found.method == "wilson"
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
+
+
+def test_rewards_that_are_all_the_same_other_number_have_no_interval() -> None:
+    found = interval([0.25] * 9, seed=0)
+    assert tuple(found) == (0.25, None, None, 9, "none")
+    assert found.between(" .. ") == "-"
+    sampled = [Sampled(["4", "5"], [0.2, 0.2])] * 9
+    methods = {name: one.method for name, one in summary([1.0] * 9, sampled, 1.0, seed=0).items()}
+    assert methods == {
+        "greedy": "wilson", "mean@2": "none", "pass@1": "wilson", "pass@2": "wilson", "majority@2": "none"
+    }  # fmt: skip
+
+
+def test_what_makes_scores_say_little_is_said() -> None:
+    def rows(scores: list[float | None], cut: int) -> pa.Table:
+        parts = [[("good", score)] for score in scores]
+        ends = ["length"] * cut + ["stop"] * (len(scores) - cut)
+        groups = [
+            make_group(i, rewards=[score], reward_parts=[part], finish_reason=[end], reward_status=["ok"])
+            for i, (score, part, end) in enumerate(zip(scores, parts, ends, strict=True))
+        ]
+        return pa.concat_tables(groups)
+
+    def said(scores: list[float | None], cut: int) -> list[str]:
+        return doubts(rows(scores, cut), "good", 1.0, 96)
+
+    cut, zero = said([0.0] * 20, 19)
+    assert cut.startswith("19 of 20 completions reached rollout.max_completion_length=96 before they ended")
+    assert zero.startswith("reward function good gave 0 to all 20 completions, of which it reads what was cut off: see")
+    assert said([0.0] * 20, 3)[0].startswith("reward function good gave 0 to all 20 completions: see what it says")
+    assert said([0.5] * 5, 0)[0].startswith("reward function good gave 0.5 to all 5 completions")
+    assert said([1.0] * 5, 0) == said([0.0, 0.1, None], 2) == []
+    assert said([None] * 3, 0) == ["reward function good scored none of the 3 completions: it gave None for each"]
+    assert truncated_share(rows([1.0] * 8, 2)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "named"),
+    [
+        ({"path": "train.jsonl", "eval": {"path": "test.jsonl"}}, True, ("test.jsonl", "all problems")),
+        ({"path": "train.jsonl", "eval": {"path": "test.jsonl"}}, False, ("train.jsonl", "all problems")),
+        ({"path": "org/set", "eval": {"split": "test"}}, True, ("org/set", "split test")),
+        ({"path": "rg:chain_sum"}, True, ("rg:chain_sum", "held out of training")),
+        ({"path": "org/set", "split": "validation"}, False, ("org/set", "split validation")),
+    ],
+)
+def test_the_problems_that_were_asked_are_named(data: dict[str, Any], held_out: bool, named: tuple[str, str]) -> None:
+    assert (
+        _asked(RunConfig.model_validate({"model": {"path": "m"}, "data": data, "rewards": ["number"]}), held_out)
+        == named
+    )
 
 
 def test_all_metrics_of_two_problems() -> None:

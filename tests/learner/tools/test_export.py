@@ -41,24 +41,43 @@ def loaded(out: Path) -> torch.Tensor:
     return logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32))
 
 
+ENDS = {"eos_token_id": [258, 256], "pad_token_id": 259}
+
+
+def advising(model: str, folder: Path, template: str | None = None, **advice: Any) -> str:
+    """The model, whose generation_config.json has other ends and advice of its own."""
+    shutil.copytree(model, folder)
+    own = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(own | advice))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
 def test_merged_weights_a_tokenizer_and_a_card(
     tiny_path: str, groups: list[pa.Table], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model's embeddings are tied."""
-    run, out = run_folder(tmp_path, tiny_path, groups), tmp_path / "deep" / "out"
+    base = advising(tiny_path, tmp_path / "base", repetition_penalty=1.6, max_new_tokens=9, temperature=0.1)
+    run, out = (
+        run_folder(tmp_path, base, groups, rollout={"temperature": 0.7, "stop": ["</a>"]}),
+        tmp_path / "deep" / "out",
+    )
     assert main(["export", str(run), str(out)]) == 0
     told = capsys.readouterr().out
     assert "export   mine, step 8: " in told
     assert "verified 111 tokens: logprobs differ by " in told
     assert "111 of 111 greedy tokens are the same" in told
     torch.testing.assert_close(loaded(out), adapted(tiny_path, run), rtol=1e-4, atol=1e-4)
-    same = [(out / "generation_config.json").read_text(), AutoTokenizer.from_pretrained(out).chat_template]
-    model = Path(tiny_path)
-    base = [(model / "generation_config.json").read_text(), AutoTokenizer.from_pretrained(tiny_path).chat_template]
-    assert [text.split() for text in same] == [text.split() for text in base]
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(tiny_path).chat_template
     assert {file.stat().st_mode & 0o044 for file in out.iterdir()} == {0o044}
     assert sorted(file.name for file in out.parent.iterdir()) == ["out"]
     card = ModelCard.load(out / "README.md")
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0}
+    assert json.loads((out / "generation_config.json").read_text()) == ENDS | sampling
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.to_diff_dict().items() >= sampling.items()
+    assert "samples as the training did: temperature 0.7, the whole distribution, no penalties, and an end" in card.text
+    assert 'give them as `stop`: `["</a>"]`' in card.text
     (result,) = card.data.eval_results
     assert (card.data.library_name, card.data.tags[0], result.metric_value) == ("transformers", "gleaner", 0.8)
     assert "| eval/accuracy | 0.000 | 0.800 |" in card.text
@@ -106,8 +125,11 @@ def test_a_base_in_four_bits_is_merged_as_it_was_trained(
 def test_a_model_that_was_trained_whole(groups: list[pa.Table], tmp_path: Path) -> None:
     """Of a family whose attention transformers does not compute in full where it is left the choice."""
     base = make_family(tmp_path / "base", "gemma2")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "top_p": 0.5, "bos_token_id": 5}))
     run = run_folder(tmp_path, str(base), groups, scale=0.01, learner={"mode": "full"})
     assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (kept["eos_token_id"], kept["bos_token_id"], kept["top_p"], kept["temperature"]) == ([258, 256], 5, 1.0, 1.0)
     trained = run / "checkpoints" / name_of(STEP) / "trainer" / "model"
     assert torch.equal(loaded(tmp_path / "out"), loaded(trained))
     assert not torch.equal(loaded(trained), loaded(base))
@@ -115,18 +137,28 @@ def test_a_model_that_was_trained_whole(groups: list[pa.Table], tmp_path: Path) 
 
 
 def test_the_adapter_alone_byte_for_byte(tiny_path: str, tmp_path: Path) -> None:
-    run, out = run_folder(tmp_path, tiny_path, None), tmp_path / "out"
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>{% endfor %}<|im_start|>"
+    base = advising(tiny_path, tmp_path / "base", template, eos_token_id=258, repetition_penalty=1.2)
+    run, out = run_folder(tmp_path, base, None), tmp_path / "out"
     out.mkdir()
     assert main(["export", str(run), str(out), "--adapter-only"]) == 0
     assert sorted(file.name for file in out.iterdir()) == [
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "generation_config.json",
     ]
+    sampled = json.loads((out / "generation_config.json").read_text())
+    assert sampled["eos_token_id"] == [258, 256]  # the template's end is none of the base's
+    assert "repetition_penalty" not in sampled
     assert torch.equal(logits(peft.AutoPeftModelForCausalLM.from_pretrained(out)), adapted(tiny_path, run))
     card = ModelCard.load(out / "README.md")
     assert card.data.library_name == "peft"
     assert "--enable-lora --max-lora-rank 16 --lora-modules mine=" in card.text
+    assert " --generation-config path/to/this/folder\n" in card.text
+    shutil.rmtree(base)  # without its base nothing is known of its ends
+    assert main(["export", str(run), str(tmp_path / "alone"), "--adapter-only"]) == 0
+    assert not (tmp_path / "alone" / "generation_config.json").exists()
 
 
 def skipped(self: Any, **_: Any) -> Any:
@@ -188,7 +220,10 @@ def test_what_gleaner_eval_measured_is_in_the_card(
     assert "not known" not in capsys.readouterr().out
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "number on `hub/sums`, 40 problems, intervals of 95 %" in card.text
-    assert "| mean@8 | 0.750 | 0.600 to 0.900 | 38 |\n| pass@8 | 0.750 | 0.600 to 0.900 | 31 |" in card.text
+    assert (
+        "| mean@8 | 0.750 | 0.600 to 0.900 | bootstrap | 38 |\n| pass@8 | 0.750 | 0.600 to 0.900 | bootstrap | 31 |"
+        in card.text
+    )
     assert [(one.dataset_name, one.metric_value) for one in card.data.eval_results] == [
         ("train.jsonl", 0.8),
         ("hub/sums", 0.75),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,25 @@ def test_what_is_wrong_is_said(here: Path, capsys: pytest.CaptureFixture[str], w
     told = capsys.readouterr()
     assert re.search(f"^error: .*{sentence}", told.err), told.err
     assert told.out == ""
+
+
+def test_a_template_that_opens_a_tag_is_told_and_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(ROOT / "examples" / "tiny-arithmetic", here / "model")
+    file = model / "chat_template.jinja"
+    file.write_text(file.read_text() + "{% if add_generation_prompt %}<reasoning>{% endif %}")
+    config = yaml.safe_load(Path("run.yaml").read_text())
+    config["model"]["path"] = str(model)
+    thinks = {"use": "format", "name": "thinks", "args": {"tags": ["think", "answer"]}}
+    config["rewards"] = ["format", thinks, {"use": "regex", "args": {"pattern": "(?s)^<reasoning>.*</answer>$"}}]
+    Path("opens.yaml").write_text(yaml.safe_dump(config))
+    words = ["--config", "opens.yaml", "--samples", "1", "--completion", "4</reasoning><answer>4</answer>"]
+    assert main(["rewards", "try", *words]) == 0
+    told = capsys.readouterr().out
+    assert "data: prompts end with '<reasoning>', so that completions begin inside of that tag" in told
+    assert "rewards.1: format wants the tags think, answer and nothing around them, and completions begin" in told
+    assert "rewards.0: " not in told
+    assert "rewards.2: args.pattern '(?s)^<reasoning>.*</answer>$' is held against completions without" in told
+    (given,) = [one for one in tried(capsys, *words)["completions"] if one["kind"] == "given"]
+    assert given["parts"] == {"format": 1.0, "thinks": 0.0, "regex": 0.0}
+    assert main(["rewards", "try", "--config", "run.yaml", "--samples", "1"]) == 0
+    assert "prompts end with" not in capsys.readouterr().out

@@ -10,21 +10,37 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
+import peft
 import pytest
+import torch
 import yaml
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.random_families import make_family
 from learner.driver.config_io import ConfigError
-from learner.tools.serve import serve, server_command
+from learner.tools.serve import serve, server_of
+from learner.tools.served_stops import TrainingStops
 
 ROOT = Path(__file__).parents[3]
 
 
-def run_folder(folder: Path, model: str, **learner: object) -> Path:
+def run_folder(folder: Path, model: str, rollout: dict[str, object] | None = None, **learner: object) -> Path:
     folder.mkdir()
-    tree = {"model": {"path": model}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "number"}], "learner": learner}
+    tree = {
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"path": "d.jsonl"},
+        "rewards": [{"use": "number"}],
+        "learner": learner,
+    }
+    tree["rollout"] = rollout or {}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return folder
 
@@ -38,7 +54,7 @@ def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> Non
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
     with pytest.raises(ConfigError, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
-        server_command(run, "127.0.0.1", 1, [])
+        server_of(run, "127.0.0.1", 1, [])
 
 
 @pytest.mark.parametrize(
@@ -60,38 +76,113 @@ def test_an_address_that_cannot_be_had_is_said_before_vllm_starts(
 
 def test_what_the_server_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
-        server_command(tmp_path / "nothing", "127.0.0.1", 1, [])
+        server_of(tmp_path / "nothing", "127.0.0.1", 1, [])
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match=f"got {tmp_path}; a model is served by: vllm serve {tmp_path}$"):
-        server_command(tmp_path, "127.0.0.1", 1, [])
+        server_of(tmp_path, "127.0.0.1", 1, [])
     run = run_folder(tmp_path / "mine", "hub/name", lora={"rank": 32})
     with pytest.raises(ConfigError, match="mine has neither adapter/ nor model/ before its first checkpoint"):
-        server_command(run, "127.0.0.1", 1, [])
+        server_of(run, "127.0.0.1", 1, [])
     write_adapter(run / "adapter", ["model.layers.0.self_attn.q_proj", "o_proj", "q_proj"])
-    command = " ".join(server_command(run, "::1", 8123, ["--max-model-len", "64"]))
+    command = " ".join(server_of(run, "::1", 8123, ["--max-model-len", "64"]).command)
     assert " --host ::1 --port 8123 --model hub/name --enable-lora --max-lora-rank 32 --lora-target-modules " in command
-    assert f" --lora-target-modules o_proj q_proj --lora-modules mine={run}/adapter --dtype bfloat16 " in command
+    assert f" --lora-target-modules o_proj q_proj --lora-modules mine={run}/adapter --dtype float32 " in command
     assert command.endswith(" --max-model-len 64")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["model"]["revision"] = "v1"
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    command = " ".join(server_command(run, "::1", 8123, []))
+    command = " ".join(server_of(run, "::1", 8123, []).command)
     assert " --revision v1 --tokenizer-revision v1 --lora-target-modules " in command
     write_adapter(run / "adapter" / "vllm", ["gate_proj"])
     assert f" --lora-target-modules gate_proj --lora-modules mine={run}/adapter/vllm " in " ".join(
-        server_command(run, "::1", 8123, [])
+        server_of(run, "::1", 8123, []).command
     )
     whole = run_folder(tmp_path / "whole", "hub/name", mode="full")
     (whole / "model").mkdir()
-    command = " ".join(server_command(whole, "127.0.0.1", 8123, []))
+    command = " ".join(server_of(whole, "127.0.0.1", 8123, []).command)
     assert f" --model {whole}/model --served-model-name whole " in command
     assert "lora" not in command
 
 
+def with_advice(tiny_path: str, folder: Path, **advice: object) -> str:
+    """The model, whose generation_config.json has advice of its own."""
+    model = shutil.copytree(tiny_path, folder)
+    own = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(own | advice))
+    return str(model)
+
+
+def test_requests_are_sampled_as_the_training_was_and_not_as_the_base_advises(tiny_path: str, tmp_path: Path) -> None:
+    model = with_advice(
+        tiny_path, tmp_path / "base", repetition_penalty=1.6, temperature=0.3, max_new_tokens=5, top_k=3
+    )
+    run = run_folder(tmp_path / "mine", model, {"temperature": 0.8, "stop": ["</answer>", "<|endoftext|>"]})
+    write_adapter(run / "adapter", ["q_proj"])
+    server = server_of(run, "127.0.0.1", 1, ["--generation-config", "auto"])
+    assert server.command[-2:] == ["--generation-config", "auto"]  # the user's own counts, being last
+    assert server.command[server.command.index("--generation-config") + 1] == str(run)
+    written = json.loads((run / "generation_config.json").read_text())
+    assert {name: written[name] for name in ("temperature", "top_p", "top_k", "do_sample")} == {
+        "temperature": 0.8, "top_p": 1.0, "top_k": 0, "do_sample": True
+    }  # fmt: skip
+    assert written["eos_token_id"] == [258, 256]
+    assert not {"repetition_penalty", "max_new_tokens"} & set(written)
+    assert server.command[server.command.index("--middleware") + 1] == "learner.tools.served_stops.TrainingStops"
+    assert json.loads(server.environment["GLEANER_STOP"]) == ["</answer>"]
+    assert server.notes[0].startswith("sampled as in training unless a request says otherwise: temperature 0.8, no")
+    plain = run_folder(tmp_path / "plain", model)
+    write_adapter(plain / "adapter", ["q_proj"])
+    (plain / "generation_config.json").mkdir()  # as one that this user may not write
+    elsewhere = server_of(plain, "127.0.0.1", 1, [])
+    folder = Path(elsewhere.command[elsewhere.command.index("--generation-config") + 1])
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 1.0
+    assert ("--middleware" in elsewhere.command, elsewhere.environment) == (False, {})
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "given"),
+    [
+        ("/v1/completions", {"prompt": "a"}, {"stop": ["</a>"], "include_stop_str_in_output": True}),
+        ("/v1/chat/completions", {"stop": []}, {"stop": ["</a>"], "include_stop_str_in_output": True}),
+        ("/v1/chat/completions", {"stop": "x", "n": 2}, {}),
+        ("/v1/completions", {"include_stop_str_in_output": False}, {"stop": ["</a>"]}),
+        ("/v1/messages", {"stop_sequences": None}, {"stop_sequences": ["</a>"]}),
+        ("/v1/models", {"prompt": "a"}, {}),
+    ],
+)
+async def test_requests_without_stop_strings_get_those_of_the_training(
+    path: str, asked: dict[str, object], given: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLEANER_STOP", '["</a>"]')
+
+    async def echo(request: Request) -> Response:
+        return Response(await request.body(), headers={"length": request.headers["content-length"]})
+
+    app = TrainingStops(Starlette(routes=[Route(path, echo, methods=["POST"])]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        answer = await client.post(path, json=asked)
+        assert answer.json() == asked | given
+        assert int(answer.headers["length"]) == len(answer.content)
+        bad = await client.post(path, content=b"{no json")
+        assert bad.content == b"{no json"
+
+
+def ending_of(model: str, adapter: str) -> str:
+    """A letter of what the adapter says greedily to 5, 6, 7, neither its first nor its last."""
+    lm: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="float32"), adapter)
+    said = lm.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    text = str(AutoTokenizer.from_pretrained(model).decode(said[0, 3:], skip_special_tokens=True))
+    return next(letter for letter in text[4:] if letter.isascii() and letter.isprintable())
+
+
 def test_a_client_is_answered_by_the_adapter(tiny_path: str, adapter_path: str, tmp_path: Path) -> None:
     """Greedy tokens of the base and of the adapter differ, and the server has both. The base is asked first: then no
-    LoRA layer has asked Linux for AMX."""
-    run = run_folder(tmp_path / "mine", tiny_path)
+    LoRA layer has asked Linux for AMX. A penalty that the base advises is none of the training's, and its stop strings
+    end what asks for no others."""
+    model = with_advice(tiny_path, tmp_path / "base", repetition_penalty=1.6)
+    end = ending_of(tiny_path, adapter_path)
+    run = run_folder(tmp_path / "mine", model, {"stop": [end, "never a", "never b", "never c", "never d"]})
     shutil.copytree(adapter_path, run / "adapter")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,12 +201,23 @@ def test_a_client_is_answered_by_the_adapter(tiny_path: str, adapter_path: str, 
                     break
                 except openai.APIConnectionError:
                     time.sleep(0.2)
-            assert names == {"mine", tiny_path}
+            assert names == {"mine", model}
             ask = client.completions.create
             base, learned = (
                 ask(model=name, prompt=[5, 6, 7], max_tokens=8, temperature=0).choices[0].text
-                for name in (tiny_path, "mine")
+                for name in (model, "mine")
             )
             assert learned != base
+            plain, penal = (
+                ask(
+                    model="mine", prompt=[5, 6, 7], max_tokens=24, temperature=0, stop=["never"],
+                    extra_body={"repetition_penalty": penalty},
+                ).choices[0].text
+                for penalty in (1.0, 1.6)
+            )  # fmt: skip
+            none = ask(model="mine", prompt=[5, 6, 7], max_tokens=24, temperature=0, stop=["never"]).choices[0].text
+            assert (none == plain, none == penal) == (True, False)
+            ended = ask(model="mine", prompt=[5, 6, 7], max_tokens=24, temperature=0).choices[0]
+            assert (ended.finish_reason, ended.text) == ("stop", plain[: plain.index(end) + 1])
         finally:
             server.terminate()

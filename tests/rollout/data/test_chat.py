@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from examples.random_model import CHAT_TEMPLATE, EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat, ChatError
@@ -72,6 +76,183 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -
     assert chat.stop_ids == (EOS_IDS[0], EOS_IDS[1], 7)
     (tmp_path / "generation_config.json").unlink()
     assert Chat.load(str(tmp_path)).stop_ids == (EOS_IDS[0],)
+
+
+def ends_prompts_with(token: str, tokenizer: Any) -> Any:
+    """As a tokenizer with add_eos_token writes it: behind every text that it is given."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {token}", special_tokens=[(token, tokenizer.convert_tokens_to_ids(token))]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("text", ["1 + 1 =", "Q: a<|im_end|>b\n\nA:", "ends in space "])
+def test_no_plain_prompt_ends_with_a_stop_token_that_the_tokenizer_appends(token: str, text: str) -> None:
+    plain = without_template().encode(text)
+    chat = chat_of(ends_prompts_with(token, without_template()))
+    assert chat.tokenizer.encode(text)[-1] in EOS_IDS
+    assert chat.render([{"role": "user", "content": text}]) == (text, tuple(plain))
+    assert chat.notes(()) == (f"data: the tokenizer ends prompts with the stop token {token!r}, which is left out",)
+    with pytest.raises(ChatError, match=r"^data: a prompt must not end with a stop token, .* one ends with '<\|im_end"):
+        chat.render([{"role": "user", "content": f"{text}<|im_end|>\n"[:-1]}])
+
+
+def test_nor_with_a_special_token_of_rollout_stop() -> None:
+    tokenizer = without_template()
+    tokenizer.add_tokens([AddedToken("<|sep|>", special=True)])
+    chat = Chat(ends_prompts_with("<|sep|>", tokenizer), EOS_IDS, VOCAB_SIZE + 20, stop=["<|sep|>", "\n"])
+    assert chat.tokenizer.decode(chat.render([{"role": "user", "content": "1 + 1 ="}])[1]) == "1 + 1 ="
+    other = Chat(chat.tokenizer, EOS_IDS, VOCAB_SIZE + 20)
+    assert other.tokenizer.decode(other.render([{"role": "user", "content": "1 + 1 ="}])[1]) == "1 + 1 =<|sep|>"
+
+
+OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("end", ["{{ eos_token }}", "<|im_end|><|endoftext|>"])
+@pytest.mark.parametrize("template", [TURNS + OPENING, "{% for m in messages %}[{{ m.content }}] {% endfor %}"])
+def test_nor_one_that_a_template_puts_behind_the_opening_of_the_answer(template: str, end: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template + end
+    without = make_tokenizer()
+    without.chat_template = template
+    chat = chat_of(tokenizer)
+    assert chat.render(CONVERSATION)[1] == chat_of(without).render(CONVERSATION)[1]
+    assert any(
+        note.startswith("data: the chat template ends prompts with the stop token '<|") for note in chat.notes(())
+    )
+    if OPENING in template:
+        assert chat.observe([CONVERSATION[1]], None) == chat_of(without).observe([CONVERSATION[1]], None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",  # DialoGPT's
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}",
+    ],
+)
+def test_a_template_whose_prompts_end_with_the_users_own_end_is_refused(template: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(
+        ChatError, match=r"^model.path: the chat template must open the assistant's turn, .* '<\|im_end"
+    ):
+        chat_of(tokenizer).render(CONVERSATION)
+
+
+def chat_with(template: str, stops: Sequence[str], added: Sequence[str], special: bool = True) -> Chat:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_tokens([AddedToken(token, special=special) for token in added])
+    return Chat(tokenizer, tokenizer.convert_tokens_to_ids(list(stops)), VOCAB_SIZE + 20)
+
+
+LLAMA3 = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+TULU = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CHATML_AND_END = TURNS + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}" + OPENING
+TWO = TURNS.replace("<|im_end|>", "</said><|over|>") + OPENING
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "added", "taken"),
+    [
+        (CHAT_TEMPLATE, ["<|endoftext|>"], [], "<|im_end|>"),
+        (CHATML_AND_END, ["<|endoftext|>"], [], "<|im_end|>"),
+        (CHAT_TEMPLATE, ["<|im_end|>"], [], None),
+        (LLAMA3, ["<|endoftext|>"], ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"),
+        (GEMMA, ["<|endoftext|>"], ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
+        (MISTRAL, ["</s>"], ["[INST]", "[/INST]", "</s>"], None),
+        (MISTRAL, ["<|endoftext|>"], ["[INST]", "[/INST]", "</s>"], "</s>"),
+        (GLM, ["<|endoftext|>"], ["<|user|>", "<|assistant|>"], "<|user|>"),
+        (GLM, ["<|endoftext|>", "<|user|>"], ["<|user|>", "<|assistant|>"], None),
+        (HARMONY, ["<|return|>"], ["<|start|>", "<|message|>", "<|end|>", "<|return|>"], None),
+        (HARMONY, ["<|endoftext|>"], ["<|start|>", "<|message|>", "<|end|>", "<|return|>"], "<|return|>"),
+        (TULU, ["<|im_end|>"], ["<|user|>", "<|assistant|>"], None),
+        (
+            GLM.replace("{% if add_generation_prompt %}<|assistant|>{% endif %}", "<|assistant|>"),
+            ["<|endoftext|>"],
+            ["<|user|>", "<|assistant|>"],
+            "<|user|>",
+        ),
+        (TURNS, ["<|endoftext|>"], [], "<|im_end|>"),
+        (TWO, ["<|endoftext|>"], ["<|over|>"], "<|over|>"),
+        (TWO, ["<|endoftext|>"], ["</said>", "<|over|>"], "</said>"),
+    ],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_the_token_that_a_template_ends_turns_with_is_a_stop_token(
+    template: str, stops: list[str], added: list[str], taken: str | None, special: bool
+) -> None:
+    chat = chat_with(template, stops, added, special)
+    named = [chat.decode([one], special=True) for one in chat.stop_ids]
+    assert named == [*stops, *([taken] if taken else [])]
+    assert chat.stops(())[0] == chat.stop_ids
+    told = f"model.path: the chat template ends turns with {taken!r}, which is no end token of the model: it is taken"
+    assert [note.startswith(told) for note in chat.notes(())] == [True] * (taken is not None)
+    if taken:  # also one that the tokenizer does not call special is none of the text that reward functions read
+        said = [*chat.tokenizer.encode("It is 4.", add_special_tokens=False), chat.stop_ids[-1]]
+        assert (chat.decode(said), chat.decode(said, special=True)) == ("It is 4.", f"It is 4.{taken}")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "named"),
+    [
+        ("{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}Assistant: ",
+         "\nUser:", '["\\nUser:"]'),
+        ("{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n###\n\n{% endfor %}### assistant:\n",
+         "\n\n###\n\n###", '["\\n\\n###\\n\\n###"]'),
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content }} [/{{ m.role }}]{% endfor %}[assistant]",
+         "[/assistant", '["[/assistant"]'),
+        (CHAT_TEMPLATE.replace("im_end", "done"), "<|done|>", '["<|done|>"]'),  # no token of the tokenizer
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "", "what ends an answer"),
+    ],
+)  # fmt: skip
+def test_where_no_token_ends_a_turn_the_setting_that_does_is_told(template: str, text: str, named: str) -> None:
+    chat = chat_with(template, ["<|endoftext|>"], ["\n\n", "  "], special=False)  # as Gemma's and Pythia's tokenizers
+    (told,) = chat.notes(())
+    assert told.startswith("rollout.stop: the chat template ")
+    assert repr(text) in told or not text
+    assert told.endswith(f"set rollout.stop to {named}")
+    assert chat.notes(["</answer>"]) == ()  # the user has named one
+    assert [chat.decode([one], special=True) for one in chat.stop_ids] == ["<|endoftext|>"]
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('alternate') }}", "{{ messages[0].content }}"])
+def test_a_template_that_takes_no_answer_says_nothing_of_its_end(template: str) -> None:
+    assert chat_with(template, ["<|endoftext|>"], []).notes(()) == ()
+
+
+def test_a_template_that_only_an_answer_lets_run_for_ever_is_killed() -> None:
+    tokenizer, ever = make_tokenizer(), "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    tokenizer.chat_template = f"{{% if messages|length > 1 %}}{ever}{{% endif %}}a"
+    with pytest.raises(ChatError, match="the model's chat template did not come to an end within 0.2 s"):
+        chat_of(tokenizer).try_template(0.2, ["user"])
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -170,3 +351,31 @@ def test_end_tokens_of_config_count_where_generation_config_is_missing(tmp_path:
     never = [VOCAB_SIZE, -1]  # -1: how some files say that there is none
     save_model(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": [7, *never]})
     assert Chat.load(str(tmp_path)).stop_ids == (EOS_IDS[0], 7)
+
+
+@pytest.mark.parametrize(
+    ("template", "prefilled"),
+    [
+        (TURNS + OPENING[:-11] + "<think>\n{% endif %}", "<think>\n"),
+        (TURNS + OPENING + "<reasoning>", "<reasoning>"),
+        (TURNS + OPENING[:-11] + "<think>\n\n</think>\n\n{% endif %}", ""),
+        (TURNS + OPENING, ""),
+        (None, "<answer> "),
+    ],
+)
+@pytest.mark.parametrize("added", [["<think>", "<reasoning>"], []])
+def test_the_tag_that_prompts_end_in_is_known(template: str | None, prefilled: str, added: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(added)
+    chat = Chat(tokenizer, EOS_IDS, VOCAB_SIZE + 20)
+    _, ids = chat.render([{"role": "user", "content": "1 + 1 = <answer> "}])
+    assert chat.prefilled(ids) == prefilled
+
+
+def test_a_tokenizer_that_names_no_added_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MistralCommonBackend, which transformers takes where there is a tekken.json alone; to load it takes 20 s."""
+    monkeypatch.setattr("rollout.data.chat.load_tokenizer", lambda path: SimpleNamespace(eos_token_id=2))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "vocab_size": 131072}))
+    with pytest.raises(ChatError, match=r"^model.path: the tokenizer of .* SimpleNamespace, .* a tokenizer.json$"):
+        Chat.load(str(tmp_path))

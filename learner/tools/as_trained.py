@@ -1,0 +1,54 @@
+"""How a run's completions were sampled, for those who serve or export what it learned.
+
+A base's generation_config.json is another's advice: a penalty or a temperature in it changes what the policy says,
+greedily as well, and knows nothing of the stop tokens of the run.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.files import writing
+from learner.config import RunConfig
+from rollout.architecture import text_of
+from rollout.data.chat import Chat, ChatError
+from rollout.data.model_files import read_json
+from rollout.data.observation import USER
+
+GENERATION = "generation_config.json"
+OF_TOKENS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # what is kept of the base's
+
+
+@dataclass(frozen=True, slots=True)
+class AsTrained:
+    """generation: content of a generation_config.json, as transformers and vLLM read it. stop: strings that ended
+    completions, which have no place in it: transformers' generate refuses a file that has some. of_prompts: what was
+    left out of prompts, in sentences."""
+
+    generation: dict[str, Any]
+    stop: tuple[str, ...]
+    of_prompts: tuple[str, ...]
+
+    def write(self, folder: Path) -> None:
+        """Into that folder, in the place of a file or link of that name. Raises OSError, with the path in it."""
+        partial = folder / f".{GENERATION}.partial"
+        with writing(folder / GENERATION):
+            partial.write_text(json.dumps(self.generation, indent=2) + "\n")
+            os.replace(partial, folder / GENERATION)
+
+
+def as_trained(config: RunConfig, path: str) -> AsTrained:
+    """path: of the base, or of the whole model that was learned. Raises ChatError: it cannot be read."""
+    chat = Chat.load(path, config.data.chat_template_kwargs, config.rollout.stop)
+    ids, strings = chat.stops(config.rollout.stop)
+    with suppress(ChatError):  # asked for what is told of prompts alone
+        chat.render([USER])
+    own: Mapping[str, Any] = read_json(path, GENERATION) or text_of(chat.config)
+    kept = {name: own[name] for name in OF_TOKENS if own.get(name) is not None}
+    # As rollout.types.Sampling: from the whole distribution, which transformers cuts at 50 tokens unless told.
+    sampling = {"do_sample": True, "temperature": config.rollout.temperature, "top_p": 1.0, "top_k": 0}
+    return AsTrained(kept | {"eos_token_id": list(ids)} | sampling, strings, chat.left_out())
