@@ -20,8 +20,8 @@ from learner.driver.findings import PreflightError
 from learner.driver.trials import Trial
 from learner.main import main
 from learner.model.model_trial import wrong_with
-from learner.model.weight_files import WeightsError, adapter_weights, model_weights
 from rollout.data import hub
+from rollout.data.weight_files import WeightsError, adapter_weights, model_weights
 
 
 @pytest.fixture(scope="module")
