@@ -56,7 +56,6 @@ def check_scored_adapters(config: RunConfig) -> None:
     sizes = sizes_of(read_json(config.model.source, CONFIG)) if named else None
     for key, folder in named:
         content = read_scored(folder, key)
-        check_adapter(folder, key, content, sizes)
         base = content.get("base_model_name_or_path")
         if base and not same_base(str(base), config.model.path):
             raise AdapterError(
@@ -64,3 +63,4 @@ def check_scored_adapters(config: RunConfig) -> None:
                 "another base its scores mean nothing; train it on this one, or write model.path there if it is the "
                 "same"
             )
+        check_adapter(folder, key, content, sizes)

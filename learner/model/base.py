@@ -77,6 +77,8 @@ def load_base(
 def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
     """As transformers loads it. Raises WeightsError: it has made up weights that the files lack, or left out others."""
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    if "quantization_config" in options:  # of whose shapes transformers says nothing
+        check_fit(model.source, key)
     try:
         with without_table():
             lm, report = auto.from_pretrained(
@@ -87,6 +89,7 @@ def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
         check_fit(model.source, key)
         raise
     if wrong := loading_misfits(model.source, key, report, None):
+        check_fit(model.source, key)  # which knows the names in the files, where these are put together
         raise WeightsError("\n".join(wrong))
     head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
     tied = options["config"].get_text_config().tie_word_embeddings and head is not None

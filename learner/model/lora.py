@@ -1,5 +1,6 @@
 """LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,9 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
         content = read_adapter(model.adapter, "model.adapter")
         check_same(lora, content, model.adapter, LoraConfig.model_fields)
         check_targets(lm, lora.targets, content["target_modules"], model.adapter)
-        wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # told by Policy.load
+            wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
     else:
         wrapped = _fresh(lm, lora, seed)
     reference = model.reference or model.adapter

@@ -16,6 +16,7 @@ from learner.tools.pairs import EVAL, Pair, PairsError, read_pairs
 from rollout.data import hub
 from rollout.data.chat import Chat, ChatError
 from rollout.data.files import ProblemsError
+from rollout.data.weight_files import WeightsError
 from rollout.data.weight_names import check_model
 
 if TYPE_CHECKING:  # torch: slow to import, and a mistake in the pairs is told without it
@@ -58,7 +59,8 @@ def run(asked: Asked) -> int:
     except (PairsError, ProblemsError, ChatError, ValueError, OSError, FloatingPointError) as error:
         if made and asked.out.is_dir() and not any(asked.out.iterdir()):
             asked.out.rmdir()
-        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
+        told = str(error).splitlines() if isinstance(error, WeightsError) else [" ".join(str(error).split())]
+        print("\n".join(f"error: {line}" for line in told), file=sys.stderr)
         return 2
     return 0
 

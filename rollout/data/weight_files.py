@@ -38,6 +38,8 @@ class WeightsError(ValueError):
     """Weights that are missing, not whole, or not those of the model; one line that says which, what is wrong, and what
     to do."""
 
+    says_all = True  # of a process that cannot start: see cluster.actor.StartFailed
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -288,8 +288,9 @@ def sentences(
         name = min(shapes, key=_in_order)
         wanted, got = shapes[name]
         found.append(
-            f"{key}: {path} holds {counted(shapes)} in another shape than its config.json says, first {name}: must be "
-            f"{list(wanted)}, got {list(got)}; give weights and config.json of one model"
+            f"{key}: {counted(shapes)} of {path} {'have' if len(shapes) > 1 else 'has'} not the shape of its "
+            f"config.json, first {name}: must be {list(wanted)}, got {list(got)}; give weights and config.json of one "
+            "model"
         )
     return found
 
