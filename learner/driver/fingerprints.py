@@ -77,8 +77,9 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     digest, count = hashlib.sha256(), 0
+    written = json.JSONEncoder(sort_keys=True, default=_plain).encode  # json.dumps makes one anew for each row
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+        digest.update(written(row).encode() + b"\n")
         count += 1
     return {"number of rows": str(count), "rows": digest.hexdigest()}
 

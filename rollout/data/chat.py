@@ -113,6 +113,10 @@ class Chat:
             ) from error
         return prompt, self._known(ids)
 
+    def count(self, text: str) -> int:
+        """Tokens of a piece of text by itself."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
     def observe(
         self, messages: Messages, closed_by: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
