@@ -52,12 +52,13 @@ class ActorDied(RuntimeError):
 class StartFailed(ActorDied):
     """The constructor raised; the text is the actor's name and the exception's own sentence.
 
-    wrong_input: it refused what it was given, so that another try will end alike.
+    wrong_input: it refused what it was given, so that another try will end alike. says_all: the sentence is one for the
+    user, to which a traceback would add nothing; the text is then that sentence alone.
     """
 
-    def __init__(self, text: str, reason: str, wrong_input: bool) -> None:
+    def __init__(self, text: str, reason: str, wrong_input: bool, *, says_all: bool = False) -> None:
         super().__init__(text, reason)
-        self.wrong_input = wrong_input
+        self.wrong_input, self.says_all = wrong_input, says_all
 
 
 class DeadlineExceeded(RuntimeError):

@@ -57,7 +57,7 @@ class Started(NamedTuple):
     address: str  # of its node
     error: str | None = None  # of the constructor, on one line
     wrong_input: bool = False
-    story: str = ""  # its traceback
+    story: str = ""  # its traceback; none of an exception that has an attribute `says_all`
 
 
 class Host:
@@ -71,7 +71,10 @@ class Host:
             with uncollected():
                 self._object = factory(*args)
         except Exception as error:  # told by started(), since of a constructor Ray says only that the process died
-            said = in_one_line(error), _is_of_input(error), traceback.format_exc()
+            if getattr(error, "says_all", False):
+                said = " ".join(str(error).split()), True, ""
+            else:
+                said = in_one_line(error), _is_of_input(error), traceback.format_exc()
             self._started = Started(os.getpid(), _address(), *said)
         else:
             self._started = Started(os.getpid(), _address())
@@ -183,6 +186,8 @@ class Remote(Called[S_co]):
         """Waits for the constructor; StartFailed if it raised."""
         started: Started = await self._await(self._handle.started.remote(), "start", deadline_s)
         self.pid, self.address = started.pid, started.address
+        if started.error is not None and not started.story:
+            raise StartFailed(started.error, started.error, started.wrong_input, says_all=True)
         if started.error is not None:
             failed = StartFailed(f"{self.name}: {started.error}", started.error, started.wrong_input)
             failed.add_note(f"In the process of {self.name} (pid {started.pid}):\n{started.story}")

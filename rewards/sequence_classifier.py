@@ -15,6 +15,8 @@ from rewards.base import RewardError
 from rewards.environment import DEVICE
 from rewards.text import text_of
 
+OTHER_HEADS = ("lm_head.", "cls.")  # beside the classifier's, of the language model that it was made from
+
 
 class _Classifier(NamedTuple):
     tokenizer: Any
@@ -85,17 +87,16 @@ def _load(model: str) -> _Classifier:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         found = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype="auto", trust_remote_code=False, output_loading_info=True
+            model, dtype="auto", trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RewardError(f"args.model: {model} is no sequence-classification model ({reason}); give another") from None
     classifier, report = found
-    if report["missing_keys"]:
-        names = ", ".join(sorted(report["missing_keys"])[:3])
+    if wrong := _wrong_with(classifier, report):
         raise RewardError(
-            f"args.model: {model} lacks weights ({names}), so its scores would be random; give a model that was "
-            "trained as a sequence classifier"
+            f"args.model: {model} {wrong}; give a model that was trained as a sequence classifier, with its own "
+            "config.json"
         )
     device = os.environ.get(DEVICE)
     if device is None:
@@ -108,6 +109,24 @@ def _load(model: str) -> _Classifier:
             f"args.model: {model} cannot be put on the card of its process ({reason}); lower rollout.reward_workers, "
             "or set cluster.rewards.gpus=0"
         ) from None
+
+
+def _wrong_with(classifier: Any, report: Mapping[str, Any]) -> str:
+    """Which of a model's weights are made up, left out or no numbers, as part of a sentence; "" if none is. report: of
+    transformers, about what it loaded."""
+    import torch
+
+    strange = [name for name in report["unexpected_keys"] if not name.startswith(OTHER_HEADS)]
+    shapes = [name for name, *_ in report["mismatched_keys"]]
+    ends = {name: torch.stack(torch.aminmax(weight.detach())) for name, weight in classifier.named_parameters()}
+    numbers = [name for name, both in ends.items() if not bool(torch.isfinite(both).all())]
+    said = {
+        "lacks weights ({}), so its scores would be random": report["missing_keys"],
+        "has weights that the model of its config.json has no place for ({})": strange,
+        "has weights in another shape than its config.json says ({}), so its scores would be random": shapes,
+        "has weights that are not finite numbers ({})": numbers,
+    }
+    return next((text.format(", ".join(sorted(names)[:3])) for text, names in said.items() if names), "")
 
 
 def _encoded(tokenizer: Any, prompt: Any, completion: Any) -> Mapping[str, list[int]]:

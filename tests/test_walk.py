@@ -21,7 +21,8 @@ from learner.driver.fake_trainer import FakeTrainer
 from learner.driver.local_run import local_run
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
-from rollout.data.problems import Item, load
+from rollout.data.problems import load
+from rollout.data.stock import Item
 from rollout.engine import EngineSettings
 from rollout.fake_engine import FakeEngine
 from rollout.schema import Problem

@@ -58,7 +58,7 @@ def tell(error: BaseException, again: str = GOES_ON) -> tuple[str, int]:
     """All that is printed, with the traceback where it may say more, and the exit code: 2 if a process refused what the
     configuration gave it, else 1. again: as of `sentence_of`."""
     told = isinstance(error, RunEnded | LearnerLost | ClusterLost | WriteFailed | FolderGone)
-    told |= _is_of_a_full_disk(error)
+    told = told or _is_of_a_full_disk(error) or (isinstance(error, StartFailed) and error.says_all)
     story = "" if told else "".join(traceback.format_exception(error))
     wrong_input = isinstance(error, StartFailed) and error.wrong_input
     return f"{story}error: {sentence_of(error, again)}", 2 if wrong_input else 1

@@ -9,9 +9,10 @@ import datetime
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from cluster.files import digest_of
@@ -76,8 +77,9 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     digest, count = hashlib.sha256(), 0
+    written = json.JSONEncoder(sort_keys=True, default=_plain).encode  # json.dumps makes one anew for each row
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+        digest.update(written(row).encode() + b"\n")
         count += 1
     return {"number of rows": str(count), "rows": digest.hexdigest()}
 
@@ -160,9 +162,19 @@ def _digests(folder: Path) -> dict[str, str]:
     return {file.name: str(digest_of(file)["sha256"]) if whole else _sampled(file) for file in files}
 
 
-def weights_of(folder: Path) -> dict[str, str]:
+def same_base(one: str, other: str) -> bool | None:
+    """Whether two names are of one model: by the weights where both are folders here, else by name, where a folder of
+    the hub's cache is called as its model. None: the names differ, which says nothing for sure."""
+    here, there = folders = [Path(path).expanduser() for path in (one, other)]
+    if all(folder.is_dir() for folder in folders):
+        return here.samefile(there) or _weights(here) == _weights(there)
+    names = [re.sub(r".*/models--(.+)/snapshots/.*", r"\1", path).replace("--", "/") for path in (one, other)]
+    return True if PurePath(names[0]).name == PurePath(names[1]).name else None
+
+
+def _weights(folder: Path) -> dict[str, str]:
     """File of weights -> its digest."""
-    return {name: digest for name, digest in _digests(folder.expanduser()).items() if name.endswith(".safetensors")}
+    return {name: digest for name, digest in _digests(folder).items() if name.endswith(".safetensors")}
 
 
 def _sampled(file: Path) -> str:

@@ -16,10 +16,10 @@ from learner.config import RunConfig, roles
 from learner.driver.cards import Cards, wanted
 from learner.driver.memory_budget import Budgets
 from learner.driver.plan_request import layouts, stored_bytes, wish_of
-from learner.model.weight_files import WeightsError, model_weights
 from rewards.config import classifier_of
 from rollout.architecture import text_of
 from rollout.data.model_files import read_json
+from rollout.data.weight_files import WeightsError, model_weights
 
 # Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}

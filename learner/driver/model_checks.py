@@ -1,13 +1,19 @@
 """What a start checks of the model: tokenizer and chat template, architecture, the files of base and adapters."""
 
+from pathlib import Path
+
 from learner.config import RunConfig
 from learner.config.learner import LoraConfig
 from learner.driver.findings import Findings, PreflightError
-from learner.model.adapter_config import follow, read_adapter
+from learner.driver.fingerprints import same_base
+from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content
 from learner.model.reference_config import check_reference
-from learner.model.weight_files import WeightsError, adapter_weights, model_weights
 from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
+from rollout.data.chat_error import ChatError
+from rollout.data.model_files import CONFIG, read_json
+from rollout.data.weight_files import WeightsError
+from rollout.data.weight_names import check_adapter, check_model, sizes_of
 
 TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
@@ -36,17 +42,23 @@ def _check_context(config: RunConfig, context: int | None) -> None:
 
 
 def check_weights(config: RunConfig, *, adapters: bool) -> None:
-    """Whether the files of base and adapters are whole. A hub model is looked for in the cache alone."""
-    found = Findings((WeightsError,))
-    found.of(model_weights, config.model.source)
-    reference, in_shards = config.model.reference, config.memory.base == "sharded"
-    if reference is not None and config.learner.mode == "full" and in_shards:  # read in parts, as the base
-        found.of(model_weights, reference, "model.reference")
+    """Whether the files of base and adapters are whole and hold what they must, of finite numbers. A hub model is
+    looked for in the cache alone."""
+    found, model = Findings((WeightsError, ChatError)), config.model
+    found.of(check_model, model.source)
+    if model.reference is not None and config.learner.mode == "full":
+        found.of(check_model, model.reference, "model.reference")
     if adapters and config.learner.mode == "lora":
-        for key, folder in (("model.adapter", config.model.adapter), ("model.reference", config.model.reference)):
+        for key, folder in (("model.adapter", model.adapter), ("model.reference", model.reference)):
             if folder is not None:
-                found.of(adapter_weights, folder, key)
+                found.of(check_lora, folder, key, model.source)
     found.finish()
+
+
+def check_lora(folder: str, key: str, base: str) -> None:
+    """Whether the file of a plain LoRA adapter is whole, and of the layers of this base. Raises AdapterError,
+    WeightsError."""
+    check_adapter(folder, key, read_adapter(folder, key), sizes_of(read_json(base, CONFIG)))
 
 
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -62,3 +74,36 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
     return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
+
+
+def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple[str, ...]:
+    """Lines about an adapter that may be of another base, or was trained with another chat template. Raises
+    AdapterError: its base is here, and is another one."""
+    if folder is None:
+        return ()
+    notes, base = [], str(read_content(folder, key).get("base_model_name_or_path") or model)
+    if (same := same_base(base, model)) is False:
+        raise AdapterError(
+            f"{key}: base_model_name_or_path of {folder} is {base}, whose weights are not those of model.path, {model} "
+            "(it would make another policy of it); give one of this base, or write model.path there if it is meant"
+        )
+    if same is None:
+        notes.append(
+            f"{key}: {folder} was trained on {base} (base_model_name_or_path of its adapter_config.json), and "
+            f"model.path is {model}: if that is another base, it makes another policy of it"
+        )
+    own = _template_in(Path(folder).expanduser())
+    if own is not None and own != str(chat.tokenizer.chat_template or "").strip():
+        notes.append(
+            f"{key}: {folder} has a chat template of its own, which is not that of {model}, and prompts are written "
+            "with the latter; put its chat_template.jinja into the model's folder if the adapter was trained with it"
+        )
+    return tuple(notes)
+
+
+def _template_in(folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    found = file.read_text(encoding="utf-8") if file.is_file() else None
+    if found is None:
+        found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+    return found.strip() if isinstance(found, str) else None

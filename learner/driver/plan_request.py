@@ -10,9 +10,9 @@ from cluster.memory.weight_push import pushed_bytes
 from cluster.placement import pack
 from learner.config import RunConfig, generator_roles, roles
 from learner.model.adapter_config import AdapterError, read_scored
-from learner.model.weight_files import WeightsError
 from rewards.config import adapters_of
 from rollout.config import DEFAULT_SEQUENCES
+from rollout.data.weight_files import WeightsError
 
 MOST_SEQUENCES = 256  # decoded at once; vLLM captures CUDA graphs of up to twice as many tokens, at most 512
 

@@ -26,7 +26,7 @@ from learner.driver.machine_checks import (
     machine_notes,
 )
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
-from learner.driver.model_checks import check_weights, follow_adapter, load_chat
+from learner.driver.model_checks import adapter_notes, check_weights, follow_adapter, load_chat
 from learner.driver.prompt_check import check_data_prompts
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
@@ -36,13 +36,13 @@ from learner.driver.step_record import read_policies
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError
 from learner.model.reference_config import ReferenceConfigError
-from learner.model.weight_files import WeightsError
 from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
 from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.problems import Problems, ProblemsError, fitting, load
+from rollout.data.weight_files import WeightsError
 from rollout.schema import Problem
 
 PROBLEMS = (
@@ -142,6 +142,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(check_weights, config, adapters=followed is not None)
     if chat is not None:
         found.of(check_unquantised, chat.config, config.model.path)
+        notes += found.of(adapter_notes, config.model.adapter, "model.adapter", config.model.path, chat) or ()
     found.of(check_scored_adapters, config)
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)
@@ -268,3 +269,7 @@ class Untokenised:
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """The text instead of token ids: of no length that counts, and different for different prompts."""
         return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
+
+    def count(self, text: str) -> int:
+        """As little as the whole."""
+        return 0

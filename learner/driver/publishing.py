@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.files import digest_of, fsync, writing
 from learner.driver import checkpoint
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
-from learner.model.weight_files import WEIGHTS_FILE
+from rollout.data.weight_files import WEIGHTS_FILE
 
 ADAPTER = "adapter"  # folder of a run; a whole model is in MODEL
 TRAINER = "trainer"  # the learner's part of a checkpoint

@@ -5,20 +5,20 @@ What they say goes into the rows as if a worker had scored them, before these go
 them: all that is made of rewards knows nothing of reward models.
 """
 
-import re
 import time
 from collections.abc import Sequence
-from pathlib import Path, PurePath
 
 import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.fingerprints import weights_of
+from learner.driver.fingerprints import same_base
 from learner.model.adapter_config import AdapterError, read_scored
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of
+from rollout.data.model_files import CONFIG, read_json
+from rollout.data.weight_names import check_adapter, sizes_of
 from rollout.scored import with_part
 
 
@@ -48,26 +48,19 @@ class RewardModels:
 
 
 def check_scored_adapters(config: RunConfig) -> None:
-    """Reward models, and the one that a value starts from. Reads configurations and headers alone. Raises AdapterError
-    or WeightsError: one is not of the base, has no scalar head, or is damaged."""
+    """Reward models, and the one that a value starts from. Raises AdapterError or WeightsError: one is not of the base,
+    has no scalar head, or is damaged."""
     named = [(f"rewards: {model.name}", str(model.adapter)) for model in adapters_of(config.rewards)]
     if config.learner.value.start is not None:
         named.append(("learner.value.start", config.learner.value.start))
+    sizes = sizes_of(read_json(config.model.source, CONFIG)) if named else None
     for key, folder in named:
-        base = read_scored(folder, key).get("base_model_name_or_path")
-        if base and not _same_base(str(base), config.model.path):
+        content = read_scored(folder, key)
+        base = content.get("base_model_name_or_path")
+        if base and not same_base(str(base), config.model.path):
             raise AdapterError(
                 f"{key}: base_model_name_or_path of {folder} must be model.path, {config.model.path}, got {base}: on "
                 "another base its scores mean nothing; train it on this one, or write model.path there if it is the "
                 "same"
             )
-
-
-def _same_base(one: str, other: str) -> bool:
-    """By the weights where both are here, else by name alone: a folder of the hub's cache is called as its model."""
-    folders = [Path(path).expanduser() for path in (one, other)]
-    if all(folder.is_dir() for folder in folders):
-        here, there = folders
-        return here.samefile(there) or weights_of(here) == weights_of(there)
-    names = [re.sub(r".*/models--(.+)/snapshots/.*", r"\1", path).replace("--", "/") for path in (one, other)]
-    return PurePath(names[0]).name == PurePath(names[1]).name
+        check_adapter(folder, key, content, sizes)

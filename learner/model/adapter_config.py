@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from learner.config.learner import LoraConfig
-from learner.model.weight_files import WEIGHTS_FILE, header
 from rollout.data.hub import split
+from rollout.data.weight_files import WEIGHTS_FILE, header
+from rollout.data.weight_names import SCORE
 
 CONFIG_FILE = "adapter_config.json"
 PEFT_RANK = 8  # of a file that does not say it
-HEAD = "base_model.model.score.weight"  # [1, H], in the file of an adapter with a scalar head
+HEAD = SCORE
 VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
 MODEL = "model"  # folder of a whole model: in the learner's part of a checkpoint, and of a run
 

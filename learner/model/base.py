@@ -9,6 +9,7 @@ With memory.base: shared the learner computes with the generator's 4 bits, whose
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from learner.config import ModelConfig
 from learner.model.mapped_base import MappedBase
 from learner.model.meta_base import without_weights
 from rollout.architecture import ArchitectureError, check_architecture, check_unquantised
+from rollout.data.weight_files import EXPONENTS, WeightsError, all_finite, infinite
+from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
+
+LETTERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}  # of safetensors
 
 
 def load_base(
@@ -29,12 +34,16 @@ def load_base(
     mapped: MappedBase | None = None,
     sharded: bool = False,
     trained: bool = True,
+    key: str = "model.path",
 ) -> Any:
     """The frozen causal language model of model.path in model.dtype, without dropout; on the weights of `mapped`, which
     are the generator's, instead of those that are loaded; or in shards over the ranks of the process group, which are
     float32 where a whole model is to be `trained`.
 
-    Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole.
+    key: the setting that names it, for messages.
+
+    Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole. WeightsError: what
+    the files hold is not what the model wants, or no finite numbers.
     """
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
@@ -50,18 +59,60 @@ def load_base(
     if device.type == "meta":  # no weights: learner.tools.meta_run asks what a step of this model would need
         return without_weights(config, dtype, quantization).requires_grad_(False)
     if mapped is not None:
-        return mapped.model(config, dtype, quantization, **options).requires_grad_(False)
-    if sharded:
+        lm = mapped.model(config, dtype, quantization, **options)
+    elif sharded:
         from learner.model.sharded_base import sharded_base  # here: slow to import, and few runs use it
 
-        return sharded_base(model, config, device, trained=trained and not lora, **options)
-    if quantization is not None:
+        lm = sharded_base(model, config, device, trained=trained and not lora, key=key, **options)
+    elif quantization is not None:
         # Quantised weight by weight as the files are read: the whole model is never there in full.
         options |= {"quantization_config": quantization, "device_map": {"": device}}
-    lm: Any = AutoModelForCausalLM.from_pretrained(
-        model.path, revision=model.revision, config=config, dtype=dtype, trust_remote_code=False, **options
-    )
-    return (lm if quantization is not None else lm.to(device)).requires_grad_(False)
+        lm = _loaded(model, key, config=config, dtype=dtype, **options)
+    else:
+        lm = _loaded(model, key, config=config, dtype=dtype, **options).to(device)
+    check_finite(lm.named_parameters(), model.source, key)
+    return lm.requires_grad_(False)
+
+
+def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
+    """As transformers loads it. Raises WeightsError: it has made up weights that the files lack, or left out others."""
+    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    if "quantization_config" in options:  # of whose shapes transformers says nothing
+        check_fit(model.source, key)
+    try:
+        with without_table():
+            lm, report = auto.from_pretrained(
+                model.path, revision=model.revision, trust_remote_code=False,
+                output_loading_info=True, ignore_mismatched_sizes=True, **options,
+            )  # fmt: skip
+    except RuntimeError:  # of tensors that cannot be put together, of which it says no name
+        check_fit(model.source, key)
+        raise
+    if wrong := loading_misfits(model.source, key, report, None):
+        check_fit(model.source, key)  # which knows the names in the files, where these are put together
+        raise WeightsError("\n".join(wrong))
+    head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
+    tied = options["config"].get_text_config().tie_word_embeddings and head is not None
+    if tied and head.weight is not embedding.weight:  # which transformers says to nobody
+        raise WeightsError(two_heads(model.source, key))
+    return lm
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], path: str, key: str) -> None:
+    """Raises WeightsError, which names `key` and those weights of `path` that hold nan or inf."""
+    if wrong := [name for name, weight in weights if not _finite(weight.detach())]:
+        raise WeightsError(infinite(wrong, path, key))
+
+
+def _finite(weight: Any) -> bool:
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # of shards this rank's
+    if weight.dtype not in LETTERS:
+        return True
+    if weight.device.type == "cpu":  # torch takes sixty times as long for 16 bits there
+        width, exponent = EXPONENTS[LETTERS[weight.dtype]]
+        whole: torch.dtype = getattr(torch, f"int{8 * width}")
+        return all_finite(weight.contiguous().view(whole).numpy(), exponent)
+    return bool(torch.isfinite(weight).all())
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from learner.model.served_names import differ, served_config, served_weights
-from learner.model.weight_files import WEIGHTS_FILE
 from rollout.data.hub import split
+from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source, pack, write
 from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights_file import WeightsFile

@@ -1,17 +1,23 @@
 """LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.config import ModelConfig
 from learner.config.learner import LoraConfig
-from learner.model.adapter_config import check_same, read_adapter
+from learner.model.adapter_config import AdapterError, check_same, read_adapter
+from learner.model.base import check_finite
 from learner.model.lora_targets import check_targets, lora_targets
+from learner.model.masters import difference
+from rollout.data.weight_files import WEIGHTS_FILE
 
 POLICY, REFERENCE = "default", "reference"
 
@@ -26,7 +32,9 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
         content = read_adapter(model.adapter, "model.adapter")
         check_same(lora, content, model.adapter, LoraConfig.model_fields)
         check_targets(lm, lora.targets, content["target_modules"], model.adapter)
-        wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # told by Policy.load
+            wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
     else:
         wrapped = _fresh(lm, lora, seed)
     reference = model.reference or model.adapter
@@ -39,17 +47,24 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
     """Loads the adapter of a folder beside the policy's, frozen, in the base's type.
 
     Raises:
-        AdapterError: it is no plain LoRA adapter.
+        AdapterError: it is no plain LoRA adapter of this base.
+        WeightsError: it holds numbers that are not finite.
     """
-    read_adapter(folder, f"adapter {REFERENCE!r}")
+    what = f"adapter {REFERENCE!r}"
+    read_adapter(folder, what)
+    tensors = load_file(Path(folder) / WEIGHTS_FILE)
     modes = [(module, module.training) for module in wrapped.modules()]
     wrapped.load_adapter(folder, REFERENCE, is_trainable=False)
     for module, training in modes:  # PEFT calls eval() on everything; checkpointing and 4-bit layers hang on the flag
         module.training = training
-    for key, weight in wrapped.named_parameters():
-        if f".{REFERENCE}." in key:
-            weight.data = weight.data.to(dtype)
-            weight.requires_grad = False
+    own = {name: weight for name, weight in wrapped.named_parameters() if f".{REFERENCE}." in name}
+    named = {name.replace(f".{REFERENCE}.", "."): weight for name, weight in own.items()}
+    if odd := difference(named, tensors):  # which PEFT fills with fresh weights, or leaves out
+        raise AdapterError(f"{what}: {folder} must have the names and shapes of model.path, {odd}; give another")
+    check_finite(tensors.items(), folder, what)
+    for weight in own.values():
+        weight.data = weight.data.to(dtype)
+        weight.requires_grad = False
 
 
 @contextmanager

@@ -18,10 +18,9 @@ from learner.model.base import head_of, load_base
 from learner.model.logits import logits_of
 from learner.model.lora import POLICY, attach
 from learner.model.roles import without_head
-from learner.model.weight_files import Stored, WeightsError, adapter_weights, model_weights
 from rewards.config import adapters_of
-
-SHOWN = 3  # names in a message
+from rollout.data.weight_files import WeightsError, adapter_weights, model_weights
+from rollout.data.weight_names import adapter_misfits, transformers_misfits
 
 
 def wrong_with(config: RunConfig) -> list[str]:
@@ -34,10 +33,11 @@ def wrong_with(config: RunConfig) -> list[str]:
         logits_of(lm.config.get_text_config())
     except Exception as error:  # transformers', of a config.json that does not hold together
         return [_sentence(error, "model.path: ")]
-    found = list(_weights(lm, model.source))
-    if config.memory.base == "sharded":
+    found = _weights(lm, model.source)
+    reference = config.model.reference if config.learner.mode == "full" else None
+    found += [] if reference is None else _weights(lm, reference, "model.reference")
+    if config.memory.base == "sharded" and not found:
         found += _not_in_files(lm, model.source)
-        reference = config.model.reference if config.learner.mode == "full" else None
         found += [] if reference is None else _not_in_files(lm, reference)
     if config.learner.mode == "lora":
         try:
@@ -57,26 +57,13 @@ def wrong_with(config: RunConfig) -> list[str]:
     return found
 
 
-def _weights(lm: Any, path: str) -> Iterator[str]:
-    """Tensors of the model's own names whose shapes are not those of its files; what is stored otherwise (experts one
-    by one, say) is known to the loading code alone."""
+def _weights(lm: Any, path: str, key: str = "model.path") -> list[str]:
+    """Which tensors of the files are not those of the model, as transformers would read them."""
     try:
-        stored = model_weights(path)
+        stored = model_weights(path, key)
+        return [] if stored is None else transformers_misfits(path, key, stored, lm)
     except WeightsError:  # said by learner.driver.model_checks
-        return
-    if stored is None:
-        return
-    wanted = {name: tuple(tensor.shape) for name, tensor in lm.state_dict().items()}
-    wrong = [name for name, shape in wanted.items() if name in stored and stored[name].shape != shape]
-    if wrong:
-        name = wrong[0]
-        yield (
-            f"model.path: {len(wrong)} tensors of {path} have not the shape of its config.json, first {name}: must be "
-            f"{list(wanted[name])}, got {list(stored[name].shape)}; give weights and config.json of one model"
-        )
-    if not any(name in stored or f"model.{name}" in stored or name.removeprefix("model.") in stored for name in wanted):
-        names = ", ".join(sorted(stored)[:SHOWN])
-        yield f"model.path: none of the weights of {path} belongs to its config.json ({names}, ...); give another"
+        return []
 
 
 def _not_in_files(lm: Any, path: str) -> Iterator[str]:
@@ -111,23 +98,7 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
     }
     if HEAD in stored:
         wanted[HEAD] = (1, head_of(base, model.path).shape[1])
-    if sentence := _difference(wanted, stored, key, folder):
-        yield sentence
-
-
-def _difference(wanted: dict[str, tuple[int, ...]], stored: dict[str, Stored], key: str, folder: str) -> str:
-    missing, strange = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
-    for names, what in ((strange, "has weights that the model has no place for"), (missing, "lacks weights")):
-        if names:
-            return f"{key}: {folder} {what}: {len(names)}, first {names[0]}; give an adapter of this model"
-    wrong = [name for name, shape in wanted.items() if stored[name].shape != shape]
-    if wrong:
-        name = wrong[0]
-        return (
-            f"{key}: {len(wrong)} weights of {folder} have another shape than the model's, first {name}: must be "
-            f"{list(wanted[name])}, got {list(stored[name].shape)}; give an adapter of this model"
-        )
-    return ""
+    yield from adapter_misfits(wanted, stored, key, folder)
 
 
 def _sentence(error: Exception, key: str) -> str:

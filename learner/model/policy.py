@@ -32,7 +32,7 @@ from learner.model.activation_checkpointing import Policy as Checkpointing
 from learner.model.activation_checkpointing import apply as apply_checkpointing
 from learner.model.activation_checkpointing import offloaded
 from learner.model.adapter_config import base_of
-from learner.model.base import head_of, load_base, to_eval
+from learner.model.base import check_finite, head_of, load_base, to_eval
 from learner.model.fusion import fuse
 from learner.model.head import with_head
 from learner.model.head_check import check_head
@@ -45,7 +45,7 @@ from learner.model.masters import Masters
 from learner.model.reference import Reference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
 from learner.model.sharded_reference import ShardedReference
-from learner.model.weight_files import WEIGHTS_FILE
+from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source
 
 
@@ -105,7 +105,9 @@ class Policy:
             own = [(name.replace(f".{POLICY}.", "."), weight) for name, weight in own if f".{POLICY}." in name]
         self.trained = Masters(dict(own), getattr(torch, model.dtype), keep=keep_masters)
         if model.adapter is not None:
-            self.load(load_file(Path(model.adapter) / WEIGHTS_FILE))
+            tensors = load_file(Path(model.adapter) / WEIGHTS_FILE)
+            check_finite(tensors.items(), model.adapter, "model.adapter")
+            self.load(tensors)
         to_eval(self._peft)
         trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
         fuse(self._lm, trial, on_card=self.head.is_cuda)

@@ -103,7 +103,8 @@ class Reference:
 def _weights_of(folder: str, model: ModelConfig) -> Mapping[str, Tensor]:
     """Of the model of a folder or hub name, in main memory."""
     check_reference(folder, model.source)
-    other = load_base(model.model_copy(update={"path": folder, "revision": None}), torch.device("cpu"), lora=False)
+    model = model.model_copy(update={"path": folder, "revision": None})
+    other = load_base(model, torch.device("cpu"), lora=False, key="model.reference")
     weights: dict[str, Tensor] = other.state_dict()
     return weights
 

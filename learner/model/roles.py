@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, base_of, read_scored
+from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
 from learner.model.scalar_head import ScalarHead
-from learner.model.weight_files import WEIGHTS_FILE
 from rollout.data.model_files import load_tokenizer
+from rollout.data.weight_files import WEIGHTS_FILE
 
 REWARD = "reward_"  # and a number: names of reward models
 
@@ -78,7 +79,7 @@ class ScoredAdapter:
         self.head = ScalarHead.zeros(place.shape[1], place.device)
         self.weights: dict[str, nn.Parameter] = lora | {HEAD: self.head.weight}
         if role.folder is not None:
-            _fill(self.weights, tensors, f"{role.key}: {role.folder}")
+            _fill(self.weights, tensors, role.folder, role.key)
         for weight in self.weights.values():
             weight.requires_grad = role.trained
         self.pad = _padding(lm, role)
@@ -134,12 +135,13 @@ def without_head(settings: peft.LoraConfig) -> peft.LoraConfig:
     return settings
 
 
-def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], what: str) -> None:
+def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], folder: str, key: str) -> None:
     if odd := difference(weights, tensors):
         raise AdapterError(
-            f"{what}: must have the names and shapes of model.path, {odd}; give an adapter that was trained on this "
-            "base"
+            f"{key}: {folder}: must have the names and shapes of model.path, {odd}; give an adapter that was trained "
+            "on this base"
         )
+    check_finite(tensors.items(), folder, key)
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(tensors[name])

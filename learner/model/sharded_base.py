@@ -31,19 +31,22 @@ from learner.model.head import gather_in_operations
 from learner.model.masters import own_rows
 from learner.model.tensor_files import tensor_files
 from rollout.data.model_files import read_json
+from rollout.data.weight_names import check_fit
 
 SHOWN = 3  # names in a message
 
 
-def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, trained: bool, **options: Any) -> Any:
+def sharded_base(
+    model: ModelConfig, config: Any, device: torch.device, *, trained: bool, key: str, **options: Any
+) -> Any:
     """The causal language model of a transformers config, in model.dtype, over all ranks of the process group.
 
-    trained: as a whole; else it is frozen. options: of `from_config`.
+    trained: as a whole; else it is frozen. key: the setting that names it. options: of `from_config`.
 
     Raises:
         ValueError: the files hold a weight of the model under another name or in another shape, or it has no decoder
             layers that transformers knows as such.
-        WeightsError: they cannot be read.
+        WeightsError: they cannot be read, or hold other tensors than the model has.
     """
     dtype: torch.dtype = getattr(torch, model.dtype)
     with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint
@@ -54,6 +57,7 @@ def sharded_base(model: ModelConfig, config: Any, device: torch.device, *, train
         lm.generation_config = GenerationConfig.from_dict(told)
     lm.tie_weights()
     files = tensor_files(model.source)
+    check_fit(model.source, key)
     _check_all_there(lm, files, model.path)
     mesh = init_device_mesh(device.type, (get_world_size(),))
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

@@ -31,11 +31,12 @@ class ShardedReference:
     """
 
     def __init__(self, lm: Any, model: ModelConfig, device: torch.device) -> None:
+        key = "model.path"
         if model.reference is not None:
             check_reference(model.reference, model.source)
-            model = model.model_copy(update={"path": model.reference, "revision": None})
+            model, key = model.model_copy(update={"path": model.reference, "revision": None}), "model.reference"
         self._lm = lm
-        self._frozen = load_base(model, device, lora=False, sharded=True, trained=False)
+        self._frozen = load_base(model, device, lora=False, sharded=True, trained=False, key=key)
         to_eval(self._frozen)
         fuse_frozen(self._frozen, on_card=device.type == "cuda")
         self._frozen.set_attn_implementation(lm.config._attn_implementation)

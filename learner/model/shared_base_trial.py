@@ -16,7 +16,7 @@ from learner.config import RunConfig
 from learner.model.base import load_base
 from learner.model.mapped_base import no_views, refusal
 from learner.model.trial_note import tell
-from learner.model.weight_files import WeightsError, model_weights
+from rollout.data.weight_files import WeightsError, model_weights
 from rollout.linear_layers import linear_layers
 from rollout.shared_base.manifest import View
 from rollout.vllm.environment import required_env

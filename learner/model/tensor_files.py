@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
-from learner.model.weight_files import INDEX, SINGLE, WeightsError, header
 from rollout.data.hub import split
+from rollout.data.weight_files import INDEX, SINGLE, WeightsError, header
 
 
 def tensor_files(path: str) -> dict[str, Path]:

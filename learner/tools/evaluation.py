@@ -21,18 +21,19 @@ from learner.driver.findings import Findings, PreflightError
 from learner.driver.function_checks import check_accuracy, check_rewards
 from learner.driver.machine_checks import check_placement
 from learner.driver.memory_budget import settle, settled
-from learner.driver.model_checks import load_chat
+from learner.driver.model_checks import adapter_notes, load_chat
 from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
 from learner.driver.prompt_check import check_data_prompts
 from learner.driver.signal_watch import CUT, NEARLY_ALL, cut_off
-from learner.model.weight_files import model_weights
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import Asked, groups, policy_of
 from learner.tools.eval_scores import Estimate, Sampled, summary
 from rewards.config import functions_of
 from rewards.text import text_of
+from rollout.data.chat import Chat
 from rollout.data.problems import Renderer, fitting, load, load_whole
+from rollout.data.weight_names import check_model
 from rollout.schema import Problem, failed, whole
 from rollout.seeds import group_seed
 from rollout.types import Adapter, Sampling, Weights
@@ -113,7 +114,9 @@ def evaluate(
         for line in notes:
             note(line)
         problems = problems[:limit]
-        policy, budgets = _policy(adapter), settle(config, load_chat(config).config, size_for(config, present(config)))
+        chat = load_chat(config)
+        policy = _policy(adapter, config, chat, note)
+        budgets = settle(config, chat.config, size_for(config, present(config)))
         config = settled(config, budgets)
         name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
         asked = [Asked(lambda _: greedy(config), 0)]
@@ -183,7 +186,7 @@ def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Pro
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
     found.of(check_accuracy, config)
     found.of(check_placement, _without_learner(config), None)
-    found.of(model_weights, config.model.source)
+    found.of(check_model, config.model.source)
     chat = found.of(load_chat, config)
     problems = found.of(_held_out if held_out else _whole, config, chat or Untokenised())
     if chat is not None and problems:
@@ -210,10 +213,12 @@ def _whole(config: RunConfig, chat: Renderer) -> list[Problem]:
     return load_whole(config.data, chat, longest, config.seed, deadline)
 
 
-def _policy(adapter: str | None) -> Adapter | Weights:
+def _policy(adapter: str | None, config: RunConfig, chat: Chat, note: Callable[[str], None]) -> Adapter | Weights:
     """Raises PreflightError."""
     found = Findings(PROBLEMS)
-    policy = found.of(policy_of, adapter)
+    policy = found.of(policy_of, adapter, config.model.source)
+    for line in found.of(adapter_notes, adapter, "--adapter", config.model.path, chat) or ():
+        note(line)
     found.finish()
     assert policy is not None
     return policy

@@ -16,6 +16,8 @@ from learner.tools.pairs import EVAL, Pair, PairsError, read_pairs
 from rollout.data import hub
 from rollout.data.chat import Chat, ChatError
 from rollout.data.files import ProblemsError
+from rollout.data.weight_files import WeightsError
+from rollout.data.weight_names import check_model
 
 if TYPE_CHECKING:  # torch: slow to import, and a mistake in the pairs is told without it
     from learner.tools.bradley_terry import PairLearner
@@ -51,12 +53,14 @@ def run(asked: Asked) -> int:
     made = not asked.out.exists()
     hub.settle([asked.model, asked.pairs, asked.held_out])
     try:
+        check_model(asked.model, "--model")
         train, held_out = _data(asked)
         _train(asked, train, held_out)
     except (PairsError, ProblemsError, ChatError, ValueError, OSError, FloatingPointError) as error:
         if made and asked.out.is_dir() and not any(asked.out.iterdir()):
             asked.out.rmdir()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        told = str(error).splitlines() if isinstance(error, WeightsError) else [" ".join(str(error).split())]
+        print("\n".join(f"error: {line}" for line in told), file=sys.stderr)
         return 2
     return 0
 

@@ -12,22 +12,29 @@ from typing import NamedTuple, NoReturn
 
 from learner.config import RunConfig
 from learner.driver import config_io
+from learner.driver.model_checks import check_lora
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import CONFIG_FILE, MODEL, served
 from learner.tools.as_trained import as_trained
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts
+from rollout.data import hub
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import CONFIG, read_json
+from rollout.data.weight_files import WeightsError, model_weights
+from rollout.data.weight_names import check_model, sizes_of
 
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # where the user's environment does not say
+VLLM_SERVER, OWN_SERVER = "vllm.entrypoints.openai.api_server", "rollout.vllm.served"
 CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
 
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
-    """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had."""
+    """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had, and
+    what is wrong with weights (WeightsError, AdapterError, ChatError)."""
     server = server_of(run_dir, host, port, more)
     _check_free(host, port)
+    _check_weights(run_dir)
     if _on_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     for name, value in QUIET.items():
@@ -37,6 +44,17 @@ def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
         print(note, flush=True)
     print(_how_to_ask(run_dir.resolve().name, f"http://{host}:{port}/v1"), flush=True)
     os.execv(server.command[0], server.command)
+
+
+def _check_weights(run_dir: Path) -> None:
+    """Whether what was learned, and its base, are whole and finite, and belong together."""
+    config, learned = _run_in(run_dir)
+    if learned.name == MODEL:
+        check_model(str(learned), "RUN")
+        return
+    hub.settle([config.model.path])
+    check_model(config.model.source)
+    check_lora(str(learned), "RUN", config.model.source)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -75,6 +93,21 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
 
     Raises ConfigError if the folder is not one of a run that has saved something.
     """
+    config, learned = _run_in(run_dir)
+    # The module, since vLLM's build for CPUs has no command `vllm serve`.
+    command = [sys.executable, "-m", *_server(config, learned), "--host", host, "--port", str(port)]
+    command += [*_model(config, learned), "--dtype", config.model.dtype]
+    if config.data.chat_template_kwargs:
+        command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
+    if _on_cpu():
+        # With LoRA a CPU compiles for half a minute and then does not use it.
+        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu_amx.AmxWorker"]
+    sampled = _as_trained(config, run_dir.resolve(), learned)
+    return Server([*command, *sampled.command, *more], sampled.environment, sampled.notes)
+
+
+def _run_in(run_dir: Path) -> tuple[RunConfig, Path]:
+    """Its configuration, and the folder of what it has learned. Raises ConfigError."""
     file = run_dir / "config.yaml"
     if not file.exists():
         whole = (run_dir / "config.json").exists()
@@ -86,16 +119,7 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
         raise config_io.ConfigError(
             f"RUN: {run_dir} has neither {ADAPTER}/ nor {MODEL}/ before its first checkpoint; wait for it"
         )
-    # The module, since vLLM's build for CPUs has no command `vllm serve`.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
-    command += [*_model(config, learned), "--dtype", config.model.dtype]
-    if config.data.chat_template_kwargs:
-        command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
-    if _on_cpu():
-        # With LoRA a CPU compiles for half a minute and then does not use it.
-        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu_amx.AmxWorker"]
-    sampled = _as_trained(config, run_dir.resolve(), learned)
-    return Server([*command, *sampled.command, *more], sampled.environment, sampled.notes)
+    return config, learned
 
 
 def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
@@ -121,6 +145,17 @@ def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
             told.append(f"of {len(found.stop)} strings in rollout.stop the first {MOST}, since requests take no more")
     left_out = [f"{note}; the server does not: send token ids to /completions" for note in found.of_prompts]
     return Server(command, environment, (*told, *left_out))
+
+
+def _server(config: RunConfig, learned: Path) -> list[str]:
+    """The module that is the server, and what it takes before vLLM's options. One of ours, where whether the files have
+    the model's tensors is not known without torch."""
+    model = str(learned) if learned.name == MODEL else config.model.source
+    try:
+        known = model_weights(model) is None or sizes_of(read_json(model, CONFIG)) is not None
+    except (WeightsError, ChatError):  # said by _check_weights
+        known = True
+    return [VLLM_SERVER] if known else [OWN_SERVER, model]
 
 
 def _model(config: RunConfig, learned: Path) -> list[str]:

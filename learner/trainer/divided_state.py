@@ -27,10 +27,10 @@ from cluster.memory.sharded import FILE_BYTES
 from learner.model.adapter_config import MODEL
 from learner.model.export import export_model
 from learner.model.policy import Policy
-from learner.model.weight_files import WEIGHTS_FILE
 from learner.trainer.peers import Peers
 from learner.trainer.trainer_state import SHARDS, STATE_FILE
 from learner.trainer.trainer_state import save as save_state
+from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW

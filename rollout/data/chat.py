@@ -182,6 +182,10 @@ class Chat:
             raise _refused(messages, error.__cause__ or error) from error
         return self._known(self._open_ended(ids, ""))
 
+    def count(self, text: str) -> int:
+        """Tokens of a piece of text by itself."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
     def observe(
         self, messages: Messages, closed_by: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:

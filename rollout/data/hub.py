@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from rollout.data.files import is_file_name
+from rollout.data.files import is_file_name, is_pattern
 
 log = logging.getLogger("rollout")
 
@@ -51,7 +51,8 @@ def unreachable() -> str | None:
 
 def is_hub_name(path: str) -> bool:
     """Whether a path of a model or of data names something on the hub."""
-    plain = path.count("/") <= 1 and not path.startswith(("/", ".", "~", "rg:")) and not is_file_name(path)
+    local = path.startswith(("/", ".", "~", "rg:")) or is_file_name(path) or is_pattern(path)
+    plain = path.count("/") <= 1 and not local
     return plain and len(path) < LONGEST and not Path(path).exists()
 
 

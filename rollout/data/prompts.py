@@ -46,6 +46,8 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
     where: names the row in messages.
     """
     value = _prompt(row, config.prompt)
+    if isinstance(value, str) and config.system is None and value.strip():  # as most rows are, of maybe a million
+        return [{"role": "user", "content": value}]
     if isinstance(value, float) and math.isnan(value):  # as pandas says that a text is not there
         value = None
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else _turns(value, where)

@@ -1,8 +1,9 @@
 """Where rows of problems come from: the hub, files and folders of this machine, or a reasoning_gym task."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from rewards import gym_tasks
@@ -10,6 +11,7 @@ from rewards.secret_values import SecretError, resolved, scrubbed
 from rollout.data import files
 from rollout.data.files import DATA, Names, ProblemsError, Row
 from rollout.data.pace import Pace
+from rollout.data.tables.data_sets import read_data_set
 
 __all__ = ["GENERATED", "ProblemsError", "Row", "label", "other_seed", "read"]
 
@@ -26,11 +28,11 @@ def read(
     seed: int,
     names: Names = DATA,
     deadline_s: float = DEADLINE_S,
-) -> list[Row]:
-    """The first `size` rows of a source. Raises ProblemsError.
+) -> Sequence[Row]:
+    """The first `size` rows of a source, which are read by their positions. Raises ProblemsError.
 
     Args:
-        path: `rg:<task>`, a file (files.FORMATS), a folder, or a hub name.
+        path: `rg:<task>`, a file (files.FORMATS), a pattern of files, a folder, or a hub name.
         split: of a hub data set or a folder, or `train[:100]` of a file; null: names.usual, and of what has one split
             only, all of it.
         args: keyword arguments of the source: the task's settings, or those of datasets.load_dataset
@@ -47,22 +49,23 @@ def read(
     if path.startswith(GENERATED):
         if split not in (None, "train"):
             raise ProblemsError(f"{names.split}: a reasoning_gym task has no splits, got {split!r}; leave it out")
-        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, names, deadline_s)
+        rows: Sequence[Row] = _generate(
+            path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, names, deadline_s
+        )
     else:
         rows = _read_dataset(path, split, args, size, names)
     if not rows:
         raise ProblemsError(
             f"{names.path}: must hold at least one problem, got none from {path}; check the file or split"
         )
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [row if len(row) == len(columns) else {name: row.get(name) for name in columns} for row in rows]
+    return rows
 
 
 def label(path: str, split: str) -> str:
     """What the ids of a source's problems begin with."""
     if path.startswith(GENERATED):
         return path.removeprefix(GENERATED)
-    return files.plain_name(path) if files.is_file_name(path) else split
+    return files.plain_name(path) if files.is_file_name(path) and not files.is_pattern(path) else split
 
 
 def other_seed(seed: int) -> int:
@@ -70,14 +73,17 @@ def other_seed(seed: int) -> int:
     return (seed + 2**30) % 2**31
 
 
-def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: int | None, names: Names) -> list[Row]:
-    local = files.find(path, names.path)
+def _read_dataset(
+    path: str, split: str | None, args: Mapping[str, Any], size: int | None, names: Names
+) -> Sequence[Row]:
+    several = files.matching(path, names.path) if files.is_pattern(path) else []
+    local = None if several else files.find(path, names.path)
     try:
-        if local is not None and local.is_file():
-            return files.read_file(local, split, args, size, names)
+        if several or (local is not None and local.is_file()):
+            return files.read_files(several or [Path(str(local))], split, args, size, names)
         if local is not None and files.is_saved(local):
             return files.read_saved(local, split, args, size, names)
-        return _read_hub(path if local is None else str(local), split or names.usual, args, size)
+        return read_data_set(path if local is None else str(local), split or names.usual, args, size, names)
     except ProblemsError:
         raise
     except StopIteration:  # how datasets 5 meets a file without a line
@@ -93,16 +99,6 @@ def _read_dataset(path: str, split: str | None, args: Mapping[str, Any], size: i
             f"{names.path}: {path} (split {split or names.usual}{_named(args)}) cannot be read: {said}; check the "
             f"name, {names.split}{names.others}"
         ) from error
-
-
-def _read_hub(path: str, split: str, args: Mapping[str, Any], size: int | None) -> list[Row]:
-    import datasets
-
-    datasets.disable_progress_bars()  # job logs are no terminal
-    found = datasets.load_dataset(path, split=split, **args)
-    if size is not None:
-        found = found.select(range(min(size, len(found))))
-    return [dict(row) for row in found]
 
 
 def _named(args: Mapping[str, Any]) -> str:

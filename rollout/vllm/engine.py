@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
+from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineSettings
 from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, Completion, Held, Sampling, Weights
@@ -38,6 +39,7 @@ class VllmEngine:
         EngineError: the card has not the room that the settings ask for.
         ValueError: the adapter rank is above every rank vLLM supports; nf4, sleeps, or fp8 without AVX-512 on a CPU;
             in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.26 not).
+        WeightsError: the model's files lack tensors, which vLLM would leave as the memory was, or hold others.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -46,6 +48,7 @@ class VllmEngine:
         cuda = bool(current_platform.is_cuda())
         check_env(cuda, os.environ)
         arguments = engine_arguments(settings, cuda)
+        here = check_fit(settings.model)
         if settings.in_flight == "continue":
             check_can_continue()
         if cuda and settings.room > 0:
@@ -58,6 +61,8 @@ class VllmEngine:
         self._ids = itertools.count()
         self._read = read_continued if settings.in_flight == "continue" else read_completions
         self._thread = EngineThread(settings, arguments)
+        if not here:  # vLLM has brought the files, which nobody has looked at yet
+            check_model(settings.model)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """See Engine.generate. Cancelling the call frees its slots in the engine, too, and leaves nothing of it."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from learner.model.weight_files import header
 from learner.tools.cli import main
+from rollout.data.weight_files import header
 from tests.flow.run import Run
 
 ROOT = Path(__file__).parents[2]

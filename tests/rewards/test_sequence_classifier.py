@@ -20,8 +20,9 @@ from rewards.base import RewardError
 from rewards.call import Group, Verdict, score
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rewards.sequence_classifier import _encoded, prepare, sequence_classifier
+from rewards.sequence_classifier import _encoded, _load, prepare, sequence_classifier
 from rollout.config import DataConfig, RolloutConfig
+from tests.rollout.data.test_weight_names import Change, changed, having, without
 
 PROMPT = [{"role": "user", "content": "1+1?"}]
 TEXTS = ["2", "it is three, I think", "", "no"]
@@ -147,6 +148,36 @@ def test_what_gives_no_one_number_is_refused(base: Path, tmp_path: Path) -> None
     ):
         with pytest.raises(RewardError, match=message):
             prepare(model=model, output=output)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("model.layers.1.mlp.up_proj.weight"), r"lacks weights \(model.layers.1.mlp.up_proj.weight\), so its"),
+        (
+            having(model__layers__5__mlp__up_proj__weight=torch.ones(2)),
+            r"has no place for \(model.layers.5.mlp.up_proj",
+        ),
+        (
+            having(score__weight=torch.ones(1, 7)),
+            r"has weights in another shape than its config.json says \(score.weigh",
+        ),
+        (
+            having(model__norm__weight=torch.full((64,), torch.inf)),
+            r"are not finite numbers \(model.norm.weight\); give",
+        ),
+    ],
+)
+def test_weights_that_are_made_up_left_out_or_no_numbers_are_named(
+    base: Path, tmp_path: Path, change: Change, message: str
+) -> None:
+    path = classifier(base, tmp_path, 1)
+    changed(tmp_path, having(lm_head__weight=torch.ones(2)))  # of the language model that it was made from
+    prepare(model=path)
+    _load.cache_clear()
+    changed(tmp_path, change)
+    with pytest.raises(RewardError, match=f"^args.model: .*{message}"):
+        prepare(model=path)
 
 
 def test_it_computes_on_no_card() -> None:

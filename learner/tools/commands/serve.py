@@ -30,11 +30,7 @@ def serve(
     vLLM's own server, with the run's adapter as the model of the run folder's name, and its base as another. Prompts
     are as the client sends them: the system prompt of data.system is not added.
     """
-    from learner.driver.config_io import ConfigError
+    from learner.tools.reported import reported
     from learner.tools.serve import serve as become_server
 
-    try:
-        become_server(run, host, port, more or [])
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
+    return reported(lambda: become_server(run, host, port, more or []))

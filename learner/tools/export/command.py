@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import files_of
+from learner.driver.model_checks import check_lora
 from learner.driver.publishing import ADAPTER_FILES, TRAINER
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.bitsandbytes_import import quiet
@@ -25,6 +26,7 @@ from learner.tools.reported import reported
 from rollout.data import hub
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import read_json
+from rollout.data.weight_names import check_model
 
 CARD = "README.md"
 OUTTYPE = "q8_0"  # of a GGUF file
@@ -99,14 +101,16 @@ def _checked(asked: Asked) -> Job:
     if source.whole_model and asked.adapter_only:
         raise ExportError(f"--adapter-only: {source.name} trained all weights and has no adapter; leave it out")
     scores = None if asked.scores is None else _scores(asked.scores, source)
-    _check_new(asked.out)
     path, converter = source.config.model.path, None
+    if not asked.adapter_only:
+        hub.settle([path])
+    _check_weights(source, merges=not asked.adapter_only)
+    _check_new(asked.out)
     if asked.push_to is not None:
         from learner.tools.export.publish import check_hub
 
         check_hub(asked.push_to)
     if not asked.adapter_only:
-        hub.settle([path])
         _check_base(source)
     if asked.gguf:
         converter = gguf.converter()
@@ -161,6 +165,18 @@ def _check_new(out: Path) -> None:
         ) from None
     if taken:
         raise ExportError(f"OUT: must be a new or empty folder, and {out} is not; give another")
+
+
+def _check_weights(source: Source, *, merges: bool) -> None:
+    """Whether what was learned is whole and finite, and likewise the base that it is merged into. Raises
+    WeightsError."""
+    base = source.config.model.source
+    if source.whole_model:
+        check_model(str(source.learned), "RUN")
+        return
+    check_lora(str(source.learned), "RUN", base)
+    if merges:
+        check_model(base)
 
 
 def _check_base(source: Source) -> None:

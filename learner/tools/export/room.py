@@ -8,9 +8,9 @@ from pathlib import Path
 from cluster.machine import available_memory
 from cluster.memory.plan import gib
 from cluster.memory.units import DTYPE_BYTES
-from learner.model.weight_files import adapter_weights, model_weights
 from learner.tools.export.errors import ExportError
 from learner.tools.export.source import Source
+from rollout.data.weight_files import adapter_weights, model_weights
 
 OTHERS = 50 * 10**6  # bytes of tokenizer, configuration and card
 PROCESS = 2 * 10**9  # of memory: torch, and logits of one completion

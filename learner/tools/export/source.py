@@ -12,8 +12,8 @@ from learner.driver.evaluate import Evaluation
 from learner.driver.fingerprints import FILE, REVISION, Fingerprints, content_of, differing
 from learner.driver.publishing import TRAINER
 from learner.model.adapter_config import CONFIG_FILE, MODEL
-from learner.model.weight_files import WEIGHTS_FILE
 from learner.tools.export.errors import ExportError
+from rollout.data.weight_files import WEIGHTS_FILE
 
 
 @dataclass(frozen=True, slots=True)

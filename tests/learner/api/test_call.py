@@ -102,7 +102,7 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, made: Any) -> None:
         found = written(tmp_path, dataset=made(ROWS), eval_dataset=made(ROWS[:1]))
         assert len(list(tmp_path.glob("*/*"))) == 3, number
     file = Path(found["data"]["path"])
-    assert files.read_file(file, "train", {}, None, files.DATA) == ROWS
+    assert [*files.read_files([file], "train", {}, None, files.DATA)] == ROWS
     assert Path(found["data"]["eval"]["path"]).stem == "eval"
 
 

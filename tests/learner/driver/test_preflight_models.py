@@ -13,12 +13,15 @@ import torch
 from transformers import AutoConfig
 
 from examples.random_families import make_family
-from examples.random_model import make_adapter
+from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
+from learner.driver.model_checks import adapter_notes
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
+from learner.model.adapter_config import AdapterError
 from learner.model.meta_base import without_weights
 from learner.model.shared_base_trial import not_by_rows
+from rollout.data.chat import Chat
 from rollout.shared_base.manifest import View
 from tests.learner.driver.test_preflight import check, config, model
 
@@ -93,6 +96,40 @@ def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.Cap
         code, _, err = check(config, f"model.{name}=/nope", "learner.loss.beta=0.1", capsys=capsys)
         assert code == 2
         assert f"model.{name}: must be a folder with an adapter_config.json, got /nope" in err
+
+
+def test_an_adapter_of_another_base_or_template_is_said(
+    config: dict[str, Any], model: Path, adapter: Path, tmp_path: Path, no_trials: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By the weights where both bases are here; names alone say nothing for sure."""
+    file, chat = adapter / "adapter_config.json", Chat.load(str(model))
+    content = json.loads(file.read_text())
+    shutil.copytree(model, tmp_path / "moved")
+    make_tiny_model(tmp_path / "other", seed=9)
+
+    def said(base: Path | str) -> tuple[str, ...]:
+        file.write_text(json.dumps(content | {"base_model_name_or_path": str(base)}))
+        return adapter_notes(str(adapter), "model.adapter", str(model), chat)
+
+    assert [said(base) for base in (model, tmp_path / "moved", "/gone/tiny", "hub/tiny")] == [()] * 4
+    with pytest.raises(AdapterError, match="^model.adapter: base_model_name_or_path .*/other, whose weights are"):
+        said(tmp_path / "other")
+    (line,) = said("Qwen/Qwen2.5-0.5B")
+    assert line.startswith(f"model.adapter: {adapter} was trained on Qwen/Qwen2.5-0.5B (base_model_name_or_path of its")
+    code, out, _ = check(config, "--dry-run", f"model.adapter={adapter}", capsys=capsys)
+    assert (code, line in out) == (0, True)
+    (adapter / "tokenizer_config.json").write_text((model / "tokenizer_config.json").read_text())
+    shutil.copy(model / "chat_template.jinja", adapter)
+    assert said(model) == ()
+    (adapter / "chat_template.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    (line,) = said(model)
+    assert line.startswith(
+        f"model.adapter: {adapter} has a chat template of its own, which is not that of {model}, and"
+    )
+    (adapter / "chat_template.jinja").unlink()
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
+    assert said(model) == (line,)
 
 
 def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:

@@ -26,13 +26,13 @@ from learner.main import main
 from learner.model.base import load_base
 from learner.model.bitsandbytes_import import has_4_bit_layers
 from learner.model.tensor_files import tensor_files
-from learner.model.weight_files import model_weights
 from learner.tools.eval_command import Asked, _meant
 from learner.tools.export.tokenizer_files import write_tokenizer
 from learner.tools.report.words import Words
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import read_json
+from rollout.data.weight_files import model_weights
 from rollout.vllm.arguments import engine_arguments
 from tests import hub_cache
 from tests.hub_cache import NAME, SEEDS

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.config import RunConfig
+from learner.driver.fingerprints import same_base
 from learner.driver.processes import worker_spec
-from learner.driver.reward_models import _same_base
 from learner.model.adapter_config import HEAD
 from learner.model.model_trial import wrong_with
 from rollout import ledger
@@ -140,10 +140,10 @@ def test_the_base_of_a_reward_model_is_known_by_its_weights(model: Path, tmp_pat
     other = tmp_path / "other" / model.name
     other.mkdir(parents=True)
     save_file({"weight": torch.zeros(1)}, other / "model.safetensors")
-    assert _same_base(str(model), str(moved))
-    assert not _same_base(str(model), str(other))
-    assert _same_base("hub/Some-1B", str(moved))
-    assert not _same_base("hub/0123", str(moved))
+    assert same_base(str(model), str(moved))
+    assert not same_base(str(model), str(other))
+    assert same_base("hub/Some-1B", str(moved))
+    assert not same_base("hub/0123", str(moved))
 
 
 def test_what_does_not_fit_the_model_is_found_without_its_weights(config: dict[str, Any], reward_model: Path) -> None:

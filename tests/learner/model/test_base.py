@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import ModelConfig
 from learner.config.learner import LoraConfig
+from learner.model.base import load_base
 from learner.model.meta_base import without_weights
 from learner.model.policy import Policy
+from rollout.data.weight_files import WeightsError
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
+from tests.rollout.data.test_weight_names import Change, changed, having, renamed, without
 
 LORA = LoraConfig(rank=8, alpha=16)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200, 3, 3, 100]])
@@ -145,3 +150,60 @@ def test_a_4_bit_base_without_weights_leaves_a_process_in_which_one_with_weights
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     without_weights(AutoConfig.from_pretrained(tiny_path), torch.float32, quantization)
     assert not [name for name, table in functional.name2qmap.items() if table.is_meta]
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(UP), f"lacks 1 tensor .*random: {UP};"),
+        (renamed(UP, UP.replace("1", "7")), f"lacks 1 tensor .*: {UP};.*\n.*no place for: model.layers.7.mlp.up_proj"),
+        (having(model__layers__1__mlp__up_proj__weight=torch.ones(3, 3)), f"1 tensor of .* first {UP}: must be"),
+        (
+            having(model__norm__weight=torch.full((64,), torch.nan)),
+            r"not finite \(nan or inf\) in 1 tensor: model.norm.w",
+        ),
+        (having(lm_head__weight=torch.ones(260, 64)), "the files hold two different ones"),
+    ],
+)
+def test_what_transformers_makes_up_or_leaves_out_is_refused_as_it_is_loaded(
+    base: Any, change: Change, message: str, tmp_path: Path
+) -> None:
+    """On a node that reads other files than the driver's checks did."""
+    path = str(changed(make_tiny_model(tmp_path), change))
+    with pytest.raises(WeightsError, match=f"^model.reference: .*{message}"):
+        load_base(
+            ModelConfig(path=path, dtype="float32", base=base), torch.device("cpu"), lora=True, key="model.reference"
+        )
+
+
+def test_an_expert_that_is_lost_is_named_though_transformers_says_no_name(tmp_path: Path) -> None:
+    lost = "model.layers.0.mlp.experts.1.down_proj.weight"
+    path = str(changed(make_family(tmp_path, "qwen3_moe"), without(lost)))
+    with pytest.raises(WeightsError, match=f"lacks 1 tensor .*: {lost};"):
+        load_base(ModelConfig(path=path, dtype="float32"), torch.device("cpu"), lora=True)
+
+
+@pytest.mark.parametrize("key", ["adapter", "reference"])
+def test_an_adapter_that_peft_would_fill_up_or_that_holds_no_numbers_is_refused(key: str, tmp_path: Path) -> None:
+    path = str(make_tiny_model(tmp_path / "model"))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    weights, content = make_adapter(Path(path), seed=0)
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    file = folder / "adapter_model.safetensors"
+    for change, message in (
+        (lambda tensors: without(min(tensors))(tensors), "must have the names and shapes of"),
+        (
+            lambda tensors: tensors.update({min(tensors): tensors[min(tensors)] / 0}),
+            "not finite .* in 1 tensor: base_model",
+        ),
+    ):
+        tensors = load(weights)
+        change(tensors)
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match=message):
+            make_policy(path, **{key: str(folder)}, lora=LoraConfig(rank=8, alpha=16))

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from learner.model.logits import PLAIN, Logits, logits_of
 from learner.model.logprob import token_logprobs
 from tests.learner.model.test_policy import SMALL, make_policy, save_model
+from tests.rollout.data.test_weight_names import changed, having
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 4, 3]])
 
@@ -78,6 +79,15 @@ def test_what_no_setting_names_is_found_in_every_type(
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
     with pytest.raises(ValueError, match="does something to its logits after the output embedding"):
+        make_policy(path, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_numbers_that_a_type_does_not_hold_are_told_as_such(tmp_path: Path, dtype: str) -> None:
+    path = save_model(LlamaConfig(**SMALL), tmp_path)
+    most = torch.full((SMALL["intermediate_size"], SMALL["hidden_size"]), {"float32": 3e38, "float16": 6e4}[dtype])
+    changed(tmp_path, having(model__layers__0__mlp__up_proj__weight=most))
+    with pytest.raises(ValueError, match=f"^model.dtype: .* numbers in {dtype} that are not finite, though all of its"):
         make_policy(path, dtype=dtype)
 
 

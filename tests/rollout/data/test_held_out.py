@@ -26,6 +26,9 @@ class Letters:
             time.sleep(0.02)
         return tuple(map(dict, messages)), tuple(text.encode())
 
+    def count(self, text: str) -> int:
+        return len(text.encode())
+
 
 def jsonl(file: Path, questions: Sequence[str]) -> str:
     file.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))

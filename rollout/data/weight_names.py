@@ -1,0 +1,324 @@
+"""Whether the tensors of a model's files are those of its config.json. What the files lack would be random numbers, and
+what the model has no place for would be left out, without a word of the libraries that load them.
+
+Two judges. Of the architectures whose layers are known here (cluster.memory.shape) names and shapes follow from
+config.json, in a millisecond and without torch. Of all others transformers itself is asked: it loads tensors without
+content (torch's meta device) into a model without content, and knows which names it reads as which.
+"""
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from cluster.memory.shape import LINEAR, Shape
+from rollout.architecture import EXPERTS, text_of
+from rollout.data.hub import split
+from rollout.data.model_files import CONFIG, read_json
+from rollout.data.weight_files import (
+    Stored,
+    WeightsError,
+    adapter_weights,
+    check_finite,
+    counted,
+    model_weights,
+    same_content,
+    shown,
+)
+
+Sizes = Mapping[str, tuple[int, ...]]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SCORE = "base_model.model.score.weight"  # [1, H], in the file of an adapter with a scalar head
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# Settings without which the default of transformers' class counts, which is another one in each.
+EXPLICIT = {"llama": ()} | dict.fromkeys(["mistral", "qwen2"], ("num_key_value_heads",))
+HEAD_DIM_TOO = ("num_key_value_heads", "head_dim")
+WITHOUT_BIAS = ("mistral", "qwen2")  # whose classes do not read attention_bias
+# Tensors of older versions of transformers that were computed, not trained; each checkpoint of then still has them.
+ROTATIONS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)rotary_emb\.original_inv_freq$")
+MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")  # [1, 1, L, L] or a number
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # of several tokens at once (multi-token prediction)
+
+
+def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> dict[str, Stored] | None:
+    """Every tensor of a model's files, once these are whole, are those of its config.json as far as that is known here,
+    and hold finite numbers alone; None for a hub model of whose weights this machine's cache knows nothing.
+
+    Raises WeightsError with a line for each thing that is wrong; they name `key` and the tensors.
+    """
+    stored = model_weights(path, key)
+    if stored is None:
+        return None
+    config = read_json(path, CONFIG)
+    sizes = sizes_of(config)
+    wrong = [] if sizes is None else misfits(path, key, stored, sizes)
+    wrong += _untied(path, key, stored, config)
+    try:
+        if finite:
+            check_finite(stored, path, key)
+    except WeightsError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise WeightsError("\n".join(wrong))
+    return stored
+
+
+def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes | None) -> None:
+    """An adapter's file: whole, of finite numbers alone, and of the layers that its adapter_config.json (`content`)
+    names, where the base's are known (`sizes_of`). Raises WeightsError with a line for each thing that is wrong."""
+    stored = adapter_weights(folder, key)
+    wanted = None if base is None else _adapted(content, base)
+    wrong = []
+    if wanted is not None:
+        if SCORE in stored:
+            wanted[SCORE] = (1, base[EMBEDDING][1] if base else 0)
+        wrong += adapter_misfits(wanted, stored, key, folder)
+    try:
+        check_finite(stored, folder, key)
+    except WeightsError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise WeightsError("\n".join(wrong))
+
+
+def _adapted(content: Mapping[str, Any], base: Sizes) -> dict[str, tuple[int, ...]] | None:
+    """PEFT's name and the shape of each weight of a plain LoRA adapter; None where it adapts other layers than those of
+    LINEAR."""
+    targets, rank = content.get("target_modules"), content.get("r", 8)
+    if not isinstance(targets, list) or not isinstance(rank, int):
+        return None
+    if not {str(name).rpartition(".")[2] for name in targets} <= LINEAR.keys():
+        return None
+    found: dict[str, tuple[int, ...]] = {}
+    for name, size in base.items():
+        module = name.removesuffix(".weight")
+        if len(size) == 2 and any(module == target or module.endswith(f".{target}") for target in targets):
+            found[f"base_model.model.{module}.lora_A.weight"] = (rank, size[1])
+            found[f"base_model.model.{module}.lora_B.weight"] = (size[0], rank)
+    return found
+
+
+def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:
+    """What of an adapter is not the weights `wanted`."""
+    missing, strange = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    found = [
+        f"{key}: {folder} {what}: {len(names)}, first {names[0]}; give an adapter of this model"
+        for names, what in ((strange, "has weights that the model has no place for"), (missing, "lacks weights"))
+        if names
+    ]
+    wrong = [name for name in wanted if name in stored and stored[name].shape != wanted[name]]
+    if wrong:
+        name = wrong[0]
+        found.append(
+            f"{key}: {len(wrong)} weights of {folder} have another shape than the model's, first {name}: must be "
+            f"{list(wanted[name])}, got {list(stored[name].shape)}; give an adapter of this model"
+        )
+    return found
+
+
+def check_fit(path: str, key: str = "model.path") -> bool:
+    """Whether the files could be looked at, in a process that has torch. Raises WeightsError: their tensors are not
+    those of config.json."""
+    stored = model_weights(path, key)
+    if stored is None:
+        return False
+    config = read_json(path, CONFIG)
+    sizes = sizes_of(config)
+    wrong = transformers_misfits(path, key, stored) if sizes is None else misfits(path, key, stored, sizes)
+    if wrong:
+        raise WeightsError("\n".join(wrong))
+    return True
+
+
+def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
+    """Name and shape of every tensor of a model with this config.json, as transformers and vLLM name them; a head that
+    is the input embedding, too, once. None where they are not known here."""
+    kind = config.get("model_type")
+    try:
+        shape = Shape.from_config(config)
+    except (ValueError, TypeError):
+        return None
+    explicit = EXPLICIT.get(shape.kind, HEAD_DIM_TOO)
+    biased = bool(config.get("attention_bias")) and kind in WITHOUT_BIAS
+    if kind != shape.kind or biased or (shape.mlp_bias and kind != "llama"):
+        return None
+    if not all(isinstance(config.get(name), int) for name in explicit):
+        return None
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab, shape.hidden), "model.norm.weight": (shape.hidden,)}
+    for layer in range(shape.layers):
+        found |= {f"model.layers.{layer}.{name}": size for name, size in _layer(shape).items()}
+    return found if shape.tied else found | {HEAD: (shape.vocab, shape.hidden)}
+
+
+def _layer(shape: Shape) -> dict[str, tuple[int, ...]]:
+    biased = {"q_proj": shape.attention_bias, "o_proj": shape.output_bias, "gate_proj": shape.mlp_bias}
+    biased |= dict.fromkeys(("k_proj", "v_proj"), shape.attention_bias)
+    biased |= dict.fromkeys(("up_proj", "down_proj"), shape.mlp_bias)
+    norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    wide, narrow = shape.norms
+    found: dict[str, tuple[int, ...]] = {f"{name}.weight": (shape.hidden,) for name in norms[:wide]}
+    if narrow:
+        found |= {f"self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
+    for name in LINEAR:
+        inputs, outputs = shape.linear(name)
+        module = f"{'self_attn' if name in ATTENTION else 'mlp'}.{name}"
+        found[f"{module}.weight"] = (outputs, inputs)
+        if biased[name]:
+            found[f"{module}.bias"] = (outputs,)
+    return found
+
+
+def misfits(path: str, key: str, stored: Mapping[str, Stored], sizes: Sizes) -> list[str]:
+    """One sentence for each way in which the tensors are not those of `sizes`."""
+    if EMBEDDING not in stored and EMBEDDING.removeprefix("model.") in stored:  # saved without its head
+        stored = {name if name == HEAD else f"model.{name}": one for name, one in stored.items()}
+    others = {HEAD: sizes[EMBEDDING]} if HEAD not in sizes and HEAD in stored else {}
+    wanted = {**sizes, **others}
+    shapes = {
+        name: (size, stored[name].shape)
+        for name, size in wanted.items()
+        if name in stored and stored[name].shape != size
+    }
+    return sentences(path, key, wanted.keys() - stored.keys(), stored.keys() - wanted.keys(), shapes, stored)
+
+
+def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: Any = None) -> list[str]:
+    """Likewise, as transformers says. lm: the causal language model of the config, without content, where there is one
+    already.
+
+    Raises whatever transformers raises of a config.json that does not hold together.
+    """
+    import torch  # here: the driver's process has neither
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if lost := _lost_experts(stored, read_json(path, CONFIG)):  # of which transformers says no name
+        return sentences(path, key, lost, (), {}, stored)
+    name, revision = split(path)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    with torch.device("meta"):
+        lm = auto.from_config(config) if lm is None else lm
+    content = {name: torch.empty(one.shape, device="meta", dtype=_type(one)) for name, one in stored.items()}
+    try:
+        with without_table(progress=False):
+            _, found = type(lm).from_pretrained(
+                None, config=config, state_dict=content, dtype=torch.float32, device_map={"": "meta"},
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:200]
+        return [f"{key}: transformers cannot put the tensors of {path} together ({said}); copy the weights again"]
+    return loading_misfits(path, key, found, stored)
+
+
+@contextmanager
+def without_table(*, progress: bool = True) -> Iterator[None]:
+    """Inside this block transformers prints no table of what it misses as it loads a model: that is told in a sentence.
+    progress: whether it may show how far it is."""
+    from transformers.utils import logging as of_transformers
+
+    said: Any = of_transformers  # its functions carry no annotations
+    hides = not progress and said.is_progress_bar_enabled()
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_no_table)
+    if hides:
+        said.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeFilter(_no_table)
+        if hides:
+            said.enable_progress_bar()
+
+
+def _no_table(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
+
+
+def _lost_experts(stored: Iterable[str], config: Mapping[str, Any]) -> set[str]:
+    """Tensors of single experts that are not there, of files that hold the experts one by one."""
+    text = text_of(config)
+    count = max((number for name in EXPERTS if isinstance(number := text.get(name), int)), default=0)
+    found = [(match[1], match[3]) for name in stored if (match := EXPERT.fullmatch(name)) and int(match[2]) < count]
+    wanted = {f"{before}{number}{behind}" for before, behind in set(found) for number in range(count)}
+    return wanted.difference(stored)
+
+
+def loading_misfits(path: str, key: str, found: Mapping[str, Any], stored: Mapping[str, Stored] | None) -> list[str]:
+    """One sentence for each thing that transformers tells of a model that it has loaded (output_loading_info).
+
+    stored: the files' tensors, where they are known.
+    """
+    shapes = {name: (tuple(wanted), tuple(got)) for name, got, wanted in found["mismatched_keys"]}
+    return sentences(path, key, found["missing_keys"], found["unexpected_keys"], shapes, stored or {})
+
+
+def _type(one: Stored) -> Any:
+    import torch
+
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(one.dtype, torch.float32)
+
+
+def sentences(
+    path: str,
+    key: str,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    stored: Mapping[str, Stored],
+) -> list[str]:
+    """What a user is told. shapes: of a tensor the one that it must have, and the one that it has."""
+    found, strange = [], sorted(name for name in unexpected if not _computed(name, stored.get(name)))
+    if missing:
+        lacking = sorted(missing, key=_in_order)
+        found.append(
+            f"{key}: {path} lacks {counted(lacking)} of the model of its config.json, which would be random: "
+            f"{shown(lacking)}; copy the weights again, or give weights and config.json of one model"
+        )
+    if strange:
+        found.append(
+            f"{key}: {path} holds {counted(strange)} that the model of its config.json has no place for: "
+            f"{shown(sorted(strange, key=_in_order))}; give weights and config.json of one model, or save it anew with "
+            "transformers, which leaves such tensors out"
+        )
+    if shapes:
+        name = min(shapes, key=_in_order)
+        wanted, got = shapes[name]
+        found.append(
+            f"{key}: {counted(shapes)} of {path} {'have' if len(shapes) > 1 else 'has'} not the shape of its "
+            f"config.json, first {name}: must be {list(wanted)}, got {list(got)}; give weights and config.json of one "
+            "model"
+        )
+    return found
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
+
+
+def _computed(name: str, one: Stored | None) -> bool:
+    """Whether a tensor that a model has no place for takes nothing from it."""
+    mask = MASKS.search(name) is not None and (one is None or len(one.shape) in (0, 4))
+    return mask or ROTATIONS.search(name) is not None or PREDICTORS.search(name) is not None
+
+
+def _untied(path: str, key: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Iterator[str]:
+    """A head that is said to be the input embedding, and is stored beside it as another matrix: transformers would take
+    it, vLLM would not."""
+    sizes = sizes_of(config)
+    if sizes is None or HEAD in sizes or HEAD not in stored or EMBEDDING not in stored:
+        return
+    if not same_content(stored[HEAD], stored[EMBEDDING]):
+        yield two_heads(path, key)
+
+
+def two_heads(path: str, key: str) -> str:
+    """What a user is told of a model whose config.json says that it has one matrix, and whose files hold two."""
+    return (
+        f"{key}: config.json of {path} says that the output embedding is the input embedding (tie_word_embeddings), "
+        "and the files hold two different ones; set tie_word_embeddings to false there, or take one of them away"
+    )

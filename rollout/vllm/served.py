@@ -1,0 +1,26 @@
+"""python -m rollout.vllm.served MODEL ARGUMENTS...: vLLM's OpenAI-compatible server with these arguments, once the
+tensors of MODEL's files are known to be those of its config.json. For models of which that takes transformers, which
+vLLM imports anyway (rollout.data.weight_names)."""
+
+import runpy
+import sys
+
+from rollout.data.weight_files import WeightsError
+from rollout.data.weight_names import check_fit
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def main() -> None:
+    _, model, *arguments = sys.argv
+    try:
+        check_fit(model)
+    except WeightsError as error:
+        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [SERVER, *arguments]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
