@@ -16,6 +16,7 @@ fork. It puts up, as far as the kernel has them,
 
 from __future__ import annotations
 
+import _posixsubprocess
 import ctypes
 import errno
 import os
@@ -197,6 +198,7 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = 
     )
     walls[LIMITS] = True, "CPU time, memory, files, threads" if threads else "CPU time, memory, files; no threads"
     sys.addaudithook(_refuse)
+    _posixsubprocess.fork_exec = _refuse_process  # of multiprocessing; there is no event of it
     return walls
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said, writable
+from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
 
 Status = Literal["ok", "nan", "timeout", "error"]
@@ -53,12 +53,14 @@ class Group:
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
-    status is ok, what was wrong, in words. ms: that an answer took, without loading; 0 where there is none. awaited:
-    whether the function is asynchronous; None where that did not show."""
+    status is ok, what was wrong, in words. why: of completions that have 0 for another reason than a wrong answer, that
+    reason. ms: that an answer took, without loading; 0 where there is none. awaited: whether the function is
+    asynchronous; None where that did not show."""
 
     status: Status
     values: list[float | None]
     problem: str = ""
+    why: Mapping[int, str] = field(default_factory=dict)
     ms: float = field(default=0.0, compare=False)
     awaited: bool | None = field(default=None, compare=False)
 
@@ -210,7 +212,7 @@ def _read(returned: Any, size: int) -> Verdict:
         return Verdict("error", numbers, f"returned {kind} for sample {odd}, must return numbers or None: {shown}")
     bad = [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]
     if not bad:
-        return Verdict("ok", numbers)
+        return Verdict("ok", numbers, why=returned.why if isinstance(returned, Zeroed) else {})
     first = f"sample {bad[0]}: {values[bad[0]]!r}"[:LONGEST]
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are no finite numbers up to 1e30, first {first}")
 

@@ -15,7 +15,9 @@ import math
 import os
 import signal
 import stat
+import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,28 +74,45 @@ async def run(code: str, limits: Limits) -> str:
 async def outcome_of(module: str, given: bytes, limits: Limits) -> Outcome:
     """Runs `main` of one of our modules to its end, in a fresh interpreter and a folder of its own, with `given` as its
     standard input. Raises OSError where this process can start none."""
-    with _folder() as home, _nameless() as output:
-        process = await asyncio.create_subprocess_exec(
-            *command(module, str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes)),
-            stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, cwd=home,
+    with _folder() as home, _nameless(given) as told, _nameless() as output:
+        process = subprocess.Popen(
+            command(module, str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes)),
+            stdin=told, stdout=output, stderr=output, cwd=home,
             env=_ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(home)}, start_new_session=True,
         )  # fmt: skip
-        talk = asyncio.ensure_future(process.communicate(given))
+        end = _end_of(process)
         try:
-            ended = await _ended(talk, home, limits)
+            ended = await _ended(end, home, limits)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
-            await process.wait()
-            await asyncio.wait([talk])
+            await end
         return Outcome(_shown(output, limits.characters), ended or _death(process.returncode, limits))
 
 
-async def _ended(talk: "asyncio.Future[tuple[bytes, bytes]]", home: Path, limits: Limits) -> str:
-    """Waits for its end, or for what ends it: that in words, else ''."""
+def _end_of(process: subprocess.Popen[bytes]) -> "asyncio.Future[None]":
+    """Done when it has ended. Not asyncio's own, which waits for ever for a process whose start was cancelled."""
+    loop = asyncio.get_running_loop()
+    end = loop.create_future()
+
+    def tell() -> None:
+        if not end.done():
+            end.set_result(None)
+
+    def wait() -> None:
+        process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=wait, name="policy-code", daemon=True).start()
+    return end
+
+
+async def _ended(end: "asyncio.Future[None]", home: Path, limits: Limits) -> str:
+    """Waits for its end, or for what is to end it: that in words, else ''."""
     try:
         async with asyncio.timeout(limits.seconds):
-            while not (await asyncio.wait([talk], timeout=LOOK_S))[0]:
+            while not (await asyncio.wait([end], timeout=LOOK_S))[0]:
                 if _too_much(home, FILES_BYTES * limits.file_bytes):
                     mebibytes = FILES_BYTES * limits.file_bytes / 2**20
                     return f"stopped, since its files took more than {mebibytes:g} MiB or were more than {FILES}"
@@ -111,13 +130,12 @@ def _death(code: int | None, limits: Limits) -> str:
 
 
 @contextlib.contextmanager
-def _nameless() -> Iterator[int]:
+def _nameless(content: bytes = b"") -> Iterator[int]:
     """A file in memory that has no name; RLIMIT_FSIZE bounds what its writer makes of it."""
-    descriptor = os.memfd_create("printed")
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("policy-code"), "w+b", buffering=0) as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
 def _shown(descriptor: int, most: int) -> str:
