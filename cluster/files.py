@@ -1,7 +1,9 @@
-"""What every writer of files here needs: errors that name the path, digests, and content that is on the disk."""
+"""What every writer of files here needs: errors that name the path, digests, content that is on the disk, and an end of
+folders that others have filled."""
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +42,31 @@ def fsync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def wipe(folder: Path) -> None:
+    """Removes it with all that is in it, however deep, following no link. Nobody may write there any more.
+
+    A folder within is moved out and emptied in its turn: neither path nor stack grows with the depth, which code can
+    make greater than shutil.rmtree bears. Raises OSError.
+    """
+    beside = folder.with_name(f"{folder.name}.wiped")
+    left, moved = [str(folder)], 0
+    while left:
+        here = left.pop()
+        os.chmod(here, stat.S_IRWXU)
+        with os.scandir(here) as found:
+            entries = list(found)
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            if not moved:
+                beside.mkdir(mode=stat.S_IRWXU)
+            moved += 1
+            os.chmod(entry.path, stat.S_IRWXU)  # else it cannot be moved
+            left.append(str(beside / str(moved)))
+            os.rename(entry.path, left[-1])
+        os.rmdir(here)
+    if moved:
+        beside.rmdir()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rewards import memory
 from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
 
@@ -55,7 +56,8 @@ class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
     status is ok, what was wrong, in words. why: of completions that have 0 for another reason than a wrong answer, that
     reason. ms: that an answer took, without loading; 0 where there is none. awaited: whether the function is
-    asynchronous; None where that did not show."""
+    asynchronous; None where that did not show. spent: the process has run out of memory, files or threads, or soon will
+    have."""
 
     status: Status
     values: list[float | None]
@@ -63,6 +65,7 @@ class Verdict:
     why: Mapping[int, str] = field(default_factory=dict)
     ms: float = field(default=0.0, compare=False)
     awaited: bool | None = field(default=None, compare=False)
+    spent: bool = field(default=False, compare=False)
 
 
 def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
@@ -147,7 +150,8 @@ def _ended(verdict: Verdict, begin: float, awaited: bool | None = None) -> Verdi
 def _raised(error: BaseException, size: int) -> Verdict:
     # A sentence of our own is complete as it is.
     ours = isinstance(error, RewardError)
-    return failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
+    verdict = failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
+    return replace(verdict, spent=memory.spent(error))
 
 
 def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.confinement import command
+from cluster.files import wipe
+from rewards.environment import FOLDER
 
 log = logging.getLogger("rewards")
 
@@ -171,9 +173,9 @@ def _too_much(folder: Path, most_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """An empty folder, wiped at the end. Where this process is killed, whoever owns its folder for temporary files wipes
-    it (rewards.slot, rollout.env.processes.process)."""
-    folder = Path(tempfile.mkdtemp(prefix="python-tool-"))
+    """An empty folder, wiped at the end. Where this process is killed, it is wiped with the folder in which it lies: a
+    reward process's own (rewards.slot), or that for temporary files (rollout.env.processes.process)."""
+    folder = Path(tempfile.mkdtemp(prefix="python-tool-", dir=os.environ.get(FOLDER)))
     try:
         yield folder
     finally:
@@ -181,30 +183,3 @@ def _folder() -> Iterator[Path]:
             wipe(folder)
         except OSError as error:
             log.warning("%s: a folder of a policy's code could not be removed: %s", folder, error)
-
-
-def wipe(folder: Path) -> None:
-    """Removes it with all that is in it, however deep, following no link. Nobody may write there any more.
-
-    A folder within is moved out and emptied in its turn: neither path nor stack grows with the depth, which code can
-    make greater than shutil.rmtree bears. Raises OSError.
-    """
-    beside = folder.with_name(f"{folder.name}.wiped")
-    left, moved = [str(folder)], 0
-    while left:
-        here = left.pop()
-        os.chmod(here, stat.S_IRWXU)
-        with os.scandir(here) as entries:
-            for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.path)
-                    continue
-                if not moved:
-                    beside.mkdir(mode=stat.S_IRWXU)
-                moved += 1
-                os.chmod(entry.path, stat.S_IRWXU)  # else it cannot be moved
-                left.append(str(beside / str(moved)))
-                os.rename(entry.path, left[-1])
-        os.rmdir(here)
-    if moved:
-        beside.rmdir()

@@ -1,4 +1,4 @@
-"""A deadline for what a function of ours does with one completion, so that this costs no other completion its reward."""
+"""A deadline for what a function of ours does with one completion, so that it costs no other its reward."""
 
 import signal
 import threading

@@ -14,6 +14,7 @@ from pathlib import Path
 from rewards.base import RewardError
 
 DEVICE = "GLEANER_REWARD_DEVICE"  # set where reward processes have a card of their own; else built-ins take none
+FOLDER = "GLEANER_CODE_FOLDER"  # where processes of a policy's code have their folders, if not among all others'
 # Where things are, how text is written, how many threads and which devices. Proxies are left out: their addresses
 # often hold a password.
 # fmt: off
@@ -75,17 +76,30 @@ def advice(text: str, how: str) -> str:
     return f"; {listed} is kept from {how.format(names=listed)}"
 
 
+def overwrite(name: str, value: str) -> None:
+    """Sets a variable, also in the block that this process was started with, which /proc/<pid>/environ shows of it and
+    of its forks, where it has one of the same length there."""
+    os.environ[name] = value
+    for place, entry in _started_with():
+        if entry.startswith(f"{name}=".encode()) and len(entry) == len(f"{name}={value}".encode()):
+            ctypes.memmove(place, f"{name}={value}".encode(), len(entry))
+
+
 def _blank(names: Sequence[str]) -> None:
     """Overwrites variables in the block that the process was started with, which /proc/<pid>/environ shows for ever.
 
     They must have been removed: nothing points there any more.
     """
+    prefixes = tuple(name.encode() + b"=" for name in names)
+    for place, entry in _started_with():
+        if entry.startswith(prefixes):
+            ctypes.memset(place, 0, len(entry))
+
+
+def _started_with() -> Iterator[tuple[int, bytes]]:
+    """The variables that this process was started with, and where each lies."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5); the command's name may hold spaces
-    block = ctypes.string_at(start, end - start)
-    prefixes = tuple(name.encode() + b"=" for name in names)
-    offset = 0
-    for entry in block.split(b"\0"):
-        if entry.startswith(prefixes):
-            ctypes.memset(start + offset, 0, len(entry))
-        offset += len(entry) + 1
+    for entry in ctypes.string_at(start, end - start).split(b"\0"):
+        yield start, entry
+        start += len(entry) + 1

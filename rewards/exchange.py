@@ -4,9 +4,8 @@ Plain values are copied, by their exact types. All else is referred to: the othe
 calls, attributes and operators come back as questions. What a call changes in the lists, dictionaries and the like that
 it was given is copied back, so that both sides see the same.
 
-The side of the tests is `guarded`: of the other it takes nothing but values. It shows what a test hands over only as
-far as an answer needs it (calls of functions, public attributes of the tests' own objects), and does not take what an
-operator of the answer's own class says of a value of the test (`Untrusted`): such a class can say that it equals all.
+The side of the tests is `guarded`: of the other it takes nothing but values, and it shows what a test hands over only
+as far as an answer needs it (rewards.stand_ins).
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import json
 import sys
 import threading
 import types
+
+from rewards.stand_ins import NotHanded, Remote, Untrusted, awaited, facts_of, kind_of, may_be_shown, state_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,16 +28,22 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20  # of a message
 _MOST_KEPT = 1000  # elements of values that stay shared from one question to the next
-TESTS = "tests"  # the module of the classes that tests define
 _LONG = 2**63
-_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_TOLD_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Whose functions and classes the guarded side takes by their names, since they hold and tell nothing of it.
-_KNOWN = frozenset(
-    ["bisect", "calendar", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json", "math", "numbers", "operator", "random", "re", "statistics", "string", "textwrap", "numpy"]
+_KNOWN = _words(
+    "bisect calendar cmath collections copy datetime decimal fractions functools heapq itertools json math numbers "
+    "operator random re statistics string textwrap numpy"
 )
-_KNOWN_BUILT_INS = frozenset(
-    ["abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr", "complex", "dict", "divmod", "enumerate", "filter", "float", "format", "frozenset", "hash", "hex", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "oct", "ord", "pow", "print", "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "tuple", "zip"]
+_KNOWN_BUILT_INS = _words(
+    "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format "
+    "frozenset hash hex int isinstance issubclass iter len list map max min next oct ord pow print range repr reversed "
+    "round set slice sorted str sum tuple zip"
 )
 # Immutable values of libraries, and what each is made of again.
 _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
@@ -64,54 +71,10 @@ _COLLECTED: dict[str, Callable[[list[Any]], Any]] = {
     "dict_values": lambda values: dict(enumerate(values)).values(),
     "dict_items": lambda items: dict(items).items(),
 }
-# What a value of a subclass of these is, less all that the subclass says of itself.
-_PLAIN: dict[type, Callable[[Any], Any]] = {
-    int: int.__index__,
-    float: float.__float__,
-    complex: complex.__pos__,
-    str: str.__str__,
-    bytes: lambda value: bytes.__getitem__(value, slice(None)),
-    tuple: lambda value: tuple.__getitem__(value, slice(None)),
-    frozenset: lambda value: frozenset.__or__(value, frozenset()),
-    list: lambda value: list.__getitem__(value, slice(None)),
-    dict: dict.copy,
-    set: lambda value: set.__or__(value, set()),
-    bytearray: lambda value: bytearray.__getitem__(value, slice(None)),
-}
-
-
-def _special(names: str, kinds: Sequence[str] = ("",)) -> frozenset[str]:
-    return frozenset(f"__{kind}{name}__" for name in names.split() for kind in kinds)
-
-
-_EQUALS = _special("eq ne")
-_COMPARES = _EQUALS | _special("lt le gt ge contains")
-_CHANGES = _special("add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor", ("i",)) | _special(
-    "setitem delitem"
-)
-_COMBINES = _CHANGES - _special("setitem delitem") | _special(
-    "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor", ("", "r")
-)
-_NUMBERS = _special("bool int float index complex round trunc floor ceil abs neg pos invert")
-SPECIAL = (
-    _COMPARES
-    | _CHANGES
-    | _COMBINES
-    | _NUMBERS
-    | _special("call len iter next getitem reversed hash enter exit aenter aexit aiter anext await bytes fspath")
-)
 
 
 class Gone(BaseException):
     """The other process has ended, or what it says is no message."""
-
-
-class Untrusted(BaseException):
-    """It would count what an operator of the answer's own class says of a value of the test."""
-
-
-class NotHanded(TypeError):
-    """A value that the other side cannot be given."""
 
 
 class _Shared:
@@ -180,117 +143,26 @@ def _references(values: Mapping[int, Any], number: int) -> int:
     return sys.getrefcount(values[number])
 
 
-class Peer:
-    """One side of the exchange. `serve` answers a question of the other side: the peer, what is asked, of what, the
-    arguments, and those by name. guarded: the side of the tests."""
+class Values:
+    """Values as JSON, and back, on one side. guarded: that of the tests."""
 
-    def __init__(self, connection: _socket.socket, serve: Serve, *, guarded: bool) -> None:
-        self._connection, self._serve, self.guarded = connection, serve, guarded
-        self._turn = threading.RLock()  # tests may have threads
+    def __init__(self, *, guarded: bool) -> None:
+        self.guarded = guarded
+        self.distrusted: set[str] = set()  # operators whose word was not taken
         self.mine: dict[int, Any] = {}  # what the other side refers to
         self._numbers: dict[int, int] = {}
         self._theirs: dict[int, Any] = {}
-        self._kinds: dict[Any, type] = {}
+        self._kinds: dict[str, type] = {}
         self._shared = _Shared(int(guarded))
         self._depth = 0  # of questions within questions
-        self.distrusted: set[str] = set()  # operators whose word was not taken
 
     def ask(self, what: str, of: Any, *arguments: Any, **named: Any) -> Any:
-        """The other side's answer. Raises what it raises there, NotHanded, and Gone."""
-        with self._turn:
-            self._depth += 1
-            try:
-                nodes = [self._node(one) for one in arguments], {key: self._node(one) for key, one in named.items()}
-                self._send(["ask", what, of, *nodes])
-                while (message := self._receive())[0] == "ask":
-                    self._answer(message)
-                return self._taken(message)
-            finally:
-                self._depth -= 1
-
-    def _taken(self, message: list[Any]) -> Any:
-        """The value of an answer. Raises the exception that it is."""
-        try:
-            kind, node, gone, heap = message
-            self._hear(heap)
-            value = self._value(node)
-            if kind == "raised" and not isinstance(value, BaseException):
-                raise ValueError("what it raises is no exception")
-            self._shared.drop(gone)
-        except Exception as error:
-            raise Gone(f"it says what is no value: {error}") from None
-        if kind == "raised":
-            raise value
-        return value
+        """What the other side answers: Peer's."""
+        raise NotImplementedError
 
     def called(self, number: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What a call of an object of the other side returns."""
         return self.ask("special", number, "__call__", *arguments, **named)
-
-    def answer(self) -> None:
-        """Answers the other side's questions until that is gone. Raises Gone."""
-        while True:
-            self._answer(self._receive())
-
-    def _answer(self, message: list[Any]) -> None:
-        self._depth += 1
-        kind, node = self._answered(message)
-        self._depth -= 1
-        gone = []
-        if not self._depth:
-            gone = self._shared.let_go()
-        self._send([kind, node, gone])
-        self._shared.drop(gone)
-
-    def _answered(self, message: list[Any]) -> tuple[str, Node]:
-        try:
-            _, what, of, arguments, named, heap = message
-            self._hear(heap)
-            given = tuple(map(self._value, arguments))
-            by_name = {str(name): self._value(one) for name, one in named.items()}
-        except Exception as error:
-            raise Gone(f"it asks what is no question: {error}") from None
-        try:
-            return "value", self._node(self._serve(self, what, of, given, by_name))
-        except (Gone, Untrusted):
-            raise
-        except BaseException as error:
-            error.__traceback__ = error.__context__ = error.__cause__ = None  # whose frames have references
-            return "raised", self._error_node(error)
-
-    def _send(self, message: list[Any]) -> None:
-        message.append(self._heap())
-        text = json.dumps(message, separators=(",", ":")).encode()
-        if len(text) > MOST_BYTES:
-            raise NotHanded(f"more than {MOST_BYTES >> 20} MiB cannot be handed over")
-        try:
-            self._connection.sendall(len(text).to_bytes(4, "big") + text)
-        except OSError:
-            raise Gone("its process has ended") from None
-
-    def _receive(self) -> list[Any]:
-        length = int.from_bytes(self._bytes(4), "big")
-        if length > MOST_BYTES:
-            raise Gone(f"it says more than {MOST_BYTES >> 20} MiB at once")
-        try:
-            message = json.loads(self._bytes(length))
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, list) or not message:
-            raise Gone("it says what is no message")
-        return message
-
-    def _bytes(self, length: int) -> bytes:
-        parts = []
-        while length:
-            try:
-                parts.append(self._connection.recv(min(length, 1 << 20)))
-            except OSError:
-                parts.append(b"")
-            if not parts[-1]:
-                raise Gone("its process has ended")
-            length -= len(parts[-1])
-        return b"".join(parts)
 
     # Values -> JSON. What is mutable stands in the heap, and elsewhere by its number.
 
@@ -348,25 +220,27 @@ class Peer:
     def _known_node(self, value: Any) -> Node:
         """What the other side finds in a library by its name."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        if not isinstance(value, type | types.BuiltinFunctionType | types.FunctionType) or not isinstance(name, str):
+        if not isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
             return None
-        theirs = self.guarded and str(module).partition(".")[0] in {*sys.stdlib_module_names, "numpy"}
-        return (
-            ["known", module, name] if (theirs or _is_known(module, name)) and _found(module, name) is value else None
-        )
+        if not isinstance(module, str) or not isinstance(name, str):
+            return None
+        theirs = self.guarded and module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"}
+        if not (theirs or _is_known(module, name)) or _found(module, name) is not value:
+            return None
+        return ["known", module, name]
 
     def _reference(self, value: Any) -> Node:
         if isinstance(value, Remote):
-            return ["yours", _state(value).number]
+            return ["yours", state_of(value).number]
         if isinstance(value, type) and (number := vars(value).get("_remote")) is not None:
             return ["yours", number]
         if isinstance(value, BaseException):
             return self._error_node(value)
-        if self.guarded and not _may_be_shown(value):
+        if self.guarded and not may_be_shown(value):
             raise NotHanded(f"a {type(value).__name__} of the test cannot be handed to the answer")
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exceptions", self._lineage(value)]
-        return ["mine", self._shown(value), _facts(value)]
+        return ["mine", self._shown(value), facts_of(value)]
 
     def _shown(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._numbers))
@@ -460,20 +334,22 @@ class Peer:
         if kind == "yours":
             return self.mine[rest[0]]
         if kind == "mine":
-            return self._stand_in(*rest)
+            number, facts = rest
+            return self._stand_in(number, facts)
         if kind == "exceptions":
             return self._exceptions(rest[0])
         if kind == "error":
-            return self._error(*rest[:1], [self._value(one) for one in rest[1]], *rest[2:])
+            lineage, given, text, number = rest
+            return self._error(lineage, [self._value(one) for one in given], text, number)
         raise ValueError(f"{kind!r} is no kind of value")
 
     def _stand_in(self, number: int, facts: Mapping[str, Any]) -> Any:
         if facts["awaited"]:
-            return _awaited(self, number)
+            return awaited(self, number)
         if number not in self._theirs:
             key = json.dumps(facts, sort_keys=True)
             if key not in self._kinds:
-                self._kinds[key] = _kind_of(facts, guarded=self.guarded)
+                self._kinds[key] = kind_of(facts, guarded=self.guarded)
             self._theirs[number] = self._kinds[key](self, number)
         return self._theirs[number]
 
@@ -504,6 +380,109 @@ class Peer:
         return error
 
 
+class Peer(Values):
+    """One side of the exchange. `serve` answers a question of the other side: the peer, what is asked, of what, the
+    arguments, and those by name. guarded: the side of the tests."""
+
+    def __init__(self, connection: _socket.socket, serve: Serve, *, guarded: bool) -> None:
+        super().__init__(guarded=guarded)
+        self._connection, self._serve = connection, serve
+        self._turn = threading.RLock()  # tests may have threads
+
+    def ask(self, what: str, of: Any, *arguments: Any, **named: Any) -> Any:
+        """The other side's answer. Raises what it raises there, NotHanded, and Gone."""
+        with self._turn:
+            self._depth += 1
+            try:
+                nodes = [self._node(one) for one in arguments], {key: self._node(one) for key, one in named.items()}
+                self._send(["ask", what, of, *nodes])
+                while (message := self._receive())[0] == "ask":
+                    self._answer(message)
+                return self._taken(message)
+            finally:
+                self._depth -= 1
+
+    def _taken(self, message: list[Any]) -> Any:
+        """The value of an answer. Raises the exception that it is."""
+        try:
+            kind, node, gone, heap = message
+            self._hear(heap)
+            value = self._value(node)
+            if kind == "raised" and not isinstance(value, BaseException):
+                raise ValueError("what it raises is no exception")
+            self._shared.drop(gone)
+        except Exception as error:
+            raise Gone(f"it says what is no value: {error}") from None
+        if kind == "raised":
+            raise value
+        return value
+
+    def answer(self) -> None:
+        """Answers the other side's questions until that is gone. Raises Gone."""
+        while True:
+            self._answer(self._receive())
+
+    def _answer(self, message: list[Any]) -> None:
+        self._depth += 1
+        kind, node = self._answered(message)
+        self._depth -= 1
+        gone = []
+        if not self._depth:
+            gone = self._shared.let_go()
+        self._send([kind, node, gone])
+        self._shared.drop(gone)
+
+    def _answered(self, message: list[Any]) -> tuple[str, Node]:
+        try:
+            _, what, of, arguments, named, heap = message
+            self._hear(heap)
+            given = tuple(map(self._value, arguments))
+            by_name = {str(name): self._value(one) for name, one in named.items()}
+        except Exception as error:
+            raise Gone(f"it asks what is no question: {error}") from None
+        try:
+            return "value", self._node(self._serve(self, what, of, given, by_name))
+        except (Gone, Untrusted):
+            raise
+        except BaseException as error:
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # whose frames have references
+            return "raised", self._error_node(error)
+
+    def _send(self, message: list[Any]) -> None:
+        message.append(self._heap())
+        text = json.dumps(message, separators=(",", ":")).encode()
+        if len(text) > MOST_BYTES:
+            raise NotHanded(f"more than {MOST_BYTES >> 20} MiB cannot be handed over")
+        try:
+            self._connection.sendall(len(text).to_bytes(4, "big") + text)
+        except OSError:
+            raise Gone("its process has ended") from None
+
+    def _receive(self) -> list[Any]:
+        length = int.from_bytes(self._bytes(4), "big")
+        if length > MOST_BYTES:
+            raise Gone(f"it says more than {MOST_BYTES >> 20} MiB at once")
+        try:
+            message = json.loads(self._bytes(length))
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, list) or not message:
+            raise Gone("it says what is no message")
+        return message
+
+    def _bytes(self, length: int) -> bytes:
+        parts = []
+        while length:
+            try:
+                parts.append(self._connection.recv(min(length, 1 << 20)))
+            except OSError:
+                parts.append(b"")
+            if not parts[-1]:
+                raise Gone("its process has ended")
+            length -= len(parts[-1])
+        return b"".join(parts)
+
+
 def _attribute_of_error(error: Any, name: str) -> Any:
     number = vars(error).get("_remote_error")
     if number is None or (name.startswith("__") and name.endswith("__")):
@@ -514,11 +493,6 @@ def _attribute_of_error(error: Any, name: str) -> Any:
 def _text_of_error(error: Any) -> str:
     text = vars(error).get("_text")
     return text if isinstance(text, str) else super(BaseException, error).__str__()
-
-
-async def _awaited(peer: Peer, number: int) -> Any:
-    """A coroutine of the other side, which runs there from its beginning to its end."""
-    return peer.ask("await", number)
 
 
 def _name_of(kind: type) -> str:
@@ -563,229 +537,3 @@ def _array(content: Node) -> Any:
     if found.dtype.kind not in "biufc":
         raise ValueError(f"an array of {dtype}")
     return found.copy()
-
-
-def _may_be_shown(value: Any) -> bool:
-    """Functions, iterators, and what tests have defined themselves."""
-    if isinstance(value, (*_CALLABLE, types.GeneratorType)) or type(value).__module__ == TESTS:
-        return True
-    if isinstance(value, type):
-        return value.__module__ == TESTS
-    return type(value).__module__ in ("builtins", "itertools", "functools") and (
-        hasattr(type(value), "__next__") or callable(value)
-    )
-
-
-def _facts(value: Any) -> dict[str, Any]:
-    """What the stand-in's class must know."""
-    kind = type(value)
-    homes = {name: next((one for one in kind.__mro__ if name in vars(one)), object) for name in sorted(SPECIAL)}
-    special = {name: home for name, home in homes.items() if home is not object and getattr(kind, name) is not None}
-    base = next((one for one in kind.__mro__ if one in _PLAIN), None)
-    return {
-        "name": kind.__name__,
-        "special": list(special),
-        "own": [name for name, home in special.items() if home is not base],
-        "base": None if base is None else base.__name__,
-        "hashable": kind.__hash__ is not None,
-        "awaited": isinstance(value, types.CoroutineType),
-    }
-
-
-class _State:
-    """Of a stand-in. tainted: it came of an operator with a value of the test."""
-
-    def __init__(self, peer: Peer, number: int) -> None:
-        self.peer, self.number, self.tainted = peer, number, False
-
-
-class Remote:
-    """A stand-in for an object of the other side; its subclasses have the operators of that object's class."""
-
-    __slots__ = ("_of_exchange",)
-    _is_plain = False
-
-    def __init__(self, peer: Peer, number: int) -> None:
-        object.__setattr__(self, "_of_exchange", _State(peer, number))
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        raise NotHanded("a class of the test cannot be derived from one of the answer's")
-
-    def __getattr__(self, name: str) -> Any:
-        return _asked(self, "get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _asked(self, "set", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _asked(self, "delete", name)
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return bool(_asked(self, "is instance", value))
-
-    def __subclasscheck__(self, value: Any) -> bool:
-        return bool(_asked(self, "is subclass", value))
-
-    def __repr__(self) -> str:
-        return str(_asked(self, "special", "__repr__"))
-
-    def __str__(self) -> str:
-        return str(_asked(self, "special", "__str__"))
-
-    def __format__(self, how: str) -> str:
-        return str(_asked(self, "special", "__format__", how))
-
-    @property
-    def __doc__(self) -> Any:  # type: ignore[override]
-        return _asked(self, "get", "__doc__")
-
-
-def _state(stand_in: Remote) -> _State:
-    found: _State = object.__getattribute__(stand_in, "_of_exchange")
-    return found
-
-
-def _asked(stand_in: Remote, what: str, *arguments: Any, **named: Any) -> Any:
-    state = _state(stand_in)
-    return state.peer.ask(what, state.number, *arguments, **named)
-
-
-def _kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
-    """The class of stand-ins for objects of a class with these facts."""
-    base = next((kind for kind in _PLAIN if kind.__name__ == facts["base"]), None)
-    changes = base in (list, dict, set, bytearray)
-    members: dict[str, Any] = {"__slots__": (), "_is_plain": base is not None}
-    if base is not None:
-        members["__class__"] = property(lambda self: base)  # by which isinstance goes
-    for name in SPECIAL.intersection(facts["special"]):
-        if not guarded:
-            members[name] = _forwarded(name)
-        elif (
-            base is not None and name not in facts["own"] and hasattr(base, name) and not (changes and name in _CHANGES)
-        ):
-            members[name] = _of_plain(name, base)
-        elif name in _COMPARES:
-            members[name] = _compared(name)
-        elif name in _COMBINES:
-            members[name] = _combined(name)
-        elif name in _NUMBERS:
-            members[name] = _number(name)
-        else:
-            members[name] = _forwarded(name)
-    if not facts["hashable"]:
-        members["__hash__"] = None
-    elif "__eq__" in members and "__hash__" not in members:
-        members["__hash__"] = object.__hash__
-    return type(str(facts["name"]), (Remote,), members)
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    def forwarded(self: Remote, *arguments: Any, **named: Any) -> Any:
-        if name == "__call__":
-            return _state(self).peer.called(_state(self).number, arguments, named)
-        return _asked(self, "special", name, *arguments, **named)
-
-    return forwarded
-
-
-def _of_plain(name: str, base: type) -> Callable[..., Any]:
-    """By what is plain of it, where its class says nothing of its own."""
-
-    def of_plain(self: Remote, *arguments: Any) -> Any:
-        return getattr(base, name)(*map(_plain_of, (self, *arguments)))
-
-    return of_plain
-
-
-def _plain_of(value: Any) -> Any:
-    return _asked(value, "plain") if isinstance(value, Remote) and type(value)._is_plain else value
-
-
-def shown_of(value: Any, what: str, given: tuple[Any, ...], named: dict[str, Any], *, guarded: bool = False) -> Any:
-    """What one side is told of an object of the other, which is `guarded` if it shows no more than an answer needs.
-    Raises whatever the object does, NotHanded, KeyError."""
-    if guarded:
-        _check_may_be_told(value, what, given)
-    if what == "special":
-        name, *arguments = given
-        if name in ("__repr__", "__str__"):
-            return (repr if name == "__repr__" else str)(value)
-        return value(*arguments, **named) if name == "__call__" else getattr(type(value), name)(value, *arguments)
-    return _TOLD[what](value, *given)
-
-
-def _await(value: Any) -> Any:
-    import asyncio
-
-    return asyncio.run(value)
-
-
-_TOLD: dict[str, Callable[..., Any]] = {
-    "get": getattr,
-    "set": setattr,
-    "delete": delattr,
-    "plain": lambda value: next(_PLAIN[kind] for kind in type(value).__mro__ if kind in _PLAIN)(value),
-    "is instance": lambda value, one: isinstance(one, value),
-    "is subclass": lambda value, one: issubclass(one, value),
-    "await": _await,
-}
-
-
-def _check_may_be_told(value: Any, what: str, given: tuple[Any, ...]) -> None:
-    own = (value if isinstance(value, type) else type(value)).__module__ == TESTS
-    name = given[0] if given else ""
-    if what == "special" and (name in SPECIAL or name in ("__repr__", "__str__", "__format__")):
-        return
-    if what in ("get", "set") and isinstance(name, str) and own and not name.startswith("_"):
-        return
-    if what == "get" and isinstance(value, _CALLABLE) and name in _TOLD_OF_FUNCTIONS:
-        return
-    if (what == "plain" and own) or (what in ("is instance", "is subclass") and isinstance(value, type)):
-        return
-    raise AttributeError(f"the answer may not {what} {name} of a test's {type(value).__name__}")
-
-
-def _compared(name: str) -> Callable[..., Any]:
-    """Of two objects of the answer its order is believed, as a method's answer is; its equality never."""
-
-    def compared(self: Remote, other: Any) -> Any:
-        if name in _EQUALS or not isinstance(other, Remote) or _state(self).tainted or _state(other).tainted:
-            raise _distrusted(self, name)
-        return _asked(self, "special", name, other)
-
-    return compared
-
-
-def _combined(name: str) -> Callable[..., Any]:
-    """What comes of an object of the answer and a value of the test may be the sum of two vectors; as a number it may
-    be the difference from what the test expects."""
-
-    def combined(self: Remote, other: Any, *more: Any) -> Any:
-        found = _asked(self, "special", name, other, *more)
-        if found is NotImplemented:
-            return found
-        tainted = not isinstance(other, Remote) or _state(self).tainted or _state(other).tainted
-        if isinstance(found, Remote):
-            _state(found).tainted |= tainted
-        elif tainted:
-            raise _distrusted(self, name)
-        return found
-
-    return combined
-
-
-def _number(name: str) -> Callable[..., Any]:
-    def number(self: Remote, *arguments: Any) -> Any:
-        found = _asked(self, "special", name, *arguments)
-        if _state(self).tainted and not isinstance(found, Remote):
-            raise _distrusted(self, name)
-        if isinstance(found, Remote):
-            _state(found).tainted |= _state(self).tainted
-        return found
-
-    return number
-
-
-def _distrusted(stand_in: Remote, name: str) -> Untrusted:
-    _state(stand_in).peer.distrusted.add(name)
-    return Untrusted(name)

@@ -7,7 +7,6 @@ cluster.confinement are the second line, and `gleaner doctor` says which of them
 
 import json
 import os
-import resource
 import secrets
 import selectors
 import signal
@@ -15,10 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from cluster.confinement import confine
+from rewards import memory
 from rewards.base import said
 
 SECONDS = 2  # of wall time, and of CPU time, that one call may take
@@ -63,13 +62,13 @@ def scores(calls: Sequence[Callable[[], float]]) -> list[Scored]:
 
 
 def _together(calls: Sequence[Callable[[], float]]) -> list[Scored]:
-    memory = _held() + _MEMORY
+    most = memory.held() + _MEMORY
     children: list[_Child] = []
     told: dict[int, bytes] = {}
     late: set[int] = set()
     try:
         for call in calls:
-            children.append(_start(call, memory))
+            children.append(_start(call, most))
         told, late = _told([child.pipe for child in children])
     finally:
         for child in children:
@@ -79,18 +78,13 @@ def _together(calls: Sequence[Callable[[], float]]) -> list[Scored]:
     return [_read(told[child.pipe], child, late=child.pipe in late) for child in children]
 
 
-def _held() -> int:
-    """Bytes of this process that RLIMIT_DATA counts: proc(5), statm."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-
-
-def _start(call: Callable[[], float], memory: int) -> _Child:
+def _start(call: Callable[[], float], most: int) -> _Child:
     nonce = secrets.token_hex(16)
     read, write = os.pipe()
     try:
         pid = os.fork()
         if pid == 0:
-            _run(call, memory, write, nonce)
+            _run(call, most, write, nonce)
     except OSError:
         os.close(read)
         raise
@@ -99,11 +93,11 @@ def _start(call: Callable[[], float], memory: int) -> _Child:
     return _Child(pid, read, nonce)
 
 
-def _run(call: Callable[[], float], memory: int, pipe: int, nonce: str) -> NoReturn:
+def _run(call: Callable[[], float], most: int, pipe: int, nonce: str) -> NoReturn:
     """The child, to its end."""
     try:
         _keep(pipe)
-        confine(SECONDS, memory, 0, writes=False)
+        confine(SECONDS, most, 0, writes=False)
         sys.addaudithook(_refuse)
         try:
             scored = Scored(float(call()))

@@ -50,7 +50,7 @@ def json_schema(
         except (NoJson, RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
             pass
         except Late:
-            why[len(scores)] = f"not held against its schema within {_SECONDS:g} s, whose pattern may backtrack for ever"
+            why[len(scores)] = f"not held against its schema within {_SECONDS:g} s: a pattern in it may backtrack"
         scores.append(score)
     return Zeroed(scores, why)
 

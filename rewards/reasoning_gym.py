@@ -69,8 +69,8 @@ def reasoning_gym(
 
     Needs the columns `answer` and `metadata` (a mapping, or JSON text of one, with `source_dataset`) as reasoning_gym
     makes them. strict: only a full score counts, since some tasks give partial credit to junk.
-    What tasks evaluate as Python must be a formula or a literal, and is evaluated in a confined process, for at most two
-    seconds; code scores 0.0.
+    What tasks evaluate as Python must be a formula or a literal, and is evaluated in a confined process, for at most
+    two seconds; code scores 0.0.
     Raises ValueError if metadata names no task that reasoning_gym knows, and what the scorer raises of a wrong row.
     """
     check_tag(tag)

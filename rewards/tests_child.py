@@ -15,6 +15,7 @@ from __future__ import annotations
 import _socket
 import ast
 import builtins
+import contextlib
 import io
 import json
 import os
@@ -22,7 +23,8 @@ import select
 import sys
 
 from cluster.confinement import confine
-from rewards.exchange import TESTS, Gone, NotHanded, Peer, shown_of
+from rewards.exchange import Gone, Peer
+from rewards.stand_ins import TESTS, NotHanded, shown_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -77,10 +79,9 @@ class _Answer:
 
     def serve(self) -> NoReturn:
         """Until the other process has ended."""
-        try:
+        with contextlib.suppress(Gone):
             self._peer.answer()
-        except Gone:
-            os._exit(0)
+        os._exit(0)
 
     def _serve(self, peer: Peer, what: str, of: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         asked: Callable[..., Any] | None = getattr(self, f"_{what}", None)
@@ -154,7 +155,8 @@ class _Names(dict):  # type: ignore[type-arg]  # (as `typing` is not loaded here
 
     def __init__(self, peer: Peer, first: set[str]) -> None:
         super().__init__(__name__=TESTS)
-        self.peer, self.first, self.setup = peer, first, {}
+        self.peer, self.first = peer, first
+        self.setup: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
         if name in self.first and (found := self._answers(name))[0]:
