@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     """By name, whether it stands, and what there is to say of it."""
     Conditions = Sequence[tuple[int, int, Sequence[int]]]
 
-USER, NETWORK, LANDLOCK, SECCOMP, LIMITS = "user namespace", "network", "Landlock", "seccomp", "limits"
+USER, NETWORK, LANDLOCK, SECCOMP, LIMITS = "namespace", "network", "Landlock", "seccomp", "limits"
 DESCRIPTORS = 64
 THREADS = 64  # that code may have beside those that the machine has already
 RESERVE = 4 << 30  # bytes of address space beside the memory limit: mapped libraries, and the arenas of threads
@@ -196,19 +196,37 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = 
             resource.RLIMIT_CORE: 0,
         }
     )
-    walls[LIMITS] = True, "CPU time, memory, files, threads" if threads else "CPU time, memory, files; no threads"
+    walls[LIMITS] = (
+        True,
+        "of CPU time, memory, files and threads" if threads else "of CPU time, memory and files; no threads",
+    )
     sys.addaudithook(_refuse)
     _posixsubprocess.fork_exec = _refuse_process  # of multiprocessing; there is no event of it
     return walls
 
 
 def walls() -> Walls:
-    """Those that this kernel gives, found out by a process that puts them up. Takes about 0.1 s."""
+    """Those that this kernel gives, found out by a process that puts them up, in about 0.1 s."""
     import json
     import subprocess
 
     told = subprocess.run(command(__name__), capture_output=True, text=True, timeout=60, check=True, cwd="/").stdout
     return {name: (stands, text) for name, (stands, text) in json.loads(told).items()}
+
+
+def missed(walls: Walls) -> list[str]:
+    """What code can do, since these walls are all that stand; nothing where Landlock and seccomp do."""
+    (landlock, no_landlock), (seccomp, no_seccomp) = walls[LANDLOCK], walls[SECCOMP]
+    found = []
+    if not landlock:
+        others = (
+            "" if walls[USER][0] else ", and the memory and environments of your processes, with the tokens in them"
+        )
+        found.append(f"{LANDLOCK}: {no_landlock}: it can read and change the files that you can{others}")
+    if not seccomp:
+        network = "" if walls[NETWORK][0] else ", and reach the network"
+        found.append(f"{SECCOMP}: {no_seccomp}: it can start processes and signal yours{network}")
+    return found
 
 
 def main() -> None:
@@ -232,8 +250,11 @@ def _mapped() -> int:
 
 def _be_the_first_to_go() -> None:
     """Where the machine runs out of memory, the kernel ends this process before those that it serves."""
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:  # where /proc is not written to, the kernel chooses as it does
+        return
 
 
 def _be_nobody() -> None:
@@ -248,10 +269,13 @@ def _be_nobody() -> None:
 def _namespaces(libc: Any) -> Walls:
     """In a user namespace of its own root has no rights outside."""
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
-        return {USER: (True, ""), NETWORK: (True, "none but its own loopback")}
+        return {
+            USER: (True, "code of a policy has a user namespace of its own"),
+            NETWORK: (True, "such code has none but its loopback"),
+        }
     why = f"the kernel refuses one ({os.strerror(ctypes.get_errno())})"
     alone = libc.unshare(_CLONE_NEWNET) == 0
-    return {USER: (False, why), NETWORK: (alone, "none but its own loopback" if alone else why)}
+    return {USER: (False, why), NETWORK: (alone, "such code has none but its loopback" if alone else why)}
 
 
 def _drop_capabilities(libc: Any) -> None:
@@ -296,22 +320,22 @@ def _landlock(libc: Any, readable: Iterator[str], writes: bool) -> tuple[bool, s
         os.close(place)
     _checked(libc.syscall(restrict, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
-    return True, f"version {version} of its interface"
+    return True, f"version {version}: such code reads libraries and writes its own folder"
 
 
 def _seccomp(libc: Any) -> tuple[bool, str]:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False, f"no list of system calls for {machine}"
-    code = b"".join(struct.pack("<HBBI", *step) for step in _filter(machine, os.getpid()))
+    code = b"".join(struct.pack("<HBBI", *step) for step in system_call_filter(machine, os.getpid()))
     steps = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(steps))  # struct sock_fprog
     if libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(program), 0, 0) != 0:
         return False, f"the kernel refuses it ({os.strerror(ctypes.get_errno())})"
-    return True, f"{machine}, what is not known to be harmless is refused"
+    return True, f"{machine}: it can do no more than compute"
 
 
-def _filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
+def system_call_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
     """The program (code, jump if true, jump if false, operand) in classic BPF over struct seccomp_data."""
     column, architecture = _ARCHITECTURES[machine]
     load, equal, greater, at_least, mask, end = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06

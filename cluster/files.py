@@ -1,6 +1,7 @@
 """What every writer of files here needs: errors that name the path, digests, content that is on the disk, and an end of
 folders that others have filled."""
 
+import errno
 import hashlib
 import os
 import stat
@@ -20,6 +21,20 @@ def writing(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def lacks(error: OSError) -> str:
+    """What a file system said that it cannot do; of a full one whether bytes or inodes are used up, which the kernel
+    calls the same."""
+    said = error.strerror or str(error)
+    if error.errno != errno.ENOSPC or not isinstance(error.filename, str):
+        return said
+    path = Path(error.filename).absolute()
+    found = os.statvfs(next(one for one in (path, *path.parents) if one.exists()))
+    if found.f_favail or not found.f_files:
+        return said
+    free = found.f_bavail * found.f_frsize / 2**20
+    return f"no inode is left for another file, though {free:.0f} MiB are free: delete files, many small ones"
 
 
 def digest_of(file: Path) -> Digest:

@@ -6,8 +6,8 @@ no line of the answer ever ran, with names that lead to the answer's; it compare
 decides what its own calls return, and nothing else, and it does not know what is expected.
 
 Both confine themselves. The first is given JSON on its standard input, what `_Tests` is made of, and writes two lines
-of JSON: the walls that this kernel does not give, before the answer begins; and then `passed`, how many tests passed,
-and `why`, what else there is to say of the answer.
+of JSON: before the answer begins what that can do, since this kernel lacks a wall; and then `passed`, how many tests
+passed, and `why`, what else there is to say of the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import select
 import sys
 
-from cluster.confinement import confine
+from cluster.confinement import confine, missed
 from rewards.exchange import Gone, Peer
 from rewards.stand_ins import TESTS, NotHanded, shown_of
 
@@ -54,7 +54,7 @@ def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
     walls = confine(*limits)
     task = json.loads(sys.stdin.buffer.read())
     _close(0, 1)
-    os.write(told, json.dumps([f"{name}: {text}" for name, (stands, text) in walls.items() if not stands]).encode())
+    os.write(told, json.dumps(missed(walls)).encode())
     os.write(told, b"\n")
     os.write(told, json.dumps(_Tests(_Asking(here, _shown, guarded=True), ended, **task).outcome()).encode())
     os._exit(0)

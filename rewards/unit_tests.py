@@ -18,7 +18,7 @@ log = logging.getLogger("rewards")
 SECONDS, PARALLEL = 4.0, 4
 _PROGRAM = "rewards.tests_child"
 _PYTHON = ("py", "py3", "python", "python3")
-_told_of_walls = False  # of this process
+_told: set[str] = set()  # by this process
 
 
 async def unit_tests(
@@ -96,7 +96,7 @@ async def _passed(task: Mapping[str, Any], limits: Limits) -> tuple[float, str]:
     outcome = await outcome_of(_PROGRAM, json.dumps(task).encode(), limits)
     begun, _, said = outcome.printed.partition("\n")
     try:
-        _tell_of_walls(json.loads(begun))
+        _tell_once(json.loads(begun))
     except ValueError:  # before the answer began
         raise RuntimeError(f"the process of the tests failed: {outcome.printed[-LONGEST:]} {outcome.ended}") from None
     if outcome.ended:
@@ -108,16 +108,12 @@ async def _passed(task: Mapping[str, Any], limits: Limits) -> tuple[float, str]:
     return told["passed"] / len(task["tests"]), told["why"]
 
 
-def _tell_of_walls(lacking: Sequence[str]) -> None:
-    """Once: who trusts them had better know."""
-    global _told_of_walls
-    if lacking and not _told_of_walls:
-        _told_of_walls = True
-        log.warning(
-            "reward unit_tests: this kernel does not keep the code of completions as it should (%s); run this in a "
-            "container, or see `gleaner doctor`",
-            "; ".join(lacking),
-        )
+def _tell_once(missed: Sequence[str]) -> None:
+    """Who trusts the walls around code had better know which are not here."""
+    for one in missed:
+        if one not in _told:
+            _told.add(one)
+            log.warning("reward unit_tests: the code of completions is not kept in on this kernel; %s", one)
 
 
 def _code(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TypeGuard
 
 from cluster.actor import ClusterLost, StartFailed
+from cluster.files import lacks
 from learner.driver.watched_learner import LearnerLost
 
 
@@ -33,7 +34,7 @@ def sentence_of(error: BaseException) -> str:
     if _is_of_a_full_disk(error):
         which = f"the disk of {error.filename}" if error.filename else "a disk"
         return (
-            f"{which} is full ({error.strerror}); free some of it, and start the same command again: it goes on from "
+            f"{which} is full ({lacks(error)}); free some of it, and start the same command again: it goes on from "
             "the last checkpoint"
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
