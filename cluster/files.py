@@ -34,7 +34,7 @@ def lacks(error: OSError) -> str:
     if found.f_favail or not found.f_files:
         return said
     free = found.f_bavail * found.f_frsize / 2**20
-    return f"no inode is left for another file, though {free:.0f} MiB are free: delete files, many small ones"
+    return f"no inode is left for another file, though {free:.0f} MiB are free: delete files, many small"
 
 
 def digest_of(file: Path) -> Digest:

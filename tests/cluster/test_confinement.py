@@ -252,16 +252,16 @@ def test_calls_of_another_architecture_end_the_process() -> None:
 def test_what_this_kernel_lacks_is_said_with_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(WALLS) == {"namespace", "network", LANDLOCK, SECCOMP, LIMITS}
     bare = dict.fromkeys(WALLS, (False, "none here"))
+    of_processes = ", and the memory and environments of your processes, with the tokens in them"
     assert missed(bare) == [
-        "Landlock: none here: it can read and change the files that you can, and the memory and environments of your "
-        "processes, with the tokens in them",
+        f"Landlock: none here: it can read and change the files that you can{of_processes}",
         "seccomp: none here: it can start processes and signal yours, and reach the network",
     ]
     named = bare | {"namespace": (True, ""), "network": (True, "")}
     assert [one.rpartition(": ")[2] for one in missed(named)] == [
         "it can read and change the files that you can", "it can start processes and signal yours",
     ]  # fmt: skip
-    other = os.uname()[:4] + ("riscv64",)
+    other = (*os.uname()[:4], "riscv64")
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(other))
     found: Any = confinement._seccomp(None)
     assert found == (False, "no list of system calls for riscv64")
