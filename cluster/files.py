@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,28 +61,55 @@ def fsync(path: Path) -> None:
 
 
 def wipe(folder: Path) -> None:
-    """Removes it with all that is in it, however deep, following no link. Nobody may write there any more.
+    """Removes it with all that is in it, however deep, following no link, not even one in its own place.
 
     A folder within is moved out and emptied in its turn: neither path nor stack grows with the depth, which code can
     make greater than shutil.rmtree bears. Raises OSError.
     """
-    beside = folder.with_name(f"{folder.name}.wiped")
-    left, moved = [str(folder)], 0
-    while left:
-        here = left.pop()
-        os.chmod(here, stat.S_IRWXU)
-        with os.scandir(here) as found:
-            entries = list(found)
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
+    try:
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError:  # there is something in it, or it is a link
+        _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    beside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
+    place = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.rename(folder, "0", dst_dir_fd=place)
+        left, moved = ["0"], 0
+        while left:
+            name = left.pop()
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=place).st_mode):
+                os.unlink(name, dir_fd=place)
                 continue
-            if not moved:
-                beside.mkdir(mode=stat.S_IRWXU)
-            moved += 1
-            os.chmod(entry.path, stat.S_IRWXU)  # else it cannot be moved
-            left.append(str(beside / str(moved)))
-            os.rename(entry.path, left[-1])
-        os.rmdir(here)
-    if moved:
-        beside.rmdir()
+            with _opened(name, place) as here:
+                for entry in list(os.scandir(here)):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.name, dir_fd=here)
+                        continue
+                    with _opened(entry.name, here):  # a closed one cannot be moved
+                        moved += 1
+                        left.append(str(moved))
+                        os.rename(entry.name, left[-1], src_dir_fd=here, dst_dir_fd=place)
+            os.rmdir(name, dir_fd=place)
+    finally:
+        os.close(place)
+    os.rmdir(beside)
+
+
+@contextmanager
+def _opened(name: str, place: int) -> Iterator[int]:
+    """A descriptor of the folder of that name in the folder `place`, to which its owner is given all rights first."""
+    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+    try:
+        os.chmod(f"/proc/self/fd/{found}", stat.S_IRWXU)
+        here = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=found)
+        try:
+            yield here
+        finally:
+            os.close(here)
+    finally:
+        os.close(found)

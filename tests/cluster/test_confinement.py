@@ -157,7 +157,11 @@ def test_nothing_gets_through_and_what_computes_goes_on(user: int | None, namesp
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)
     victim = subprocess.Popen(
-        ["sleep", "60"], env={"TOKEN": SECRET, "PATH": os.defpath}, user=user, group=user, extra_groups=user and []
+        ["sleep", "60"],
+        env={"TOKEN": SECRET, "PATH": os.defpath},
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
     )
     known = {name: code for name, (wall, code) in ATTACKS.items() if has(wall)}
     with socket.create_server(("127.0.0.1", 0)) as server:

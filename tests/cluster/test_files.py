@@ -39,13 +39,31 @@ def test_a_folder_is_removed_however_deep_and_closed_and_nothing_beside_it(tmp_p
     assert kept.read_text() == "here"
 
 
+def test_a_link_in_the_place_of_a_folder_is_removed_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "folder"
+    (home / "deep").mkdir(parents=True)
+    (home / "letter").touch()
+    folder.symlink_to(home)
+    wipe(folder)
+    wipe(folder)  # which is there no more
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "home", "letter"]
+    (home / "deep").rename(folder)
+    wipe(folder)
+    assert [path.name for path in home.iterdir()] == ["letter"]
+
+
 FILLED = """
 import ctypes, os, sys
 from pathlib import Path
 from cluster.files import lacks
 libc = ctypes.CDLL(None, use_errno=True)
 folder, options = (argument.encode() for argument in sys.argv[1:])
-if libc.unshare(0x10000000 | 0x20000) != 0 or libc.mount(b"none", folder, b"tmpfs", 0, options) != 0:
+ids = (("uid_map", f"0 {os.getuid()} 1"), ("setgroups", "deny"), ("gid_map", f"0 {os.getgid()} 1"))
+if libc.unshare(0x10000000 | 0x20000) != 0:
+    sys.exit(77)
+for name, text in ids:
+    Path("/proc/self", name).write_text(text)
+if libc.mount(b"none", folder, b"tmpfs", 0, options) != 0:
     sys.exit(77)
 try:
     for i in range(100):

@@ -164,10 +164,14 @@ def test_only_what_the_scorer_says_counts_of_a_confined_call() -> None:
     def refuses() -> float:
         raise forked.NotEvaluated("no")
 
+    def late() -> float:
+        time.sleep(60)
+        return 1.0
+
     died = forked.Scored(0.0, why="its process ended without a score")
     calls = [
         lambda: 0.25, lambda: writes(b"1.0"), lambda: writes(b'["", 1.0, "", ""]', b"\n"), ends, raises, refuses,
-        lambda: writes(bytes(1 << 20)), lambda: time.sleep(60) or 1.0,
+        lambda: writes(bytes(1 << 20)), late,
     ]  # fmt: skip
     assert forked.scores(calls) == [
         forked.Scored(0.25), died, died, died, forked.Scored(0.0, "ValueError: of the row"),
