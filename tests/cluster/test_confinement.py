@@ -16,8 +16,8 @@ import pytest
 
 from cluster import confinement
 from cluster.confinement import LANDLOCK, LIMITS, SECCOMP, missed, system_call_filter, walls
+from tests.cluster.contexts import CONTEXTS, ENTER, skip_unless_possible
 
-OTHER = 54321  # a user that nobody is
 SECRET = "hf_secret"
 # What is tried once the walls stand; `through` where the code got what it wanted. It loads all that it needs before,
 # since another user may not read an interpreter below /root.
@@ -86,9 +86,11 @@ HONEST = {
     "time and chance": "time.sleep(0) is None and len(os.urandom(4)) == 4",
     "nothing": "open('/dev/null', 'w').write('x') == 1",
 }
-DRIVER = """
-import _socket, asyncio, asyncio.selector_events, concurrent.futures.thread, ctypes, fcntl, json, mmap, os, pathlib
-import resource, shutil, stat, struct, sys, threading, time
+DRIVER = (
+    ENTER
+    + """
+import _socket, asyncio, asyncio.selector_events, concurrent.futures.thread, fcntl, json, mmap, pathlib, resource
+import shutil, stat, sys, threading, time
 from cluster import confinement
 context, attacks, honest = json.loads(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 SECRET, victim, outside, port = (context[name] for name in ("secret", "victim", "outside", "port"))
@@ -115,23 +117,13 @@ def tried(code):
     except Exception as error:
         return False
 os.chdir(context["home"])
-if context["user"] is not None:
-    os.setgroups([])
-    os.setresgid(*[context["user"]] * 3)
-    os.setresuid(*[context["user"]] * 3)
-    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, as a program of that user is
-if not context["namespaces"]:  # as a container's runtime refuses them: EPERM for unshare
-    number = {"x86_64": 272, "aarch64": 97}[os.uname().machine]
-    code = b"".join(struct.pack("<HBBI", *step) for step in
-                    [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)])
-    steps = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("<HxxxxxxQ", 4, ctypes.addressof(steps))
-    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0) == 0
+enter(context["user"], context["namespaces"])
 walls = confinement.confine(20, 256 << 20, 1 << 20)
 through = [name for name, code in attacks.items() if tried(code)]
 broken = [name for name, code in honest.items() if not tried(code)]
 print(json.dumps([walls, through, broken]))
 """
+)
 
 
 def has(wall: str) -> bool:
@@ -142,11 +134,9 @@ WALLS = walls()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls in it are those of x86_64")
-@pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "no namespaces"])
-@pytest.mark.parametrize("user", [None, OTHER], ids=["this user", "another user"])
+@pytest.mark.parametrize(("user", "namespaces"), CONTEXTS)
 def test_nothing_gets_through_and_what_computes_goes_on(user: int | None, namespaces: bool, tmp_path: Path) -> None:
-    if user is not None and os.geteuid() != 0:
-        pytest.skip("another user: only root can become one")
+    skip_unless_possible(user, starts_python=False)
     if not namespaces and not has(SECCOMP):
         pytest.skip("no namespaces: a filter of system calls refuses them, and this kernel has none")
     home, outside = tmp_path / "home", tmp_path / "outside"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,9 @@ from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rewards.unit_tests import unit_tests
+from tests.cluster.contexts import CONTEXTS, ENTER, skip_unless_possible
 
+ROOT = Path(__file__).parents[2]
 TESTS = [
     "assert sq(2) == 4",
     "assert abs(sq(3) - 9) < 1e-6",
@@ -84,3 +89,51 @@ def test_one_completion_costs_itself_and_leaves_the_others_of_its_group() -> Non
     assert scores.errors[0] is scores.errors[-1] is None
     kinds = [kind.removeprefix("reward 'unit_tests': 0: ").strip() for kind in scores.zeroed]
     assert {"stopped after", "its process has ended"} <= set(kinds)
+
+
+EVERYWHERE = ("an object that equals all", "frames", "every descriptor", "a module in another's place")
+DRIVER = f"""{ENTER}
+import asyncio, json, sys
+from rewards.code_process import Limits, run
+from rewards.unit_tests import unit_tests
+context = json.loads(sys.argv[1])
+enter(context["user"], context["namespaces"])
+async def main():
+    told = [await run(code, Limits(seconds=20)) for code in context["tool"]]
+    found = await unit_tests(context["answers"], test_list=[context["tests"]] * len(context["answers"]), seconds=20)
+    print(json.dumps([told, found]))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("user", "namespaces"), CONTEXTS)
+def test_wherever_it_runs(user: int | None, namespaces: bool, tmp_path: Path) -> None:
+    """As the attacks on the walls (tests/cluster/test_confinement.py): in each place where it may run."""
+    skip_unless_possible(user, starts_python=True)
+    secret = tmp_path / "secret"
+    secret.write_text("hf_secret")
+    swap = "import os\ntry: os.remove('../printed')\nexcept OSError: pass\n"
+    context = {
+        "user": user, "namespaces": namespaces, "tests": TESTS,
+        "tool": [
+            f"{swap}try: os.symlink({str(secret)!r}, '../printed')\nexcept OSError: print('no')",
+            f"{swap}try: os.mkfifo('../printed')\nexcept OSError: print('no')",
+            f"print(open('/proc/{os.getpid()}/environ').read())\nprint('through')",
+            f"import ctypes\nprint(ctypes.CDLL(None).kill({os.getpid()}, 0))",
+            f"print(open({str(secret)!r}).read())",
+        ],
+        "answers": [
+            RIGHT, *(FORGERIES[name] for name in EVERYWHERE), ATTACKS["ends all that it may"][0],
+            ATTACKS["stops who scores it"][0], RIGHT,
+        ],
+    }  # fmt: skip
+    command = [sys.executable, "-c", DRIVER, json.dumps(context)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    secret.unlink()
+    assert done.returncode == 0, done.stderr
+    told, scores = json.loads(done.stdout)
+    assert told[:2] == ["no", "no"]
+    assert "through" not in told[2]
+    assert told[3] == "-1"
+    assert "hf_secret" not in "".join(told)
+    assert scores == [1.0, *[0.0] * (len(EVERYWHERE) + 2), 1.0]
