@@ -92,7 +92,7 @@ llistxattr 195 12, flistxattr 196 13, chmod 90 -, fchmod 91 52, fchmodat 268 53,
 _NEWER = 452  # system calls beyond this number are answered as by a kernel that does not have them
 _ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of _CALLS; linux/audit.h
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000  # linux/seccomp.h
-_ANY, _PID = 0xFFFFFFFF, -1
+_ANY = 0xFFFFFFFF
 _SHARED_NOWHERE = 0x21  # MAP_SHARED | MAP_ANONYMOUS
 
 
@@ -114,8 +114,8 @@ _CHECKED: dict[str, tuple[Conditions, int, int]] = {
     "fcntl": ([(1, _ANY, [*range(8), 36, 37, 38, *range(1030, 1035)])], _ALLOW, _DENY),
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": ([(1, _ANY, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])], _ALLOW, _refused(errno.ENOTTY)),
-    "kill": ([(0, _ANY, [_PID])], _ALLOW, _DENY),
-    "tgkill": ([(0, _ANY, [_PID])], _ALLOW, _DENY),
+    "kill": ([(0, _ANY, [])], _ALLOW, _DENY),  # [] stands for the processes that it may signal
+    "tgkill": ([(0, _ANY, [])], _ALLOW, _DENY),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
     "prctl": ([(0, _ANY, [3, 15, 16, 0x53564D41])], _ALLOW, _DENY),
     "prlimit64": ([(0, _ANY, [0])], _ALLOW, _DENY),  # limits and priorities of others: of none
@@ -158,7 +158,9 @@ def _packages() -> list[str]:
     return [path for path in sys.path if os.path.basename(path) in _PACKAGES]
 
 
-def confine(seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = True) -> Walls:
+def confine(
+    seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = True, child: int | None = None
+) -> Walls:
     """Puts the walls up, for good, and says which stand.
 
     Args:
@@ -166,6 +168,7 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = 
         memory_bytes: that the process may write to, what it has already included.
         file_bytes: of any file that it writes.
         writes: whether it may write below its working folder.
+        child: a process that it has started, and may end.
 
     Raises OSError where not even a limit can be set.
     """
@@ -176,12 +179,16 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = 
         _be_nobody()
     walls = _namespaces(libc)
     _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    walls[LANDLOCK] = _landlock(libc, _readable(), writes)
+    try:
+        walls[LANDLOCK] = _landlock(libc, _readable(), writes=writes, signals=child is not None)
+    except OSError as error:
+        walls[LANDLOCK] = False, f"the kernel has it and refuses it ({error})"
     _drop_capabilities(libc)
     _checked(libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before prctl could say so
         os._exit(1)
-    walls[SECCOMP] = _seccomp(libc)
+    signalled = (os.getpid(),) if child is None else (os.getpid(), child)
+    walls[SECCOMP] = _seccomp(libc, signalled)
     # Without the filter of system calls it is the limit of processes that keeps all but root from starting one, and
     # then no thread can be started either.
     threads = threads if walls[SECCOMP][0] else 0
@@ -200,7 +207,7 @@ def confine(seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = 
         True,
         "of CPU time, memory, files and threads" if threads else "of CPU time, memory and files; no threads",
     )
-    sys.addaudithook(_refuse)
+    sys.addaudithook(lambda event, arguments: _refuse(signalled, event, arguments))
     _posixsubprocess.fork_exec = _refuse_process  # of multiprocessing; there is no event of it
     return walls
 
@@ -238,14 +245,21 @@ def main() -> None:
 
 def _threads_of_the_machine() -> int:
     """All of them, proc(5); the limit of a user's processes counts those that it has already."""
-    with open("/proc/loadavg") as file:
-        return int(file.read().split()[3].partition("/")[2])
+    return int(_told("/proc/loadavg", "0 0 0 0/4096 0").split()[3].partition("/")[2])
 
 
 def _mapped() -> int:
     """Bytes of this process's address space."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(_told("/proc/self/statm", "0").split()[0]) * resource.getpagesize()
+
+
+def _told(path: str, otherwise: str) -> str:
+    """What a file of /proc says, of which some sandboxes have little."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return otherwise
 
 
 def _be_the_first_to_go() -> None:
@@ -253,7 +267,7 @@ def _be_the_first_to_go() -> None:
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-    except OSError:  # where /proc is not written to, the kernel chooses as it does
+    except OSError:  # the kernel chooses as it does without that
         return
 
 
@@ -296,14 +310,14 @@ def _readable() -> Iterator[str]:
     yield os.path.realpath(sys.executable)
 
 
-def _landlock(libc: Any, readable: Iterator[str], writes: bool) -> tuple[bool, str]:
+def _landlock(libc: Any, readable: Iterator[str], *, writes: bool, signals: bool) -> tuple[bool, str]:
     create, add, restrict = _LANDLOCK
     version = libc.syscall(create, None, 0, 1)  # LANDLOCK_CREATE_RULESET_VERSION
     if version < 1:
         return False, f"the kernel has none ({os.strerror(ctypes.get_errno())})"
     every = (1 << _KNOWN_RIGHTS.get(version, 16)) - 1
-    # The rights that are taken; TCP, binding and connecting; abstract sockets and signals.
-    taken = struct.pack("<QQQ", every, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    # The rights that are taken; TCP, binding and connecting; abstract sockets and signals to processes without it.
+    taken = struct.pack("<QQQ", every, 3, 1 if signals else 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(create, taken, len(taken), 0)
     _checked(ruleset, "landlock_create_ruleset")
     rules = [(path, _READ_FILE | _READ_DIR) for path in readable]
@@ -323,11 +337,11 @@ def _landlock(libc: Any, readable: Iterator[str], writes: bool) -> tuple[bool, s
     return True, f"version {version}: such code reads libraries and writes its own folder"
 
 
-def _seccomp(libc: Any) -> tuple[bool, str]:
+def _seccomp(libc: Any, signalled: Sequence[int]) -> tuple[bool, str]:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False, f"no list of system calls for {machine}"
-    code = b"".join(struct.pack("<HBBI", *step) for step in system_call_filter(machine, os.getpid()))
+    code = b"".join(struct.pack("<HBBI", *step) for step in system_call_filter(machine, signalled))
     steps = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(steps))  # struct sock_fprog
     if libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(program), 0, 0) != 0:
@@ -335,8 +349,9 @@ def _seccomp(libc: Any) -> tuple[bool, str]:
     return True, f"{machine}: it can do no more than compute"
 
 
-def system_call_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
-    """The program (code, jump if true, jump if false, operand) in classic BPF over struct seccomp_data."""
+def system_call_filter(machine: str, signalled: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """The program (code, jump if true, jump if false, operand) in classic BPF over struct seccomp_data. signalled: the
+    processes to which signals may be sent."""
     column, architecture = _ARCHITECTURES[machine]
     load, equal, greater, at_least, mask, end = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
     # Calls of a 32-bit program have other numbers, and so have those of x32.
@@ -353,7 +368,7 @@ def system_call_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]
         block = []
         for argument, bits, values in conditions:
             block += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]  # of its eight bytes the lower four
-            given = [pid if value == _PID else value for value in values]
+            given = values or signalled
             block += [(equal, len(given) - i, 0, value) for i, value in enumerate(given)]
             block.append((end, 0, 0, otherwise))
         block.append((end, 0, 0, then))
@@ -382,7 +397,7 @@ def _checked(answer: int, what: str) -> None:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def _refuse(signalled: Sequence[int], event: str, arguments: tuple[Any, ...]) -> None:
     """Says in a sentence what the kernel would refuse with a number, and is all that refuses where it has no walls."""
     if event.startswith(_STARTS_PROCESSES):
         _refuse_process()
@@ -391,7 +406,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     addressed = event == "socket.sendmsg" and arguments[1] is not None
     if other_kind or addressed or event.startswith(_OPENS_NETWORK):
         raise PermissionError("code has no network here")
-    if event == "os.killpg" or (event == "os.kill" and arguments[0] != os.getpid()):
+    if event == "os.killpg" or (event == "os.kill" and arguments[0] not in signalled):
         raise PermissionError("code may send no signals to others here")
 
 

@@ -73,9 +73,10 @@ async def run(code: str, limits: Limits) -> str:
     return "\n".join(part for part in (outcome.printed.rstrip("\n"), ended) if part) or "(the code printed nothing)"
 
 
-async def outcome_of(module: str, given: bytes, limits: Limits) -> Outcome:
+async def outcome_of(module: str, given: bytes, limits: Limits, *, start_s: float = 0.0) -> Outcome:
     """Runs `main` of one of our modules to its end, in a fresh interpreter and a folder of its own, with `given` as its
-    standard input. Raises OSError where this process can start none."""
+    standard input. start_s: more wall time, for a program that keeps the limit itself once it has started. Raises
+    OSError where this process can start none."""
     with _folder() as home, _nameless(given) as told, _nameless() as output:
         process = subprocess.Popen(
             command(module, str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes)),
@@ -84,7 +85,7 @@ async def outcome_of(module: str, given: bytes, limits: Limits) -> Outcome:
         )  # fmt: skip
         end = _end_of(process)
         try:
-            ended = await _ended(end, home, limits)
+            ended = await _ended(end, home, limits, start_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
@@ -110,10 +111,10 @@ def _end_of(process: subprocess.Popen[bytes]) -> "asyncio.Future[None]":
     return end
 
 
-async def _ended(end: "asyncio.Future[None]", home: Path, limits: Limits) -> str:
+async def _ended(end: "asyncio.Future[None]", home: Path, limits: Limits, start_s: float) -> str:
     """Waits for its end, or for what is to end it: that in words, else ''."""
     try:
-        async with asyncio.timeout(limits.seconds):
+        async with asyncio.timeout(limits.seconds + start_s):
             while not (await asyncio.wait([end], timeout=LOOK_S))[0]:
                 if _too_much(home, FILES_BYTES * limits.file_bytes):
                     mebibytes = FILES_BYTES * limits.file_bytes / 2**20

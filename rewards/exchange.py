@@ -58,7 +58,7 @@ _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
     "datetime.timezone": lambda value: (value.utcoffset(None),),
     "pathlib.PosixPath": lambda value: (str(value),),
-    "pathlib.PurePosixPath": lambda value: (str(value),),
+    "pathlib._local.PosixPath": lambda value: (str(value),),  # as Python 3.13 calls it
     "uuid.UUID": lambda value: (str(value),),
     "zoneinfo.ZoneInfo": lambda value: (value.key,),
 }
@@ -148,7 +148,7 @@ class Values:
 
     def __init__(self, *, guarded: bool) -> None:
         self.guarded = guarded
-        self.distrusted: set[str] = set()  # operators whose word was not taken
+        self.distrusted: list[str] = []  # operators whose word was not taken
         self.mine: dict[int, Any] = {}  # what the other side refers to
         self._numbers: dict[int, int] = {}
         self._theirs: dict[int, Any] = {}

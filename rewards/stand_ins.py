@@ -288,7 +288,7 @@ def _number(name: str) -> Callable[..., Any]:
 
 
 def _distrusted(stand_in: Remote, name: str) -> Untrusted:
-    state_of(stand_in).peer.distrusted.add(name)
+    state_of(stand_in).peer.distrusted.append(name)
     return Untrusted(name)
 
 

@@ -5,7 +5,7 @@ is asked for names, calls, attributes and so on (rewards.exchange). The first ru
 no line of the answer ever ran, with names that lead to the answer's; it compares, and says what passed. So an answer
 decides what its own calls return, and nothing else, and it does not know what is expected.
 
-Both confine themselves. The first is given JSON on its standard input, what `_Tests` is made of, and writes two lines
+Both confine themselves. The first is given JSON on its standard input, the fields of `_Task`, and writes two lines
 of JSON: before the answer begins what that can do, since this kernel lacks a wall; and then `passed`, how many tests
 passed, and `why`, what else there is to say of the answer.
 """
@@ -19,7 +19,7 @@ import contextlib
 import io
 import json
 import os
-import select
+import signal
 import sys
 
 from cluster.confinement import confine, missed
@@ -28,7 +28,7 @@ from rewards.stand_ins import TESTS, NotHanded, shown_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
 MOST_PRINTED = 1 << 20  # bytes of what the answer prints in one call that a test may see
@@ -41,22 +41,23 @@ _PRISTINE = dict(vars(builtins))
 
 def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
     """Both processes, each to its end."""
-    limits = int(seconds), int(memory_bytes), int(file_bytes)
+    limits = int(seconds) + 1, int(memory_bytes), int(file_bytes)  # of CPU time more than the deadline: that is told
     here, there = _socket.socketpair()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # which is waited for
     child = os.fork()
     if child == 0:
         here.close()
         _close(0, 1, 2)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         confine(*limits)
         _Answer(there).serve()
     there.close()
-    told, ended = os.dup(1), os.pidfd_open(child)
-    walls = confine(*limits)
-    task = json.loads(sys.stdin.buffer.read())
+    told = os.dup(1)
+    walls = confine(*limits, child=child)
+    task = _Task(**json.loads(sys.stdin.buffer.read()))
     _close(0, 1)
-    os.write(told, json.dumps(missed(walls)).encode())
-    os.write(told, b"\n")
-    os.write(told, json.dumps(_Tests(_Asking(here, _shown, guarded=True), ended, **task).outcome()).encode())
+    os.write(told, json.dumps(missed(walls)).encode() + b"\n")
+    os.write(told, json.dumps(_Tests(_Asking(here, _shown, guarded=True), child, task).outcome()).encode())
     os._exit(0)
 
 
@@ -151,11 +152,11 @@ class _Asking(Peer):
 
 class _Names(dict):  # type: ignore[type-arg]  # (as `typing` is not loaded here)
     """The names that tests see: their own, the setup's, Python's, and then the answer's; those in `first` the answer's
-    before the setup's and Python's."""
+    before the setup's and Python's. modules: names that they use as those of modules."""
 
-    def __init__(self, peer: Peer, first: set[str]) -> None:
+    def __init__(self, peer: Peer, first: set[str], modules: set[str]) -> None:
         super().__init__(__name__=TESTS)
-        self.peer, self.first = peer, first
+        self.peer, self.first, self.modules = peer, first, modules
         self.setup: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
@@ -165,11 +166,9 @@ class _Names(dict):  # type: ignore[type-arg]  # (as `typing` is not loaded here
             return self.setup[name]
         if name in _PRISTINE:
             raise KeyError(name)
-        if name in _ALIASES or (name in sys.stdlib_module_names and name not in self.first):
-            try:
+        if name in self.modules and (name in _ALIASES or name in sys.stdlib_module_names):
+            with contextlib.suppress(ImportError):
                 return _module(_ALIASES.get(name, name))
-            except ImportError:
-                pass
         there, value = self._answers(name)
         if not there:
             raise KeyError(name)
@@ -188,38 +187,56 @@ def _module(name: str) -> Any:
     return __import__(name, fromlist=["*"])
 
 
-class _Tests:
-    """The process of the tests."""
+class _Late(BaseException):
+    """The time is over."""
+
+
+class _Task:
+    """What the first process is given. entry: the name of the function under test, where that is known. same_process:
+    tests run in the answer's process. seconds: for all of it."""
 
     def __init__(
-        self, peer: Peer, ended: int, code: str, setup: str, tests: list[str], entry: str | None, same_process: bool
+        self, code: str, setup: str, tests: list[str], entry: str | None, same_process: bool, seconds: float
     ) -> None:
-        self._peer, self._ended, self._code, self._setup = peer, ended, code, setup
-        self._tests, self._entry, self._beside = tests, entry, same_process
+        self.code, self.setup, self.tests = code, setup, tests
+        self.entry, self.same_process, self.seconds = entry, same_process, seconds
+
+
+class _Tests:
+    """The process of the tests. answer: the number of the other process."""
+
+    def __init__(self, peer: Peer, answer: int, task: _Task) -> None:
+        self._peer, self._answer, self._task = peer, answer, task
         self._why: list[str] = []
 
     def outcome(self) -> dict[str, Any]:
-        """How many pass, and what is to be said of the answer."""
+        """How many pass, and what is to be said of the answer, whose process is ended."""
+        passed = 0
         try:
-            passed = self._passed() if self._peer.ask("run", None, self._setup, self._code) is True else 0
+            with _deadline(self._task.seconds):
+                if self._peer.ask("run", None, self._task.setup, self._task.code) is True:
+                    passed = self._passed()
+        except _Late:
+            passed = 0
+            self._why.append(f"stopped after {self._task.seconds:g} s")
         except Gone as gone:
             passed = 0
             self._why.append(f"{gone}{self._end()}")
         except BaseException as error:  # of the other process, which may raise what it likes
-            passed = 0
             self._why.append(f"its process raises {type(error).__name__} where it should answer")
-        if self._peer.distrusted:
-            said = ", ".join(sorted(self._peer.distrusted))
+        os.kill(self._answer, signal.SIGKILL)  # here, where it leaves nothing for others to bury
+        os.waitpid(self._answer, 0)
+        if said := ", ".join(sorted({*self._peer.distrusted})):
             self._why.append(f"a test would count what {said} of the answer's own class says; {_ADVICE}")
         return {"passed": passed, "why": "; ".join(dict.fromkeys(self._why))}
 
     def _passed(self) -> int:
-        if self._beside:
-            return sum(self._peer.ask("test", None, test) is True for test in self._tests)
-        names = _Names(self._peer, self._first())
+        if self._task.same_process:
+            return sum(self._peer.ask("test", None, test) is True for test in self._task.tests)
+        names = _Names(self._peer, self._first(), set().union(*map(_modules, map(_parsed, self._task.tests))))
         self._set_up(names)
         passed = 0
-        for test in self._tests:
+        for test in self._task.tests:
             names["__builtins__"] = dict(_PRISTINE)
             before = len(self._peer.distrusted), len(self._why)
             fine = _passes(test, names, self._why)
@@ -229,25 +246,21 @@ class _Tests:
     def _first(self) -> set[str]:
         """Names that are the answer's although the setup or Python has them, too: of the function under test. Where
         that is not known, tests that use no other name are of those."""
-        if self._entry is not None:
-            return {self._entry}
-        known = set(_PRISTINE) | set(sys.stdlib_module_names) | set(_ALIASES) | _bound(self._setup)
-        used = set().union(*map(_free, self._tests))
+        if self._task.entry is not None:
+            return {self._task.entry}
+        known = set(_PRISTINE) | set(sys.stdlib_module_names) | set(_ALIASES) | _bound(_parsed(self._task.setup))
+        used = set().union(*(_used(tree) - _bound(tree) for tree in map(_parsed, self._task.tests)))
         return used if used <= known else set()
 
     def _set_up(self, names: _Names) -> None:
         """The setup's imports, functions and values, which the answer must not be able to replace. Its classes are
         those of the answer's process, which makes objects of them, too; what does not run here is there as well."""
-        try:
-            statements = ast.parse(self._setup).body
-        except SyntaxError:
-            return
-        for statement in statements:
+        for statement in _parsed(self._task.setup).body:
             if isinstance(statement, ast.ClassDef):
                 continue
             try:
                 exec(compile(ast.Module([statement], []), "<setup>", "exec", dont_inherit=True), names)
-            except Gone:
+            except (Gone, _Late):
                 raise
             except BaseException:
                 continue
@@ -257,17 +270,32 @@ class _Tests:
 
     def _end(self) -> str:
         """How the answer's process ended, in brackets; '' if it lives."""
-        if not select.select([self._ended], [], [], PATIENCE_S)[0]:
+        signal.sigtimedwait({signal.SIGCHLD}, PATIENCE_S)
+        found = os.waitid(os.P_PID, self._answer, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
             return ""
-        found = os.waitid(os.P_ALL, 0, os.WEXITED)
-        assert found is not None
         return f" (exit code {found.si_status})" if found.si_code == os.CLD_EXITED else f" (signal {found.si_status})"
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises _Late inside, again and again, since tests may catch it."""
+
+    def late(*_: object) -> NoReturn:
+        raise _Late
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _passes(test: str, names: dict[str, Any], why: list[str] | None = None) -> bool:
     try:
         exec(compile(test, "<test>", "exec", dont_inherit=True), names)
-    except Gone:
+    except (Gone, _Late):
         raise
     except NotHanded as error:
         if why is not None:
@@ -278,22 +306,28 @@ def _passes(test: str, names: dict[str, Any], why: list[str] | None = None) -> b
     return True
 
 
-def _free(text: str) -> set[str]:
-    """Names that a text uses and does not bind."""
+def _parsed(text: str) -> ast.Module:
+    """Nothing, of what is no Python."""
     try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return set()
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return loaded - _bound(text)
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
-def _bound(text: str) -> set[str]:
+def _used(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _modules(tree: ast.AST) -> set[str]:
+    """Names of which nothing but attributes is used, as math in math.pi."""
+    of_attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = {id(node): node.id for node in of_attributes if isinstance(node, ast.Name)}
+    others = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in names}
+    return {*names.values()} - others
+
+
+def _bound(tree: ast.AST) -> set[str]:
     """Names that it binds, in whatever scope."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return set()
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):

@@ -160,6 +160,16 @@ def test_names_of_python_and_of_the_setup_are_not_the_answers_unless_they_are_wh
     assert dict(zip(cases, found, strict=True)) == cases
 
 
+def test_an_answer_that_makes_a_test_compute_for_ever_costs_itself() -> None:
+    answers = ["def f(x): return 10**18", "def f(x): return 3", "def f(x): return 'a' * 40 + '!'"]
+    tests = ["import re\nassert not re.match('(a+)+$', str(f(1)))", "assert sum(range(f(3))) == 3"]
+    function: Any = load("unit_tests")
+    found = asyncio.run(function(answers, test_list=[tests] * 3, seconds=1.5))
+    assert found == [0.0, 1.0, 0.0]
+    assert found.why[0].startswith(("stopped after", "the process died"))  # by a signal: what is in C hears no other
+    assert found.why[2] == "stopped after 1.5 s"
+
+
 @pytest.mark.parametrize("tests", [None, "", [], [" "], [None, ""]])
 def test_a_problem_without_a_test_is_no_score(tests: Any) -> None:
     group = Group(["p"], [RIGHT], [[0]], {"test_list": [tests]})
