@@ -1,7 +1,8 @@
 """What every writer of files here needs: errors that name the path, digests, content that is on the disk, and an end of
-folders that others have filled."""
+folders that others have filled or left."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -58,6 +59,41 @@ def fsync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock for as long as it is open, however this process ends; None if another
+    has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def abandoned(root: Path, prefix: str) -> list[Path]:
+    """Real folders of this user called <prefix><pid>-..., whose process is gone from here and, by their lock, from
+    every container that shares `root`."""
+    return [folder for folder in root.glob(f"{prefix}*-*") if _is_abandoned(folder, prefix)]
+
+
+def _is_abandoned(folder: Path, prefix: str) -> bool:
+    owner = folder.name.removeprefix(prefix).partition("-")[0]
+    if not owner.isdigit() or Path("/proc", owner).exists():
+        return False
+    try:
+        found = folder.lstat()  # not what a link of another user may lead to
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        lock = locked(folder)
+    except OSError:  # another process has just swept it away
+        return False
+    if lock is None:
+        return False
+    os.close(lock)
+    return True
 
 
 def wipe(folder: Path) -> None:

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.confinement import command
-from cluster.files import wipe
-from rewards.environment import FOLDER
+from cluster.files import abandoned, locked, wipe
 
 log = logging.getLogger("rewards")
 
 PROGRAM = "rewards.code_child"
 FILES, FILES_BYTES = 1000, 4  # in its folder, and how many times file_bytes they may take together
 LOOK_S = 0.2  # between looks at that folder: the kernel counts what is in no folder
+_PREFIX = "python-tool-"
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -174,13 +174,30 @@ def _too_much(folder: Path, most_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """An empty folder, wiped at the end. Where this process is killed, it is wiped with the folder in which it lies: a
-    reward process's own (rewards.slot), or that for temporary files (rollout.env.processes.process)."""
-    folder = Path(tempfile.mkdtemp(prefix="python-tool-", dir=os.environ.get(FOLDER)))
+    """An empty folder, wiped at the end, and locked until then: where this process is killed, others know by that that
+    it is nobody's (`sweep`)."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    lock = None
+    with contextlib.suppress(OSError):  # a file system without locks
+        lock = locked(folder)
     try:
         yield folder
     finally:
-        try:
-            wipe(folder)
-        except OSError as error:
-            log.warning("%s: a folder of a policy's code could not be removed: %s", folder, error)
+        _wipe(folder)
+        if lock is not None:
+            os.close(lock)
+
+
+def sweep() -> None:
+    """Wipes the folders that killed processes have left here."""
+    for folder in abandoned(Path(tempfile.gettempdir()), _PREFIX):
+        _wipe(folder)
+
+
+def _wipe(folder: Path) -> None:
+    try:
+        wipe(folder)
+    except FileNotFoundError:  # another process has just wiped it
+        return
+    except OSError as error:
+        log.warning("%s: a folder of a policy's code could not be removed: %s", folder, error)

@@ -14,7 +14,6 @@ from pathlib import Path
 from rewards.base import RewardError
 
 DEVICE = "GLEANER_REWARD_DEVICE"  # set where reward processes have a card of their own; else built-ins take none
-FOLDER = "GLEANER_CODE_FOLDER"  # where processes of a policy's code have their folders, if not among all others'
 # Where things are, how text is written, how many threads and which devices. Proxies are left out: their addresses
 # often hold a password.
 # fmt: off

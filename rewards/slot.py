@@ -16,15 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from cluster.files import wipe
 from cluster.process_tree import MARK, orphans, sweep
-from rewards import worker
+from rewards import code_process, worker
 from rewards.call import Verdict, failed
 from rewards.loader import BUILT_INS
 from rewards.worker import LONGEST, PID_DIGITS
@@ -72,7 +69,6 @@ class Slot:
         self._running: Future[Any] | None = None
         self._pid: int | None = None
         self._loaded: list[Call] = []  # by the process of that pid
-        self._folder = TemporaryDirectory(prefix="reward-process-", ignore_cleanup_errors=True)
         self._mark = uuid.uuid4().hex[: LONGEST - PID_DIGITS]  # of all that its processes start, before their number
         os.environ.setdefault(MARK, "0" * LONGEST)  # in whose place a process writes its own (rewards.worker.start)
         self._pool = self._start()
@@ -81,7 +77,7 @@ class Slot:
         pool = ProcessPool(
             max_workers=1,
             initializer=worker.start,
-            initargs=(self._memory_bytes, os.getpid(), self._mark, self._folder.name),
+            initargs=(self._memory_bytes, os.getpid(), self._mark),
             context=multiprocessing.get_context("spawn"),
         )
         self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it
@@ -219,11 +215,7 @@ class Slot:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._pid, signal.SIGKILL)
         sweep(partial(orphans, self._mark), SWEEP_S)
-        for left in Path(self._folder.name).glob("*"):
-            try:
-                wipe(left)
-            except OSError as error:  # the next end of a process wipes it
-                log.debug("%s: %s", left, error)
+        code_process.sweep()
         self._pid = None
         self._loaded.clear()
 
@@ -232,7 +224,6 @@ class Slot:
         self._closed = True
         _stop(self._pool)
         self._sweep()
-        self._folder.cleanup()
         if self._running is not None:
             self._running.cancel()
 

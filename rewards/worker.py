@@ -16,7 +16,6 @@ from typing import Any
 from cluster.process_tree import MARK
 from rewards import call, environment, memory
 from rewards.base import Reward, RewardError
-from rewards.environment import FOLDER
 from rewards.loader import BUILT_INS, load
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -27,12 +26,11 @@ PID_DIGITS, LONGEST = 10, 32  # characters of a mark: of its last part, and in a
 _CHECK_S = 1.0  # between looks at what the process holds
 
 
-def start(memory_bytes: int, parent: int, mark: str, folder: str) -> None:
-    """Runs first in every worker, for the slot that has it: which finds by `mark` what the functions have started, once
-    this process is no more, and wipes `folder`, where code of a policy has its own (rewards.code_process)."""
+def start(memory_bytes: int, parent: int, mark: str) -> None:
+    """Runs first in every worker, for the slot that has it, which finds by `mark` what the functions have started, once
+    this process is no more."""
     confine(memory_bytes, parent)
     environment.overwrite(MARK, f"{mark}{os.getpid():0{PID_DIGITS}}")
-    os.environ[FOLDER] = folder
 
 
 def confine(memory_bytes: int, parent: int) -> None:
