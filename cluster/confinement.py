@@ -341,12 +341,27 @@ def _seccomp(libc: Any, signalled: Sequence[int]) -> tuple[bool, str]:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False, f"no list of system calls for {machine}"
-    code = b"".join(struct.pack("<HBBI", *step) for step in system_call_filter(machine, signalled))
+    code = _packed(machine, signalled)
     steps = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(steps))  # struct sock_fprog
     if libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(program), 0, 0) != 0:
         return False, f"the kernel refuses it ({os.strerror(ctypes.get_errno())})"
     return True, f"{machine}: it can do no more than compute"
+
+
+_PLACES = (0xFFFFFF01, 0xFFFFFF02)  # that no process has the number of
+_known_filters: dict[str, bytes] = {}
+
+
+def _packed(machine: str, signalled: Sequence[int]) -> bytes:
+    """The filter as the kernel takes it; made once for a process and its forks, and then filled in."""
+    if machine not in _known_filters:
+        steps = system_call_filter(machine, _PLACES)
+        _known_filters[machine] = b"".join(struct.pack("<HBBI", *step) for step in steps)
+    code = _known_filters[machine]
+    for place, pid in zip(_PLACES, (*signalled, *signalled), strict=False):
+        code = code.replace(struct.pack("<I", place), struct.pack("<I", pid))
+    return code
 
 
 def system_call_filter(machine: str, signalled: Sequence[int]) -> list[tuple[int, int, int, int]]:

@@ -35,8 +35,8 @@ TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 class Zeroed(list[float]):
-    """What a reward function of ours returns: its values, and of completions that have none for another reason than a
-    wrong answer (late, say, or a process that they ended) that reason, by their place in the group."""
+    """What a reward function of ours returns: its values, and why a completion has nan, or 0 for another reason than a
+    wrong answer (it was late, say, or ended its process), by its place in the group."""
 
     def __init__(self, values: Sequence[float], why: Mapping[int, str]) -> None:
         super().__init__(values)

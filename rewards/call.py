@@ -217,7 +217,8 @@ def _read(returned: Any, size: int) -> Verdict:
     bad = [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]
     if not bad:
         return Verdict("ok", numbers, why=returned.why if isinstance(returned, Zeroed) else {})
-    first = f"sample {bad[0]}: {values[bad[0]]!r}"[:LONGEST]
+    why = returned.why.get(bad[0]) if isinstance(returned, Zeroed) else None
+    first = f"sample {bad[0]}: {why or repr(values[bad[0]])}"[:LONGEST]
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are no finite numbers up to 1e30, first {first}")
 
 

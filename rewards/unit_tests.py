@@ -53,6 +53,7 @@ async def unit_tests(
         same_process: runs the tests in the process of the code, which can then forge what they say: for tests that need
             its objects themselves (their `==`, classes derived from its own, data frames).
 
+    A completion for which no process can be started has no score, nan.
     Raises ValueError if a column is missing, or a problem has no tests.
     """
     size = len(completions)
@@ -69,10 +70,13 @@ async def unit_tests(
         code = _code(text_of(completions[i]))
         task = {"code": code, "setup": before[i], "tests": tests[i], "entry": entry, "seconds": seconds}
         async with places:
-            return await _passed(task | {"same_process": same_process}, limits)
+            try:
+                return await _passed(task | {"same_process": same_process}, limits)
+            except (OSError, RuntimeError) as error:  # no fault of the answer's: it has no score
+                return math.nan, f"it was not run: {error}"
 
     found = await asyncio.gather(*map(passed, range(size)))
-    values = [value if share else float(value == 1.0) for value, _ in found]
+    values = [value if share or math.isnan(value) else float(value == 1.0) for value, _ in found]
     return Zeroed(values, {i: why for i, (_, why) in enumerate(found) if why})
 
 

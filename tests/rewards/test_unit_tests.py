@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,25 @@ def test_an_answer_that_makes_a_test_compute_for_ever_costs_itself() -> None:
     assert found == [0.0, 1.0, 0.0]
     assert found.why[0].startswith(("stopped after", "the process died"))  # by a signal: what is in C hears no other
     assert found.why[2] == "stopped after 1.5 s"
+
+
+def test_a_process_that_cannot_be_started_is_no_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = tempfile.mkdtemp, itertools.count()
+
+    def full(*args: Any, **named: Any) -> str:
+        if next(made) == 1:
+            raise OSError(28, "No space left on device", "/tmp/x")
+        return real(*args, **named)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    group = Group(["p"] * 3, [RIGHT] * 3, [[0]] * 3, {"test_list": [TESTS] * 3})
+    verdict = score(load("unit_tests"), group, {"parallel": 1}, built_in=True)
+    assert (verdict.status, verdict.values[0], verdict.values[2]) == ("nan", 1.0, 1.0)
+    assert "first sample 1: it was not run: [Errno 28] No space left on device" in verdict.problem
+    monkeypatch.setattr("rewards.unit_tests._PROGRAM", "rewards.no_such_program")
+    verdict = score(load("unit_tests"), group, {}, built_in=True)
+    assert "it was not run: the process of the tests failed: " in verdict.problem
+    assert "No module named 'rewards.no_such_program'" in verdict.problem
 
 
 @pytest.mark.parametrize("tests", [None, "", [], [" "], [None, ""]])

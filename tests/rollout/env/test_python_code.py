@@ -79,7 +79,7 @@ async def test_it_sees_no_secret_and_an_empty_folder_that_is_wiped(monkeypatch: 
 
 
 LIBRARIES = """
-import asyncio, concurrent.futures, decimal, hashlib, logging, multiprocessing, shutil, sqlite3, ssl, tempfile
+import asyncio, concurrent.futures, ctypes, decimal, hashlib, logging, multiprocessing, shutil, sqlite3, ssl, tempfile
 import threading
 import numpy, sympy, zoneinfo
 from pathlib import Path
@@ -90,6 +90,7 @@ for thread in threads:
 async def main():
     return await asyncio.gather(asyncio.to_thread(sum, [1, 2]), asyncio.sleep(0, 4))
 print(asyncio.run(main()), concurrent.futures.ThreadPoolExecutor(2).submit(pow, 2, 3).result())
+print(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(lambda x: x + 1)(1))
 print(numpy.linalg.inv(numpy.eye(2) * 2).tolist(), sympy.integrate("x"), zoneinfo.ZoneInfo("Europe/Berlin"))
 with tempfile.TemporaryDirectory() as folder:
     database = sqlite3.connect(f"{folder}/one.db")
@@ -105,7 +106,7 @@ with tempfile.TemporaryDirectory() as folder:
 async def test_threads_event_loops_libraries_and_files_work() -> None:
     told = await run(LIBRARIES, Limits(seconds=60))
     assert told.splitlines() == [
-        "0", "1", "[3, 4] 8", "[[0.5, 0.0], [0.0, 0.5]] x**2/2 Europe/Berlin", "[(7,)] b e3b0c4",
+        "0", "1", "[3, 4] 8", "2", "[[0.5, 0.0], [0.0, 0.5]] x**2/2 Europe/Berlin", "[(7,)] b e3b0c4",
     ]  # fmt: skip
 
 
