@@ -23,7 +23,7 @@ Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` a
 in its own process, far from the trainer. One that demands them is refused before training starts.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 Values = Sequence[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
@@ -32,6 +32,15 @@ JUDGE = "judge"  # the `use` of a language model that is asked
 ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
 LARGEST = 1e30  # of a reward: weighted sums of them, too, are held in float32, which ends at 3.4e38
 TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
+class Zeroed(list[float]):
+    """What a reward function of ours returns: its values, and why a completion has nan, or 0 for another reason than a
+    wrong answer (it was late, say, or ended its process), by its place in the group."""
+
+    def __init__(self, values: Sequence[float], why: Mapping[int, str]) -> None:
+        super().__init__(values)
+        self.why = dict(why)
 
 
 class RewardError(ValueError):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.deadline import within
-from rewards.base import TRL_EXTRAS, Reward, RewardError, counts, said, writable
+from rewards import memory
+from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
 from rewards.text import behind, tag_of
 
@@ -60,14 +61,18 @@ class Group:
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
-    status is ok, what was wrong, in words. ms: that an answer took, without loading; 0 where there is none. awaited:
-    whether the function is asynchronous; None where that did not show."""
+    status is ok, what was wrong, in words. why: of completions that have 0 for another reason than a wrong answer, that
+    reason. ms: that an answer took, without loading; 0 where there is none. awaited: whether the function is
+    asynchronous; None where that did not show. spent: the process has run out of memory, files or threads, or soon will
+    have."""
 
     status: Status
     values: list[float | None]
     problem: str = ""
+    why: Mapping[int, str] = field(default_factory=dict)
     ms: float = field(default=0.0, compare=False)
     awaited: bool | None = field(default=None, compare=False)
+    spent: bool = field(default=False, compare=False)
 
 
 def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
@@ -152,7 +157,8 @@ def _ended(verdict: Verdict, begin: float, awaited: bool | None = None) -> Verdi
 def _raised(error: BaseException, size: int) -> Verdict:
     # A sentence of our own is complete as it is.
     ours = isinstance(error, RewardError)
-    return failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
+    verdict = failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
+    return replace(verdict, spent=memory.spent(error))
 
 
 def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> dict[str, Any]:
@@ -227,8 +233,9 @@ def _read(returned: Any, size: int) -> Verdict:
         return Verdict("error", numbers, f"returned {kind} for sample {odd}, must return numbers or None: {shown}")
     bad = [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]
     if not bad:
-        return Verdict("ok", numbers)
-    first = f"sample {bad[0]}: {values[bad[0]]!r}"[:LONGEST]
+        return Verdict("ok", numbers, why=returned.why if isinstance(returned, Zeroed) else {})
+    why = returned.why.get(bad[0]) if isinstance(returned, Zeroed) else None
+    first = f"sample {bad[0]}: {why or repr(values[bad[0]])}"[:LONGEST]
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are no finite numbers up to 1e30, first {first}")
 
 

@@ -1,22 +1,38 @@
 """Python code that a policy wrote, run in a process of its own: as a tool's call, or under unit tests.
 
-**These are limits, and no security boundary**: they keep a policy's mistakes small, not an attacker out. Code sees the
-files that this user may read. Give a container to what you do not trust.
+The process confines itself (cluster.confinement), and `gleaner doctor` says by what on this kernel. **Limits and walls
+keep it from your files, processes and secrets, and are no virtual machine**: a mistake of the kernel is a way out. Give
+a container to what you do not trust.
+
+Nothing that the code can change is opened by its name here: what it prints goes to a file in memory that has none, of
+which one descriptor is kept, and its folder is wiped without following anything in it.
 """
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
-import sys
+import stat
+import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from cluster.confinement import command
 from cluster.deadline import within
+from cluster.files import abandoned, locked, wipe
 
-_CHILD = Path(__file__).with_name("code_child.py")
+log = logging.getLogger("rewards")
+
+PROGRAM = "rewards.code_child"
+FILES, FILES_BYTES = 1000, 4  # in its folder, and how many times file_bytes they may take together
+LOOK_S = 0.2  # between looks at that folder: the kernel counts what is in no folder
+_PREFIX = "python-tool-"
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -28,7 +44,7 @@ class Limits:
         seconds: of wall time, and of CPU time; less than the time-out of whoever waits (PythonTools, a reward
             function), which would show nothing of what was printed.
         memory_bytes: that the process may write to (RLIMIT_DATA).
-        file_bytes: of any file that it writes, and of what it prints.
+        file_bytes: of any file that it writes, and of what it prints; all files together may take four times that.
         characters: of what it printed that are shown.
     """
 
@@ -38,57 +54,151 @@ class Limits:
     characters: int = 4000
 
 
+class Outcome(NamedTuple):
+    """What a program printed, cut in the middle where it is too long, and how it ended if not well, else ''."""
+
+    printed: str
+    ended: str
+
+
 async def run(code: str, limits: Limits) -> str:
     """What `code` prints to stdout and stderr, cut in the middle where it is too long, then how it ended if not well.
 
-    It starts in an empty folder that is wiped afterwards, with no variables of ours in its environment. Python's own
-    ways to a network and to other processes are refused, as an error that the code sees; pairs of Unix sockets are not,
-    which asyncio needs. Below Python it has no network, being in a network namespace of its own, unless the kernel
-    refuses that (many containers do), and starts no processes, by RLIMIT_NPROC, unless it runs as root, whom the kernel
-    does not hold to that. There code that looks for a way around Python (ctypes, say) finds one.
+    It starts in an empty folder that is wiped afterwards, with no variables of ours in its environment. It reads the
+    interpreter and its libraries and writes its own folder, has no network, starts no processes and signals none, as
+    far as this kernel can see to that (`gleaner doctor`). Python's own ways to network and processes are refused on any
+    kernel, as an error that the code sees; where that is all there is, code that goes below Python finds a way.
     """
-    with tempfile.TemporaryDirectory(prefix="python-tool-", ignore_cleanup_errors=True) as folder:
-        printed, home = Path(folder) / "printed", Path(folder) / "home"
-        home.mkdir()
-        with printed.open("wb") as output:
-            ended = await _ended(code, limits, home, output.fileno())
-        text = _shown(printed, limits.characters)
-    return "\n".join(part for part in (text.rstrip("\n"), ended) if part) or "(the code printed nothing)"
+    outcome = await outcome_of(PROGRAM, code.encode("utf-8", "replace"), limits)
+    ended = f"error: {outcome.ended}" if outcome.ended else ""
+    return "\n".join(part for part in (outcome.printed.rstrip("\n"), ended) if part) or "(the code printed nothing)"
 
 
-async def _ended(code: str, limits: Limits, home: Path, output: int) -> str:
-    """Runs it to its end; '' if all was well or it said itself what was not."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-u", "-X", "utf8", str(_CHILD),
-        str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes),
-        stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, cwd=home,
-        env=_ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(home)}, start_new_session=True,
-    )  # fmt: skip
+async def outcome_of(module: str, given: bytes, limits: Limits, *, start_s: float = 0.0) -> Outcome:
+    """Runs `main` of one of our modules to its end, in a fresh interpreter and a folder of its own, with `given` as its
+    standard input. start_s: more wall time, for a program that keeps the limit itself once it has started. Raises
+    OSError where this process can start none."""
+    with _folder() as home, _nameless(given) as told, _nameless() as output:
+        process = subprocess.Popen(
+            command(module, str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes)),
+            stdin=told, stdout=output, stderr=output, cwd=home,
+            env=_ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(home)}, start_new_session=True,
+        )  # fmt: skip
+        end = _end_of(process)
+        try:
+            ended = await _ended(end, home, limits, start_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
+            await end
+        return Outcome(_shown(output, limits.characters), ended or _death(process.returncode, limits))
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> "asyncio.Future[None]":
+    """Done when it has ended. Not asyncio's own, which waits for ever for a process whose start was cancelled."""
+    loop = asyncio.get_running_loop()
+    end = loop.create_future()
+
+    def tell() -> None:
+        if not end.done():
+            end.set_result(None)
+
+    def wait() -> None:
+        process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=wait, name="policy-code", daemon=True).start()
+    return end
+
+
+async def _ended(end: "asyncio.Future[None]", home: Path, limits: Limits, start_s: float) -> str:
+    """Waits for its end, or for what is to end it: that in words, else ''."""
     try:
-        async with within(limits.seconds):
-            await process.communicate(code.encode("utf-8", "replace"))
+        async with within(limits.seconds + start_s):
+            while not (await asyncio.wait([end], timeout=LOOK_S))[0]:
+                if _too_much(home, FILES_BYTES * limits.file_bytes):
+                    mebibytes = FILES_BYTES * limits.file_bytes / 2**20
+                    return f"stopped, since its files took more than {mebibytes:g} MiB or were more than {FILES}"
     except TimeoutError:
-        return f"error: stopped after {limits.seconds:g} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
-        await process.wait()
-    if process.returncode is None or process.returncode >= 0:
+        return f"stopped after {limits.seconds:g} s"
+    return ""
+
+
+def _death(code: int | None, limits: Limits) -> str:
+    if code is None or code >= 0:
         return ""
-    if process.returncode == -signal.SIGXCPU:
-        return f"error: stopped after {limits.seconds:g} s"
-    return f"error: the process died ({signal.Signals(-process.returncode).name})"
+    if code == -signal.SIGXCPU:
+        return f"stopped after {limits.seconds:g} s"
+    return f"the process died ({signal.Signals(-code).name})"
 
 
-def _shown(file: Path, most: int) -> str:
+@contextlib.contextmanager
+def _nameless(content: bytes = b"") -> Iterator[int]:
+    """A file in memory that has no name; RLIMIT_FSIZE bounds what its writer makes of it."""
+    with open(os.memfd_create("policy-code"), "w+b", buffering=0) as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
+
+
+def _shown(descriptor: int, most: int) -> str:
     """Its beginning and its end, which has the error; read no further than needed."""
-    size = file.stat().st_size
-    with file.open("rb") as printed:
-        if size <= most:
-            return printed.read().decode("utf-8", "replace")
-        half = most // 2
-        begin = printed.read(half)
-        printed.seek(size - half)
-        end = printed.read()
+    size = os.fstat(descriptor).st_size
+    if size <= most:
+        return os.pread(descriptor, size, 0).decode("utf-8", "replace")
+    half = most // 2
+    begin, end = os.pread(descriptor, half, 0), os.pread(descriptor, half, size - half)
     cut = size - len(begin) - len(end)
     return f"{begin.decode('utf-8', 'replace')}\n[... {cut} bytes left out ...]\n{end.decode('utf-8', 'replace')}"
+
+
+def _too_much(folder: Path, most_bytes: int) -> bool:
+    """Whether there are more than FILES, or such as take more bytes. Looks no further than it must."""
+    files, taken, folders = 0, 0, [str(folder)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    found = entry.stat(follow_symlinks=False)
+                    files, taken = files + 1, taken + found.st_blocks * 512
+                    if files > FILES or taken > most_bytes:
+                        return True
+                    if stat.S_ISDIR(found.st_mode):
+                        folders.append(entry.path)
+        except (FileNotFoundError, PermissionError):  # removed meanwhile, or closed to itself, too
+            continue
+        except OSError:  # nested beyond the longest path
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """An empty folder, wiped at the end, and locked until then: where this process is killed, others know by that that
+    it is nobody's (`sweep`)."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    lock = None
+    with contextlib.suppress(OSError):  # a file system without locks
+        lock = locked(folder)
+    try:
+        yield folder
+    finally:
+        _wipe(folder)
+        if lock is not None:
+            os.close(lock)
+
+
+def sweep() -> None:
+    """Wipes the folders that killed processes have left here."""
+    for folder in abandoned(Path(tempfile.gettempdir()), _PREFIX):
+        _wipe(folder)
+
+
+def _wipe(folder: Path) -> None:
+    try:
+        wipe(folder)
+    except FileNotFoundError:  # another process has just wiped it
+        return
+    except OSError as error:
+        log.warning("%s: a folder of a policy's code could not be removed: %s", folder, error)

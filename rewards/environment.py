@@ -75,17 +75,30 @@ def advice(text: str, how: str) -> str:
     return f"; {listed} is kept from {how.format(names=listed)}"
 
 
+def overwrite(name: str, value: str) -> None:
+    """Sets a variable, also in the block that this process was started with, which /proc/<pid>/environ shows of it and
+    of its forks, where it has one of the same length there."""
+    os.environ[name] = value
+    for place, entry in _started_with():
+        if entry.startswith(f"{name}=".encode()) and len(entry) == len(f"{name}={value}".encode()):
+            ctypes.memmove(place, f"{name}={value}".encode(), len(entry))
+
+
 def _blank(names: Sequence[str]) -> None:
     """Overwrites variables in the block that the process was started with, which /proc/<pid>/environ shows for ever.
 
     They must have been removed: nothing points there any more.
     """
+    prefixes = tuple(name.encode() + b"=" for name in names)
+    for place, entry in _started_with():
+        if entry.startswith(prefixes):
+            ctypes.memset(place, 0, len(entry))
+
+
+def _started_with() -> Iterator[tuple[int, bytes]]:
+    """The variables that this process was started with, and where each lies."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5); the command's name may hold spaces
-    block = ctypes.string_at(start, end - start)
-    prefixes = tuple(name.encode() + b"=" for name in names)
-    offset = 0
-    for entry in block.split(b"\0"):
-        if entry.startswith(prefixes):
-            ctypes.memset(start + offset, 0, len(entry))
-        offset += len(entry) + 1
+    for entry in ctypes.string_at(start, end - start).split(b"\0"):
+        yield start, entry
+        start += len(entry) + 1

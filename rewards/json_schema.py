@@ -9,11 +9,14 @@ from typing import Any
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
+from rewards.base import Zeroed
+from rewards.deadline import Late, Patience
 from rewards.json_text import NoJson, as_json, gold_json, json_of
 from rewards.text import check_tag, column_of, text_of
 
 # Imported with this module, which only the loader imports: what that takes must not count against the deadline.
 _jsonschema = importlib.import_module("jsonschema")
+_SECONDS = 1.0  # for one completion
 VALUES = ("const", "default", "enum", "examples")  # keys of what stands for values, and of schemas by names
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 # By name, since what the library checks of the others depends on which other packages are there.
@@ -29,19 +32,27 @@ def json_schema(
     The schema comes from `column`: a mapping, of which keys whose value is null are left out (`const: null` too), or
     its text. The JSON is the whole text, a fence of three backquotes aside, or with `tag` what stands in the last
     `<tag>...</tag>`. References to other documents are not followed. `format` is checked where it is
-    date, email, ipv4, ipv6, regex or uuid.
+    date, email, ipv4, ipv6, regex or uuid. A completion that takes longer than a second scores 0.0, such as one on
+    which a pattern of the schema backtracks for ever.
     Raises ValueError if the column is missing, or a schema is none.
     """
     if tag is not None:
         check_tag(tag)
-    scores = []
+    scores: list[float] = []
+    why: dict[int, str] = {}
+    patience = Patience(_SECONDS)
     for completion, schema in zip(completions, column_of(columns, column), strict=True):
         validator = _validator(schema if isinstance(schema, str) else _text(schema))
+        score = 0.0
         try:
-            scores.append(float(validator.is_valid(json_of(text_of(completion), tag))))
+            with patience.with_one():
+                score = float(validator.is_valid(json_of(text_of(completion), tag)))
         except (NoJson, RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
-            scores.append(0.0)
-    return scores
+            pass
+        except Late:
+            why[len(scores)] = f"not held against its schema within {_SECONDS:g} s: a pattern in it may backtrack"
+        scores.append(score)
+    return Zeroed(scores, why)
 
 
 def _text(schema: Any) -> str:

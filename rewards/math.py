@@ -3,12 +3,12 @@
 import importlib
 import logging
 import re
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from math import nan
 from typing import Any
 
+from rewards.deadline import Patience, within
 from rewards.math_text import Written, written
 from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 
@@ -16,9 +16,8 @@ from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 _math_verify = importlib.import_module("math_verify")
 _errors = importlib.import_module("math_verify.errors")
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off: ours is on
-# So many completions of a group may take all of `seconds`; the others then an eighth, so that the group has its scores
-# before its own deadline.
-_LATE, _HURRIED = 2, 1 / 8
+# math-verify has its own limit in whole seconds only.
+_within = partial(within, error=_errors.TimeoutException)
 _NUMBER = re.compile(r"[0-9]+(?:[.,/][0-9]+)*")
 
 
@@ -39,7 +38,7 @@ def math(
     Raises ValueError if the column is missing or a gold answer cannot be read.
     """
     check_tag(tag)
-    scores, late = [], 0
+    scores, patience = [], Patience(seconds)
     golds: dict[str, tuple[list[Any], bool]] = {}  # a group has one, which takes milliseconds to read
     for completion, gold in zip(completions, column_of(columns, column), strict=True):
         told = repr(gold)
@@ -53,9 +52,9 @@ def math(
             scores.append(0.0)
             continue
         try:
-            scores.append(_compare(right, asked, seconds * (_HURRIED if late >= _LATE else 1.0)))
+            scores.append(_compare(right, asked, patience.seconds))
         except _errors.TimeoutException:
-            late += 1
+            patience.late += 1
             scores.append(nan)
         except Exception:  # sympy on what a model wrote: anything can come
             scores.append(nan)
@@ -103,20 +102,3 @@ def _parsed(text: str) -> list[Any]:
 
 def _expression(readings: list[Any]) -> bool:
     return any(not isinstance(one, str) for one in readings)
-
-
-@contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """Raises math-verify's TimeoutException inside, after `seconds` and again after each further: sympy may catch it.
-    math-verify has its own limit in whole seconds only."""
-
-    def late(_number: int, _frame: object) -> None:
-        raise _errors.TimeoutException
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -3,9 +3,10 @@
 import asyncio
 import math
 import pickle
+import re
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -59,7 +60,10 @@ class Scores:
     failures: tuple[str, ...]
     """One sentence for each function that failed."""
     errors: list[str | None]
-    """The sentences of the functions that failed on this completion; None: none did."""
+    """The sentences of the functions that failed on this completion, or of why one of ours gave it 0 for another reason
+    than a wrong answer; None: there are none."""
+    zeroed: Mapping[str, str] = field(default_factory=dict)
+    """One sentence for each kind of such reasons, by the kind."""
 
 
 class RewardPool:
@@ -117,13 +121,23 @@ class RewardPool:
         """The scores of one group of `size`, from the outcomes of all reward functions; they took `ms` milliseconds."""
         rows = [self._row(verdicts, i) for i in range(size)]
         sentences = {i: self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"}
+        why = {f"reward {name!r}: 0: ": v.why for name, v in zip(self.names, verdicts, strict=True) if v.why}
         return Scores(
             reward=[reward for reward, _ in rows],
             parts={name: verdict.values for name, verdict in zip(self.names, verdicts, strict=True)},
             status=[status for _, status in rows],
             ms=ms,
             failures=tuple(sentences.values()),
-            errors=[_joined(said for i, said in sentences.items() if _failed(verdicts[i], at)) for at in range(size)],
+            errors=[
+                _joined(
+                    [
+                        *(said for i, said in sentences.items() if _failed(verdicts[i], at)),
+                        *(f"{begin}{told[at]}" for begin, told in why.items() if at in told),
+                    ]
+                )
+                for at in range(size)
+            ],
+            zeroed={begin + _kind(one): begin + one for begin, told in why.items() for one in told.values()},
         )
 
     def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, str]:
@@ -174,6 +188,11 @@ def _call(reward: RewardConfig, name: str, judged: Judging) -> "Function | Judge
 def _failed(verdict: Verdict, at: int) -> bool:
     value = verdict.values[at]
     return value is not None and math.isnan(value)
+
+
+def _kind(reason: str) -> str:
+    """Its beginning, before what is of this one case."""
+    return re.split(r"[(0-9:;\n]", reason, maxsplit=1)[0]
 
 
 def _joined(sentences: Iterable[str]) -> str | None:

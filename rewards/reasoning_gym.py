@@ -1,5 +1,7 @@
 """The reward functions that come with the tasks of reasoning_gym."""
 
+import ast
+import builtins
 import functools
 import json
 import math
@@ -8,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rewards import forked, gym_tasks
+from rewards.base import Zeroed
+from rewards.deadline import Late, Patience
 from rewards.text import check_tag, tagged, text_of
 
 gym_tasks.factory()  # with this module, which only the loader imports: what is missing is said as it loads
@@ -27,6 +31,13 @@ _NO_NUMBER = re.compile("nan|inf", re.IGNORECASE)
 
 
 Scorer = Callable[..., float]
+_SECONDS = 2.0  # for an answer that is not evaluated
+_FORMULA = (
+    ast.Expression, ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop,
+    ast.List, ast.Tuple, ast.Set, ast.Call,
+)  # fmt: skip
+_BUILT_INS = frozenset(vars(builtins))
+_OF_NUMBERS = frozenset(("abs", "complex", "divmod", "float", "int", "max", "min", "pow", "round", "sum"))
 
 
 @functools.cache
@@ -58,11 +69,14 @@ def reasoning_gym(
 
     Needs the columns `answer` and `metadata` (a mapping, or JSON text of one, with `source_dataset`) as reasoning_gym
     makes them. strict: only a full score counts, since some tasks give partial credit to junk.
-    What tasks evaluate as Python is evaluated in a confined process, for at most two seconds.
+    What tasks evaluate as Python must be a formula or a literal, and is evaluated in a confined process, for at most
+    two seconds; code scores 0.0.
     Raises ValueError if metadata names no task that reasoning_gym knows, and what the scorer raises of a wrong row.
     """
     check_tag(tag)
     scores = [0.0] * len(completions)
+    why: dict[int, str] = {}
+    patience = Patience(_SECONDS)
     evaluated: dict[int, tuple[Scorer, str, Mapping[str, Any]]] = {}
     for i, (completion, gold, meta) in enumerate(zip(completions, answer, metadata, strict=True)):
         facts = _facts(meta)
@@ -74,12 +88,17 @@ def reasoning_gym(
         entry = {"answer": gold, "metadata": facts}
         if task in EVALUATED:
             evaluated[i] = scorer, said, entry
-        else:
-            scores[i] = _direct(scorer, said, entry)
-    if evaluated:
-        for i, score in zip(evaluated, _confined(list(evaluated.values())), strict=True):
-            scores[i] = score
-    return [float(score >= 1.0) if strict else score for score in scores]
+            continue
+        try:
+            with patience.with_one():
+                scores[i] = _direct(scorer, said, entry)
+        except Late:
+            why[i] = "not scored in time"
+    for i, (score, _, reason) in zip(evaluated, _confined(list(evaluated.values())), strict=True):
+        scores[i] = score if math.isfinite(score) else 0.0
+        if reason:
+            why[i] = reason
+    return Zeroed([float(score >= 1.0) if strict else score for score in scores], why)
 
 
 def _facts(meta: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -120,14 +139,41 @@ def _check_complete(scorer: Scorer, entry: Mapping[str, Any]) -> None:
         raise ValueError(f"column 'metadata': lacks {', '.join(missing)}")
 
 
-def _confined(answers: Sequence[tuple[Scorer, str, Mapping[str, Any]]]) -> list[float]:
+def _confined(answers: Sequence[tuple[Scorer, str, Mapping[str, Any]]]) -> list[forked.Scored]:
     """The gold answer is tried in a process of its own: that of the answer may have no memory left."""
-    found = forked.scores([functools.partial(scorer, answer=said, entry=entry) for scorer, said, entry in answers])
-    raised = [answer for answer, score in zip(answers, found, strict=True) if isinstance(score, str)]
+    found = forked.scores([functools.partial(_evaluated, *answer) for answer in answers])
+    raised = [answer for answer, scored in zip(answers, found, strict=True) if scored.raised]
     for scorer, _, entry in raised:
         _check_complete(scorer, entry)
     golds = [functools.partial(scorer, answer=entry["answer"], entry=entry) for scorer, _, entry in raised]
-    for problem in forked.scores(golds):
-        if isinstance(problem, str):
-            raise ValueError(problem)
-    return [score if isinstance(score, float) and math.isfinite(score) else 0.0 for score in found]
+    for scored in forked.scores(golds):
+        if scored.raised:
+            raise ValueError(scored.raised)
+    return found
+
+
+def _evaluated(scorer: Scorer, said: str, entry: Mapping[str, Any]) -> float:
+    if said != entry["answer"] and is_code(said):
+        raise forked.NotEvaluated("the answer is code, and no formula or literal")
+    return scorer(answer=said, entry=entry)
+
+
+def is_code(text: str) -> bool:
+    """Whether Python, or sympy, which reads 3! as well, would do more with a text than compute a formula of names and
+    numbers, or read a literal. What does not parse is neither: nothing will evaluate it."""
+    try:
+        tree = ast.parse(text.strip().replace("!", ""), mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    except (RecursionError, MemoryError):
+        return True
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    texts = any(isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) for node in nodes)
+    called = [node for node in nodes if isinstance(node, ast.Call)]
+    return (
+        not all(isinstance(node, _FORMULA) for node in nodes)
+        or any("__" in name or (name in _BUILT_INS and name not in _OF_NUMBERS) for name in names)
+        or any(not isinstance(node.func, ast.Name) or node.keywords for node in called)
+        or (texts and bool(names))
+    )

@@ -10,18 +10,22 @@ import logging
 import multiprocessing
 import os
 import signal
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
 from cluster.deadline import within
-from rewards import worker
+from cluster.process_tree import MARK, orphans, sweep
+from rewards import code_process, worker
 from rewards.call import Verdict, failed
 from rewards.loader import BUILT_INS
+from rewards.worker import LONGEST, PID_DIGITS
 
 log = logging.getLogger("rewards")
 
@@ -31,6 +35,7 @@ _HINTS = {
     signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.reward_memory is the cap",
 }
 TOLD_S = 1.0  # for a message to tell which of its calls were late
+SWEEP_S = 1.0  # for what it has started to end
 START_S = 60.0  # for a process to start, and again for a reward function to load
 
 
@@ -65,13 +70,15 @@ class Slot:
         self._running: Future[Any] | None = None
         self._pid: int | None = None
         self._loaded: list[Call] = []  # by the process of that pid
+        self._mark = uuid.uuid4().hex[: LONGEST - PID_DIGITS]  # of all that its processes start, before their number
+        os.environ.setdefault(MARK, "0" * LONGEST)  # in whose place a process writes its own (rewards.worker.start)
         self._pool = self._start()
 
     def _start(self) -> ProcessPool:
         pool = ProcessPool(
             max_workers=1,
-            initializer=worker.confine,
-            initargs=(self._memory_bytes, os.getpid()),
+            initializer=worker.start,
+            initargs=(self._memory_bytes, os.getpid(), self._mark),
             context=multiprocessing.get_context("spawn"),
         )
         self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it
@@ -86,14 +93,21 @@ class Slot:
         message and its deadline: None if that fails, whichever of them is to blame. Each is then told when it is asked
         for by itself. One that was cancelled as late has the status timeout, and its process lives on."""
         if len(asked) == 1:
-            return [await self._score(*asked[0])]
+            verdict = await self._score(*asked[0])
+            if verdict.spent:
+                await self._replace()
+            return [verdict]
         tasks = [(one.call.use, one.call.args, one.call.env, one.group) for one in asked]
         try:
             for one in asked:
                 if one.call not in self._loaded and await self._prepare(one.call):
                     return None
             timeout_s = asked[0].call.timeout_s
-            return await self._run(worker.scores, (tasks, timeout_s), timeout_s + TOLD_S)
+            verdicts = await self._run(worker.scores, (tasks, timeout_s), timeout_s + TOLD_S)
+            if not any(verdict.spent for verdict in verdicts):
+                return verdicts
+            await self._replace()
+            return None if any(verdict.spent and verdict.status == "error" for verdict in verdicts) else verdicts
         except (TimeoutError, ProcessExpired, BrokenProcessPool):
             self._sweep()
         except Exception as error:
@@ -107,11 +121,22 @@ class Slot:
             if call not in self._loaded and (problem := await self._prepare(call)):
                 return failed("error", size, problem)
             try:
-                return await self._answer(call, group, size)
+                verdict = await self._answer(call, group, size)
+                if not verdict.spent or verdict.status != "error":
+                    return verdict
+                await self._replace()  # what this call lacked, others before it have taken
             except BrokenProcessPool as error:
                 self._sweep()
                 death = _death(error)
-        return failed("error", size, f"its process died: {death}")
+        return failed("error", size, f"its process died: {death}") if death else verdict
+
+    async def _replace(self) -> None:
+        """By a fresh process, which loads what this one had."""
+        calls = list(self._loaded)
+        log.warning("a reward process has no memory, files or threads left, or soon will not; a fresh one replaces it")
+        await asyncio.to_thread(self._restart)
+        for call in calls:
+            self.preload(call)
 
     async def _answer(self, call: Call, group: bytes, size: int) -> Verdict:
         """Of a process that has loaded the reward. Raises BrokenProcessPool where that ended before pebble had noted
@@ -189,10 +214,13 @@ class Slot:
             self._pool = self._start()
 
     def _sweep(self) -> None:
-        """Kills what the dead worker's reward functions started and left behind."""
+        """Kills what the dead worker's reward functions started and left behind, in whatever session, and wipes the
+        folders of code that it ran."""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._pid, signal.SIGKILL)
+        sweep(partial(orphans, self._mark), SWEEP_S)
+        code_process.sweep()
         self._pid = None
         self._loaded.clear()
 

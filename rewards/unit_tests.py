@@ -1,41 +1,25 @@
-"""Does the code that was written pass its unit tests? Run in a process of its own (rewards.code_process)."""
+"""Does the code that was written pass its unit tests? Code and tests run in a process each (rewards.tests_child)."""
 
 import asyncio
+import json
+import logging
 import math
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewards.code_process import Limits, run
+from rewards.base import Zeroed
+from rewards.code_process import Limits, outcome_of
+from rewards.described import LONGEST
 from rewards.fenced import fenced
 from rewards.text import column_of, text_of
 
+log = logging.getLogger("rewards")
+
 SECONDS, PARALLEL = 4.0, 4
+_START_S = 10.0  # for the process of the tests, which keeps the deadline itself, to start on a busy machine
+_PROGRAM = "rewards.tests_child"
 _PYTHON = ("py", "py3", "python", "python3")
-# What the process runs. What the model wrote is a text inside it, so that no quote or indentation of it reaches the
-# tests; `exit()` in it, or output of its own, leaves the last line unsaid, and built-ins that it replaces are its own.
-# Its module is found by its name, by which dataclasses look for it. A setup may need what the answer defines (MBPP's
-# 927: `root = Node(1)`), or the answer what the setup imports: one that raises before the answer runs again after it.
-_PROGRAM = """\
-import sys, types
-said, run, read, tell, passed = sys.stdout, exec, compile, print, 0
-names = vars(sys.modules.setdefault("answer", types.ModuleType("answer")))
-try:
-    run(read({setup!r}, "<setup>", "exec"), names)
-    again = ""
-except Exception:
-    again = {setup!r}
-run(read({code!r}, "<answer>", "exec"), names)
-run(read(again, "<setup>", "exec"), names)
-for test in {tests!r}:
-    try:
-        run(read(test, "<test>", "exec"), names)
-        passed += 1
-    except Exception:
-        pass
-tell("\\n{mark}", passed, file=said, flush=True)
-"""
+_told: set[str] = set()  # by this process
 
 
 async def unit_tests(
@@ -48,14 +32,16 @@ async def unit_tests(
     seconds: float = SECONDS,
     memory: float = 0.5,
     parallel: int = PARALLEL,
+    same_process: bool = False,
     **columns: Sequence[Any],
 ) -> list[float]:
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
 
     The code is the last block that is fenced as Python (rewards.fenced); if there is none the last fenced without a
-    language, else the whole text. Code that raises, is late or takes too much memory passes no test. The code could
-    cheat a test that runs beside it (by an object that equals everything, say): these are limits on mistakes, no
-    defence against a policy that looks for such ways.
+    language, else the whole text. Code that raises, is late, ends its process or takes too much memory passes no test,
+    and costs no other completion anything. Tests run in another process than the code, with Python's own built-ins and
+    modules, and of what the code returns they get the plain value: it does not know what is expected. What an operator
+    of its own class says of a value of the test (`==`, or `-` as a number) is not trusted: such a test does not pass.
 
     Args:
         column: of the tests: a text, or a list of them, each run by itself, as in MBPP; empty ones are left out.
@@ -64,24 +50,34 @@ async def unit_tests(
             HumanEval.
         seconds: of wall and CPU time, and memory: in GiB, that one completion's code and tests may take.
         parallel: completions at once; timeout_s must have room for a group of which all are late.
+        same_process: runs the tests in the process of the code, which can then forge what they say: for tests that need
+            its objects themselves (their `==`, classes derived from its own, data frames).
 
+    A completion for which no process can be started has no score, nan.
     Raises ValueError if a column is missing, or a problem has no tests.
     """
     size = len(completions)
     tests = [_tests(value) for value in column_of(columns, column)]
-    if entry_column is not None:
-        names = column_of(columns, entry_column)
+    names = column_of(columns, entry_column) if entry_column is not None else None
+    if names is not None:
         tests = [["\n".join([*one, f"check({name})"])] for one, name in zip(tests, names, strict=True)]
     before = [_joined(value) for value in column_of(columns, setup_column)] if setup_column is not None else [""] * size
     limits = Limits(seconds=seconds, memory_bytes=round(memory * 2**30))
     places = asyncio.Semaphore(parallel)
 
-    async def passed(i: int) -> float:
+    async def passed(i: int) -> tuple[float, str]:
+        entry = str(names[i]) if names is not None else None
+        code = _code(text_of(completions[i]))
+        task = {"code": code, "setup": before[i], "tests": tests[i], "entry": entry, "seconds": seconds}
         async with places:
-            return await _passed(_code(text_of(completions[i])), before[i], tests[i], limits)
+            try:
+                return await _passed(task | {"same_process": same_process}, limits)
+            except (OSError, RuntimeError) as error:  # no fault of the answer's: it has no score
+                return math.nan, f"it was not run: {error}"
 
     found = await asyncio.gather(*map(passed, range(size)))
-    return [value if share else float(value == 1.0) for value in found]
+    values = [value if share or math.isnan(value) else float(value == 1.0) for value, _ in found]
+    return Zeroed(values, {i: why for i, (_, why) in enumerate(found) if why})
 
 
 def late(args: Mapping[str, Any], size: int, timeout_s: float) -> str:
@@ -100,13 +96,34 @@ def late(args: Mapping[str, Any], size: int, timeout_s: float) -> str:
     )
 
 
-async def _passed(code: str, setup: str, tests: Sequence[str], limits: Limits) -> float:
-    """The share of the tests that pass."""
-    mark = secrets.token_hex(16)  # the code cannot guess the line that counts
-    printed = await run(_PROGRAM.format(setup=setup, code=code, tests=tests, mark=mark), limits)
-    told = re.search(rf"^{mark} ([0-9]{{1,9}})$", printed, re.MULTILINE)
-    passed = int(told[1]) if told else 0
-    return passed / len(tests) if passed <= len(tests) else 0.0  # code that reaches the count may write what it likes
+async def _passed(task: Mapping[str, Any], limits: Limits) -> tuple[float, str]:
+    """The share of the tests that pass, and why the answer has none where that is no matter of right and wrong."""
+    outcome = await outcome_of(_PROGRAM, json.dumps(task).encode(), limits, start_s=_START_S)
+    begun, _, said = outcome.printed.partition("\n")
+    try:
+        _tell_once(json.loads(begun))
+    except ValueError:  # before the answer began
+        raise RuntimeError(f"the process of the tests failed: {outcome.printed[-LONGEST:]} {outcome.ended}") from None
+    if outcome.ended:
+        return 0.0, outcome.ended
+    try:
+        told = json.loads(said)
+    except ValueError:
+        return 0.0, _shown(f"the process of its tests ended: {said[-LONGEST:]}")
+    return told["passed"] / len(task["tests"]), _shown(told["why"])
+
+
+def _shown(why: str) -> str:
+    """Without what a hostile name could do to a terminal."""
+    return "".join(one if one.isprintable() else " " for one in why)[:LONGEST]
+
+
+def _tell_once(missed: Sequence[str]) -> None:
+    """Who trusts the walls around code had better know which are not here."""
+    for one in missed:
+        if one not in _told:
+            _told.add(one)
+            log.warning("reward unit_tests: the code of completions is not kept in on this kernel; %s", one)
 
 
 def _code(text: str) -> str:

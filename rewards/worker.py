@@ -7,10 +7,13 @@ import pickle
 import resource
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from cluster.process_tree import MARK
 from rewards import call, environment, memory
 from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load
@@ -19,8 +22,19 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOADED: dict[str, Reward] = {}  # of this process: one worker serves many groups
 
 
+PID_DIGITS, LONGEST = 10, 32  # characters of a mark: of its last part, and in all
+_CHECK_S = 1.0  # between looks at what the process holds
+
+
+def start(memory_bytes: int, parent: int, mark: str) -> None:
+    """Runs first in every worker, for the slot that has it, which finds by `mark` what the functions have started, once
+    this process is no more."""
+    confine(memory_bytes, parent)
+    environment.overwrite(MARK, f"{mark}{os.getpid():0{PID_DIGITS}}")
+
+
 def confine(memory_bytes: int, parent: int) -> None:
-    """Runs first in every worker: sets its environment and limits, and makes it end when the process `parent` ends."""
+    """Sets the environment and limits of this process, and makes it end when the process `parent` ends."""
     environment.withhold()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver, which then stops us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
@@ -84,7 +98,38 @@ def scores(
         with environment.lent(env):
             reward = _loaded(use)
             found += call.scores(reward, groups, args, built_in=use in BUILT_INS, timeout_s=timeout_s)
-    return found
+    return _HELD.told(found)
+
+
+class _Held:
+    """What this process holds: whether it is leaking, so that a fresh one had better take its place."""
+
+    def __init__(self) -> None:
+        self._begun: memory.Usage | None = None  # after the first message that it answered
+        self._looked = 0.0
+
+    def told(self, verdicts: list[call.Verdict]) -> list[call.Verdict]:
+        """The verdicts of one message: `spent` where a leak is to blame, and the last one where there is a leak."""
+        failed = any(verdict.spent for verdict in verdicts)
+        if failed or time.monotonic() - self._looked >= _CHECK_S:
+            self._looked = time.monotonic()
+            if self._leaks(failed):
+                return verdicts if failed else [*verdicts[:-1], replace(verdicts[-1], spent=True)]
+        return [replace(verdict, spent=False) if verdict.spent else verdict for verdict in verdicts]
+
+    def _leaks(self, failed: bool) -> bool:
+        """failed: something had no room just now; where little is taken it was one call alone that wanted too much."""
+        try:
+            now = memory.usage()
+        except OSError:  # no file is left to look with
+            return self._begun is not None
+        if self._begun is None:
+            self._begun = None if failed else now
+            return False
+        return now.leaks(self._begun, near=0.5 if failed else 0.9)
+
+
+_HELD = _Held()
 
 
 def _loaded(use: str) -> Reward:

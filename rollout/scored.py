@@ -63,4 +63,4 @@ def _summed(
         return None, status, parts, error
     if not counts(score):
         return None, "nan", parts, f"reward {name!r}: nan: the reward model gave {score}, which is no finite number."
-    return (reward or 0.0) + weight * score, "ok", parts, None
+    return (reward or 0.0) + weight * score, "ok", parts, error

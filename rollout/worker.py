@@ -13,7 +13,7 @@ import pyarrow as pa
 from cluster.actor import Unusable, ValueLost
 from rewards.call import Group
 from rewards.config import RewardConfig
-from rewards.pool import NOWHERE, Judging, RewardPool
+from rewards.pool import NOWHERE, Judging, RewardPool, Scores
 from rollout.data.chat import Chat
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.env.dialogue import ChatDialogue
@@ -124,7 +124,7 @@ class RolloutWorker(RolloutService):
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.scorer is not None
         scores = await self.scorer.score(Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled))
-        self._sentences.warn(scores.failures)
+        self._tell_of(scores)
         return facts_of(problem, completions, by) | {
             "completion": texts,
             "reward": scores.reward,
@@ -137,9 +137,14 @@ class RolloutWorker(RolloutService):
     async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Origin) -> Columns:
         self._sentences.warn(sentence_of(t) for t in played if t.faulted)
         scores = await scored(self.scorer, problem, played)
-        self._sentences.warn(scores.failures if scores is not None else ())
+        if scores is not None:
+            self._tell_of(scores)
         assert self.spec.env is not None
         return rows_of(problem, played, self.chat.decode, scores, by, alone=self.spec.env.alone)
+
+    def _tell_of(self, scores: Scores) -> None:
+        self._sentences.warn(scores.failures)
+        self._sentences.warn_of(scores.zeroed)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:

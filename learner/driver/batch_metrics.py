@@ -64,6 +64,9 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
         "policy/staleness_mean": float(staleness.mean()),
         "policy/staleness_max": float(staleness.max()),
     }
+    told = ends.column("reward_error").to_pylist()
+    if zeroed := sum(error is not None for error, kept in zip(told, ~lost, strict=True) if kept):
+        metrics["reward/zeroed"] = float(zeroed)
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
     return metrics | reward_means(ends) | staleness_shares(rows, version) | env_metrics(rows)
 

@@ -167,7 +167,12 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
         if skipped and found is None:
             raise CheckpointError(_none_whole(root, skipped))
         return found, skipped
-    asked = Path(resume).expanduser().absolute()
+    try:
+        asked = Path(resume).expanduser().absolute()
+    except RuntimeError as error:  # a user without a home folder
+        raise CheckpointError(
+            f"resume: must be auto, none or the folder of a checkpoint, got {resume!r} ({error}); write its path out"
+        ) from None
     if not asked.is_dir():
         there = ", ".join(folder.name for folder in listing(asked.parent)) or "none"
         raise CheckpointError(

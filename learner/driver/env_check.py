@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cluster import confinement
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
 from learner.driver.prompt_check import check_prompts
@@ -55,7 +56,20 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
     check_prompts(chat, config.model.path, [opened(start, problem)])
     if start.tools:
         _check_tools(config, chat, start.tools)
-    return Tried(_check_template(config, chat, start.tools), tools)
+    return Tried((*_check_template(config, chat, start.tools), *_open_walls(config)), tools)
+
+
+def _open_walls(config: RunConfig) -> list[str]:
+    """What the Python tool's code can do here, since this kernel lacks a wall around it."""
+    functions = config.env.args.get("functions", ())
+    if not any(
+        str(one).endswith("python_code:python") for one in ([functions] if isinstance(functions, str) else functions)
+    ):
+        return []
+    found = confinement.missed(confinement.walls())
+    return [
+        f"env.args.functions: the Python tool is not kept in on this kernel; {one} (gleaner doctor)" for one in found
+    ]
 
 
 def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, int]:

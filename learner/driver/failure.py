@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TypeGuard
 
 from cluster.actor import ClusterLost, StartFailed
-from cluster.files import FULL, WriteFailed
+from cluster.files import FULL, WriteFailed, lacks
 from cluster.telemetry import FolderGone
 from learner.driver.watched_learner import LearnerLost
 
@@ -38,7 +38,8 @@ def sentence_of(error: BaseException, again: str = GOES_ON) -> str:
     if isinstance(error, WriteFailed):
         return f"{error.sentence()}, and {again}"
     if _is_of_a_full_disk(error):
-        return f"a disk is full ({error.strerror}); free some of it, and {again}"
+        which = f"the disk of {error.filename}" if error.filename else "a disk"
+        return f"{which} is full ({lacks(error)}); free some of it, and {again}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

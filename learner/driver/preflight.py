@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cluster.files import lacks
 from cluster.memory.plan import gib
 from cluster.placement import PlacementError
 from cluster.ray_cluster import in_job
@@ -85,7 +86,7 @@ def place_output(config: RunConfig) -> RunConfig:
             with TemporaryDirectory(prefix=".gleaner-", dir=there) as trial:
                 (Path(trial) / config.run_dir.relative_to(there)).mkdir(parents=True)
     except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = lacks(error) if isinstance(error, OSError) else error
         raise PreflightError(
             f"output_dir: {config.output_dir} is no folder for {config.name} ({reason}); give another, or another name"
         ) from error
@@ -106,7 +107,7 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     try:
         try:
             prepared = found.of(prepare, placed or config, cards)
-        except OSError:
+        except (OSError, RuntimeError):  # a user without a home folder, for one
             if placed is not None:
                 raise
             prepared = None  # of that folder, which is told already

@@ -39,14 +39,32 @@ def held(folder: Path) -> Iterator[None]:
     path = folder / NAME
     descriptor = _take(path)
     try:
-        _sign(descriptor, path)
-        yield
+        of_folder = _take_folder(folder)
+        try:
+            _sign(descriptor, path)
+            yield
+        finally:
+            os.close(of_folder)
     finally:
         if _is_at(descriptor, path):
             with suppress(OSError):  # of a disk that fails: what is left is no lock
                 path.unlink()  # before the lock goes: who waits for it sees that this file is no longer the folder's
         os.close(descriptor)
         _remove_empty(made)
+
+
+def _take_folder(folder: Path) -> int:
+    """A descriptor of the folder itself, locked where the file system can: the lock file may be deleted under a run.
+    Raises RunFolderInUse."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RunFolderInUse(_refusal(folder, b"")) from None
+    except OSError as error:  # NFS takes locks on files that are open for writing, which no folder is
+        log.debug("%s: the folder itself cannot be locked: %s", folder, error)
+    return descriptor
 
 
 def _dangles(path: Path) -> bool:
@@ -120,7 +138,7 @@ def _refusal(folder: Path, owner: bytes) -> str:
         found = json.loads(owner)
         who = f"process {found['pid']} on host {found['host']} since {found['started']}"
     except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
-        who = "a process that has just started"
+        who = f"a process that has just started, or whose {NAME} was deleted"
     return (
         f"output_dir: a run folder has one writer, and {folder} is in use by {who}; wait for its end or stop it, or "
         "give this run another name="

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cluster import confinement
 from cluster.memory import cards as kinds
 from cluster.memory.plan import gib
 from cluster.ray_cluster import GROUPS_BYTES
@@ -30,7 +31,7 @@ def findings(facts: Facts) -> list[Finding]:
     """All of them, in the order in which one would set a machine up."""
     return [
         *_driver(facts), *_cards(facts), *_wheels(facts), *_cuda_versions(facts), _compiler(facts), *_memory(facts),
-        *_disk(facts), _hub(facts),
+        *_disk(facts), _hub(facts), *_walls(facts),
     ]  # fmt: skip
 
 
@@ -145,6 +146,25 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         short = free < ROOM
         mend = "free some, or set output_dir, HF_HOME or TMPDIR to another disk" if short else ""
         yield Finding("disk", "note" if short else "ok", f"{folder}: {gib(free)} free", mend)
+
+
+_MENDS = {
+    confinement.LANDLOCK: "take Linux 5.13 or newer with landlock among its lsm=, in a container runtime that lets it "
+    "through, or run unit_tests and the Python tool where none of your files and tokens are",
+    confinement.SECCOMP: "take a kernel with CONFIG_SECCOMP_FILTER on x86_64 or aarch64, or run unit_tests and the "
+    "Python tool in a container of their own",
+}
+
+
+def _walls(facts: Facts) -> Iterator[Finding]:
+    """What keeps in the code that a policy writes. Two of them do without the others."""
+    strong = all(facts.walls[name][0] for name in _MENDS)
+    for name, (stands, text) in facts.walls.items():
+        if stands or (strong and name not in _MENDS):
+            yield Finding(name, "ok", f"{text}{'' if stands else '; Landlock and seccomp do without it'}")
+        else:
+            other = "its absence is no harm where Landlock and seccomp stand"
+            yield Finding(name, "note", f"a policy's code: {text}", _MENDS.get(name, other))
 
 
 def _hub(facts: Facts) -> Finding:

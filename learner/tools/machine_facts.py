@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 from huggingface_hub import constants, get_token
 
-from cluster import machine, nvml
+from cluster import confinement, machine, nvml
 from learner.driver.machine_checks import cuda_wheels, torch_cuda
 from rollout.data import hub
 
@@ -30,7 +30,8 @@ class Facts:
     packages: versions of WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: the CUDA of the
     compiler on the path. torch_cuda: as learner.driver.machine_checks.torch_cuda. cards: all; visible: those that
     CUDA_VISIBLE_DEVICES (`named`) leaves. hub: whether it answers; None: not tried, since it is switched off or a
-    proxy is set. disk: free, where models, runs and temporary files go.
+    proxy is set. disk: free, where models, runs and temporary files go. walls: around a policy's code
+    (cluster.confinement).
     """
 
     python: tuple[int, int]
@@ -52,6 +53,7 @@ class Facts:
     disk: dict[str, int]
     hub: bool | None
     token: bool
+    walls: dict[str, tuple[bool, str]]
 
 
 def gather() -> Facts:
@@ -77,6 +79,7 @@ def gather() -> Facts:
         disk={str(folder): machine.free_disk(folder) for folder in _folders()},
         hub=_hub_answers(),
         token=get_token() is not None,
+        walls=confinement.walls(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -35,6 +36,28 @@ SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required
 def test_a_schema_is_kept_by_json_and_nothing_else(text: str, keeps: int) -> None:
     assert json_schema([text], schema=[SCHEMA]) == [keeps]
     assert json_schema([f"so <j>{text}</j>."], tag="j", schema=[SCHEMA]) == [keeps]
+
+
+SLOW = {  # schema, a text that it takes for ever with, one that it allows
+    "a pattern": ({"pattern": "^(a+)+$"}, f'"{"a" * 40}!"', '"aaa"'),
+    "a pattern of names": (
+        {"patternProperties": {"^(x|x)*y$": {}}, "additionalProperties": False}, f'{{"{"x" * 40}": 1}}', '{"xxy": 1}'),
+    "a pattern of items": ({"items": {"pattern": "^(.*,){20}$"}}, f'["{"," * 60}!"]', "[]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_completion_that_a_schema_takes_for_ever_with_loses_its_own_score(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewards.json_schema._SECONDS", 0.4)
+    schema, slow, right = SLOW[case]
+    begin = time.process_time()
+    found: Any = json_schema([right, *[slow] * 6, right], schema=[schema] * 8)
+    assert time.process_time() - begin < 2  # the first two have all of it, the others an eighth
+    assert found == [1.0, *[0.0] * 6, 1.0]
+    assert set(found.why) == {*range(1, 7)}
+    assert "not held against its schema within 0.4 s" in found.why[1]
 
 
 def test_a_schema_that_is_none_is_no_score() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,7 +22,7 @@ from tests.rewards.pool_case import score
 gym = pytest.importorskip("reasoning_gym")
 
 from rewards import forked  # noqa: E402
-from rewards.reasoning_gym import EVALUATED, reasoning_gym  # noqa: E402
+from rewards.reasoning_gym import EVALUATED, is_code, reasoning_gym  # noqa: E402
 
 EVALUATES = {"eval", "exec", "compile", "__import__", "parse_expr", "sympify", "S", "lambdify", "parse_latex"}
 
@@ -94,18 +95,88 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("task", ["countdown", "n_queens", "simple_integration"])
-def test_an_answer_that_is_code_changes_nothing(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_an_answer_that_is_code_changes_nothing_even_where_it_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("precious").write_text("here")
     before, had = sorted(os.listdir("/proc/self/fd")), children()
-    assert scores_of(task, *HOSTILE.values(), "print('noise')", gold_of(task)) == [0.0] * (len(HOSTILE) + 1) + [1.0]
+    codes = [*HOSTILE.values(), "print('noise')"]
+    assert scores_of("countdown", *codes, gold_of("countdown")) == [0.0] * len(codes) + [1.0]
+    assert {scored.score for scored in forked.scores([partial(eval, code) for code in codes])} == {0.0}
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("precious", "here")]
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert capfd.readouterr() == ("", "")
     assert children() == had
+
+
+FORGED = (
+    "__import__('os').write(3, b'1.0') and __import__('os')._exit(0)",
+    "(lambda: __import__('sys')._getframe(3).f_locals)()!",
+    "[o for o in ().__class__.__base__.__subclasses__()]",
+    "eval(chr(49))",
+    "\uff45\uff56\uff41\uff4c('1')",  # eval, in letters that Python takes for the same
+)
+
+
+@pytest.mark.parametrize("task", ["countdown", "puzzle24", "polynomial_multiplication", "string_insertion"])
+def test_an_answer_that_is_code_is_not_evaluated_and_named(task: str) -> None:
+    row = sources.read(f"rg:{task}", None, {}, 1, 5)[0]
+    texts = [f"<answer>{text}</answer>" for text in (*FORGED, row["answer"])]
+    columns: dict[str, Any] = {name: [row[name]] * len(texts) for name in ("answer", "metadata")}
+    found: Any = reasoning_gym(texts, **columns)
+    gold = 1.0 if row["answer"] is not None else 0.0  # which puzzle24 has none of
+    assert found == [0.0] * len(FORGED) + [gold]
+    assert found.why == dict.fromkeys(range(len(FORGED)), "the answer is code, and no formula or literal")
+
+
+@pytest.mark.parametrize(
+    "formula",
+    ["(3 + 4) * 5", "3!", "-2*x**2 + C", "exp(2*x)/2 - log(abs(x)) + sqrt(2)", "['a', 'b']", "[[0, 1], [2.5, -3]]",
+     "x^2", "0x1F", "Rational(1, 2)*x", "1 2 3", "_ Q _ _\nQ _ _ _", "2x", "forty two", ""],
+)  # fmt: skip
+def test_a_formula_or_a_literal_is_no_code(formula: str) -> None:
+    assert not is_code(formula)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["x.subs(x, 1)", "print(1)", "'a' + str(1)", "f'{x}'", "[x for x in (1,)]", "a[0]", "1 if x else 2", "(x := 1)",
+     "x == 1", "__name__", "f(*x)", "f(x=1)", "lambda: 1", "sympify('1')", "{**x}", "open", "(yield)"],
+)  # fmt: skip
+def test_what_does_more_is_code(code: str) -> None:
+    assert is_code(code)
+
+
+def test_only_what_the_scorer_says_counts_of_a_confined_call() -> None:
+    def writes(*parts: bytes) -> float:
+        for part in parts:
+            os.write(3, part)
+        return 0.5
+
+    def ends() -> float:
+        os.write(3, b'["", 1.0, "", ""]')
+        os._exit(0)
+
+    def raises() -> float:
+        raise ValueError("of the row")
+
+    def refuses() -> float:
+        raise forked.NotEvaluated("no")
+
+    def late() -> float:
+        time.sleep(60)
+        return 1.0
+
+    died = forked.Scored(0.0, why="its process ended without a score")
+    calls = [
+        lambda: 0.25, lambda: writes(b"1.0"), lambda: writes(b'["", 1.0, "", ""]', b"\n"), ends, raises, refuses,
+        lambda: writes(bytes(1 << 20)), late,
+    ]  # fmt: skip
+    assert forked.scores(calls) == [
+        forked.Scored(0.25), died, died, died, forked.Scored(0.0, "ValueError: of the row"),
+        forked.Scored(0.0, why="no"), died, forked.Scored(0.0, why="not evaluated within 2 s"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("task", ["binary_matrix", "spiral_matrix", "intermediate_integration"])

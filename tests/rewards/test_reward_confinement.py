@@ -117,3 +117,76 @@ def test_who_eats_memory_is_stopped_and_told_the_cap_and_its_key(reward: Any) ->
 )
 def test_which_failures_are_those_of_the_cap(error: Exception, is_ours: bool) -> None:
     assert memory.met(error) is is_ours
+
+
+def _raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "spent"),
+    [
+        (MemoryError(), True),
+        (OSError(24, "Too many open files"), True),
+        (RuntimeError("can't start new thread"), True),
+        (_raised(ValueError("no answer"), OSError(24, "Too many open files")), True),
+        (_raised(RuntimeError("pool broke"), RuntimeError("can't start new thread")), True),
+        (FileNotFoundError(2, "No such file"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (RecursionError(), False),
+    ],
+)
+def test_which_failures_may_be_those_of_what_others_left(error: BaseException, spent: bool) -> None:
+    assert memory.spent(error) is spent
+
+
+LEAKS = """
+import os, threading
+kept = []
+def memory(completions):
+    kept.append(bytearray(80 << 20))
+    return [1.0] * len(completions)
+def files(completions):
+    kept.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(soft // 3))
+    return [1.0] * len(completions)
+def threads(completions):
+    for _ in range(12):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return [1.0] * len(completions)
+async def later(completions):
+    return memory(completions)
+def large(completions):
+    return [float(len(bytearray(1 << 30)))]
+import resource
+soft = 64
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+"""
+
+
+def test_a_function_that_leaks_gets_a_fresh_process_and_loses_no_score(tmp_path: Path) -> None:
+    (tmp_path / "leaks.py").write_text(LEAKS)
+
+    async def scored(leak: str) -> list[Scores]:
+        config = RewardConfig(use=f"{tmp_path}/leaks.py:{leak}")
+        async with RewardPool([config], memory_bytes=256 << 20) as pool:
+            return [await pool.score(Group(["p"], ["c"], [[1]], {})) for _ in range(4)]
+
+    async def main() -> list[list[Scores]]:
+        return await asyncio.gather(*map(scored, ("later", "files", "threads")))
+
+    for found in asyncio.run(main()):
+        assert [(scores.reward, scores.failures) for scores in found] == [([1.0], ())] * 4
+
+
+def test_a_function_that_wants_too_much_at_once_keeps_its_process(tmp_path: Path) -> None:
+    (tmp_path / "leaks.py").write_text(f"{LEAKS}\ndef pid(completions): return [float(os.getpid())]")
+
+    async def main() -> list[Scores]:
+        rewards = [RewardConfig(use=f"{tmp_path}/leaks.py:{name}") for name in ("pid", "large")]
+        async with RewardPool(rewards, memory_bytes=256 << 20) as pool:
+            return [await pool.score(Group(["p"], ["c"], [[1]], {})) for _ in range(3)]
+
+    found = asyncio.run(main())
+    assert len({scores.parts["pid"][0] for scores in found}) == 1
+    assert all("its process may hold 0.25 GiB" in scores.failures[0] for scores in found)

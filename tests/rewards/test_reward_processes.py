@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
@@ -107,6 +109,63 @@ def test_a_function_may_ask_processes_of_multiprocessing_and_they_end_with_the_p
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert gone(pids, within_s=5)
+
+
+LEAVES = """
+import os, subprocess, time
+from pathlib import Path
+def leaves(completions, where):
+    read, write = os.pipe()
+    if (forked := os.fork()) == 0:  # a daemon, which has started no program
+        os.setsid()
+        if os.fork() == 0:
+            os.write(write, str(os.getpid()).encode())
+            time.sleep(600)
+        os._exit(0)
+    os.waitpid(forked, 0)
+    for pid in (os.read(read, 99).decode(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid):
+        Path(where, str(pid)).touch()
+    return [1.0] * len(completions)
+"""
+
+
+def test_what_has_left_its_session_ends_with_a_process_that_was_killed_and_the_fresh_one_lives(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LEAVES)
+    where = tmp_path / "where"
+    where.mkdir()
+
+    async def main() -> tuple[Scores, bool, list[int]]:
+        async with RewardPool([RewardConfig(use=f"{tmp_path}/mine.py:leaves", args={"where": str(where)})]) as pool:
+            await score(pool)
+            first = {int(file.name) for file in where.iterdir()}
+            (pid,) = workers()
+            os.kill(pid, signal.SIGKILL)
+            again = await score(pool)  # finds it dead
+            ended = gone([*first], within_s=5)
+            return again, ended, [int(file.name) for file in where.iterdir()]
+
+    again, ended, every = asyncio.run(main())
+    assert (again.status, ended, len(every)) == (["ok"] * 2, True, 4)
+    assert gone(every, within_s=5), "the pool is closed"
+
+
+async def test_a_killed_process_leaves_no_folder_of_code_that_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = RewardConfig(use="unit_tests", timeout_s=60, args={"seconds": 50})
+    async with RewardPool([config]) as pool:
+        columns = {"test_list": [["assert True"]] * 2}
+        scoring = asyncio.create_task(score(pool, ["import time\ntime.sleep(60)"] * 2, **columns))
+        while len([*tmp_path.glob("python-tool-*")]) < 2:
+            await asyncio.sleep(0.01)
+        (pid,) = workers()
+        os.kill(pid, signal.SIGKILL)
+        assert (await scoring).status == ["error"] * 2
+        assert [*tmp_path.glob("python-tool-*")] == []
+        assert (await score(pool, ["x = 1"] * 2, **columns)).reward == [1.0, 1.0]
+    assert [*tmp_path.glob("python-tool-*")] == []
 
 
 def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -> None:

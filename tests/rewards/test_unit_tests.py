@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +109,86 @@ def test_an_empty_test_is_none() -> None:
     group = Group(["p"], [RIGHT], [[0]], {"test_list": [[TESTS[0], {"input": 2}]]})
     verdict = score(load("unit_tests"), group, {"share": True}, built_in=True)
     assert "a test must be a text, got {'input': 2}" in verdict.problem
+
+
+@pytest.mark.parametrize("same_process", [False, True])
+def test_tests_may_do_with_an_answer_what_they_like(same_process: bool) -> None:
+    """Change what they hand over, call back, raise, iterate, await, print, derive values of every kind."""
+    answer, tests = (Path(__file__).with_name(f"idioms_{name}.txt").read_text() for name in ("answer", "tests"))
+    columns = {"test_list": [tests.split("\n===\n")]}
+    function: Any = load("unit_tests")
+    found = asyncio.run(function([answer], share=True, seconds=30, same_process=same_process, **columns))
+    assert (found, found.why) == ([1.0], {})
+
+
+BESIDE = {
+    "their equality": ("class P:\n def __init__(s, x): s.x = x\n def __eq__(s, o): return s.x == o.x",
+                       "assert P(1) == P(1)", "what __eq__ of the answer's own class says"),
+    "a class of theirs": ("class P:\n def one(s): return 1", "class Q(P): pass\nassert Q().one() == 1",
+                          "cannot be derived from one of the answer's"),
+    "a module of the test": ("def name(m): return m.__name__", "import json\nassert name(json) == 'json'",
+                             "a module of the test cannot be handed to the answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_only_one_process_can_do_is_told_and_has_an_arg(case: str) -> None:
+    answer, test, reason = BESIDE[case]
+    function: Any = load("unit_tests")
+    apart = asyncio.run(function([answer], test_list=[[test]]))
+    assert (apart, list(apart.why)) == ([0.0], [0])
+    assert reason in apart.why[0]
+    assert "args.same_process runs such tests beside the answer" in apart.why[0]
+    assert asyncio.run(function([answer], test_list=[[test]], same_process=True)) == [1.0]
+
+
+def test_names_of_python_and_of_the_setup_are_not_the_answers_unless_they_are_what_is_tested() -> None:
+    cheat = "abs = close = lambda *a: 0\nsum = sorted = lambda *a: 6\ndef f(x): return 5"
+    setup = "def close(a, b): return abs(a - b) < 1"
+    cases = {  # setup, test -> what it says of the cheat
+        ("", "assert abs(f(1) - 9) == 0"): 0.0,
+        ("", "assert sum(10, 15) == 6"): 1.0,  # MBPP's 126: a function of that name is the task
+        ("", "assert sorted([3, 1]) == 6"): 1.0,
+        ("", "assert sum([f(1), 1]) == 6"): 1.0,
+        ("", "assert sum([f(1), 1]) == 7"): 0.0,
+        (setup, "assert close(f(1), 5)"): 1.0,
+        (setup, "assert close(f(1), 9)"): 0.0,
+        ("import math", "assert math.isclose(f(1), 5)"): 1.0,
+        ("", "assert math.isclose(f(1), 9)"): 0.0,
+    }
+    columns = {"test_list": [[test] for _, test in cases], "setup": [setup for setup, _ in cases]}
+    function: Any = load("unit_tests")
+    found = asyncio.run(function([cheat] * len(cases), setup_column="setup", **columns))
+    assert dict(zip(cases, found, strict=True)) == cases
+
+
+def test_an_answer_that_makes_a_test_compute_for_ever_costs_itself() -> None:
+    answers = ["def f(x): return 10**18", "def f(x): return 3", "def f(x): return 'a' * 40 + '!'"]
+    tests = ["import re\nassert not re.match('(a+)+$', str(f(1)))", "assert sum(range(f(3))) == 3"]
+    function: Any = load("unit_tests")
+    found = asyncio.run(function(answers, test_list=[tests] * 3, seconds=1.5))
+    assert found == [0.0, 1.0, 0.0]
+    assert found.why[0].startswith(("stopped after", "the process died"))  # by a signal: what is in C hears no other
+    assert found.why[2] == "stopped after 1.5 s"
+
+
+def test_a_process_that_cannot_be_started_is_no_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = tempfile.mkdtemp, itertools.count()
+
+    def full(*args: Any, **named: Any) -> str:
+        if next(made) == 1:
+            raise OSError(28, "No space left on device", "/tmp/x")
+        return str(real(*args, **named))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    group = Group(["p"] * 3, [RIGHT] * 3, [[0]] * 3, {"test_list": [TESTS] * 3})
+    verdict = score(load("unit_tests"), group, {"parallel": 1}, built_in=True)
+    assert (verdict.status, verdict.values[0], verdict.values[2]) == ("nan", 1.0, 1.0)
+    assert "first sample 1: it was not run: [Errno 28] No space left on device" in verdict.problem
+    monkeypatch.setattr("rewards.unit_tests._PROGRAM", "rewards.no_such_program")
+    verdict = score(load("unit_tests"), group, {}, built_in=True)
+    assert "it was not run: the process of the tests failed: " in verdict.problem
+    assert "No module named 'rewards.no_such_program'" in verdict.problem
 
 
 @pytest.mark.parametrize("tests", [None, "", [], [" "], [None, ""]])

@@ -26,6 +26,8 @@ HEADERS = {
     "Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'none'", "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }  # fmt: skip
+PATIENCE_S = 10.0  # for a browser to say what it wants, and to take it
+MOST = 64  # connections at once: each has a thread
 DIGITS = 18  # of a step, at most; int() refuses thousands
 
 
@@ -82,6 +84,7 @@ class Watched:
 class _Handler(BaseHTTPRequestHandler):
     server: "LiveServer"
     protocol_version = "HTTP/1.1"
+    timeout = PATIENCE_S
 
     def do_GET(self) -> None:
         """The page, or one of its blocks."""
@@ -116,14 +119,30 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Listens as soon as it is made; `serve_forever` answers. port 0: any that is free. Raises OSError."""
+    """Listens as soon as it is made; `serve_forever` answers, at most MOST connections at once, and closes others. port
+    0: any that is free. Raises OSError."""
 
     daemon_threads = True
 
     def __init__(self, watched: Watched, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.watched, self.key = watched, secrets.token_urlsafe(16)
+        self._places = threading.BoundedSemaphore(MOST)
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, where there is a place for one."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """To the connection's end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that leaves in the middle of an answer is no error."""

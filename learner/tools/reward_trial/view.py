@@ -26,7 +26,7 @@ def as_text(found: Sequence[Scored], notes: Sequence[str]) -> str:
         wide = max(map(len, kinds), default=0)
         for i, (kind, text) in enumerate(one.case.completions):
             lines.append(f"  {kind:{wide}}  {_values(one, i)}  {_short(text, TEXT) or '(nothing)'}")
-    return "\n".join([*lines, "", *_functions(found), *_failures(found), *notes, *_hint(found)])
+    return "\n".join([*lines, "", *_functions(found), *_failures(found), *_zeroed(found), *notes, *_hint(found)])
 
 
 def as_json(found: Sequence[Scored]) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def as_json(found: Sequence[Scored]) -> dict[str, Any]:
             "id": one.case.id, "prompt": one.case.messages, "kind": kind, "completion": text,
             "reward": one.scores.reward[i], "status": one.scores.status[i],
             "parts": {name: _finite(values[i]) for name, values in one.scores.parts.items()},
+            "error": one.scores.errors[i],
         }
         for one in found
         for i, (kind, text) in enumerate(one.case.completions)
@@ -72,6 +73,11 @@ def _functions(found: Sequence[Scored]) -> Iterator[str]:
 
 def _sentences(found: Sequence[Scored]) -> set[str]:
     return {sentence for one in found for sentence in one.scores.failures}
+
+
+def _zeroed(found: Sequence[Scored]) -> list[str]:
+    """Why a built-in function gave 0 to what is no wrong answer: one sentence of each kind."""
+    return sorted({kind: sentence for one in found for kind, sentence in one.scores.zeroed.items()}.values())
 
 
 def _failures(found: Sequence[Scored]) -> list[str]:

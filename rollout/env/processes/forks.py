@@ -13,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess as Process
 
+from cluster.process_tree import MARK, descendants, kill
 from rewards.environment import lent, values_of
 from rewards.secret_values import resolved
 from rollout.env.config import EnvConfig
 from rollout.env.loader import code_of
-from rollout.env.processes import preload, sweeper
-from rollout.env.processes.descendants import descendants, kill
+from rollout.env.processes import preload
 from rollout.env.processes.host import Spec, host
 from rollout.env.trajectory import EnvironmentFault
 from rollout.sentences import Sentences
@@ -77,7 +77,7 @@ class Forks:
         spec = self.spec
         told = {
             preload.VARIABLE: preload.request(code_of(spec.use, spec.args), [*spec.variables], spec.seconds),
-            sweeper.MARK: uuid.uuid4().hex,
+            MARK: uuid.uuid4().hex,
         }
         resource_tracker.ensure_running()  # which is not the server's: it is not to be ended with it
         with lent(told):  # the server is started in here, or in start(), if it is lost in between

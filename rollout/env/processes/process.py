@@ -6,13 +6,15 @@ import json
 import pickle
 import signal
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.context import ForkServerProcess as Process
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 from cluster.deadline import within
+from cluster.files import wipe
 from rollout.env.config import EnvConfig
 from rollout.env.processes.forks import Forks, end_process
 from rollout.env.processes.host import LENGTH, MOST_IDS_BYTES, write
@@ -36,14 +38,14 @@ class EnvironmentProcess:
         self._process: Future[Process] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._folder: TemporaryDirectory[str] | None = None  # for its temporary files
+        self._folder: Path | None = None  # for its temporary files
         self._answers = False  # the last question was answered
 
     async def reset(self, problem: Problem, seed: int) -> Start | Asked:
         async with _within(self._config.start_timeout_s, "reset", "env.start_timeout_s"):
             ours, theirs = socket.socketpair()
-            self._folder = TemporaryDirectory(prefix="environment-", ignore_cleanup_errors=True)
-            self._process = self._forks.start(theirs, self._folder.name)
+            self._folder = Path(tempfile.mkdtemp(prefix="environment-"))
+            self._process = self._forks.start(theirs, str(self._folder))
             await asyncio.wrap_future(self._process)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             return start_from_json(await self._ask("reset", problem, seed))
@@ -78,7 +80,10 @@ class EnvironmentProcess:
         assert self._folder is not None
         if not self._process.cancel():
             end_process(self._process.result)
-        self._folder.cleanup()
+        try:
+            wipe(self._folder)
+        except OSError as error:
+            self._forks.sentences.warn([f"environment: its temporary files could not all be removed: {error}"])
 
     async def _free(self) -> None:
         """It stays until it is ended: what it has started is found by it."""

@@ -8,14 +8,11 @@ for that. What it ends is known by a variable that each process hands on to thos
 import os
 import signal
 import sys
-import time
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
+from cluster.process_tree import MARK, marked, sweep
 from rewards.worker import signal_at_end_of_parent
-from rollout.env.processes.descendants import kill
 
-MARK = "GLEANER_MARK"  # its value is of one server; rewards.environment lets it through
 PATIENCE_S = 5.0  # for the kernel to end them, and those that they start meanwhile
 
 
@@ -26,7 +23,7 @@ def start() -> None:
         return
     try:
         _wait_for_the_end_of(server)
-        sweep(os.environ[MARK])
+        sweep(partial(marked, os.environ[MARK]), PATIENCE_S)
     finally:
         os._exit(0)
 
@@ -41,20 +38,3 @@ def _wait_for_the_end_of(parent: int) -> None:
     signal_at_end_of_parent(signal.SIGUSR1)
     if os.getppid() == parent:
         signal.sigwait({signal.SIGUSR1})
-
-
-def sweep(mark: str) -> None:
-    """Ends all processes that have the mark, but for this one."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        kill(found)
-        time.sleep(0.02)
-
-
-def _marked(mark: str) -> list[int]:
-    wanted, found = f"{MARK}={mark}".encode(), list[int]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
-            if wanted in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return [pid for pid in found if pid != os.getpid()]

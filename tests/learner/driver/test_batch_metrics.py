@@ -23,6 +23,7 @@ def test_batch_metrics() -> None:
         completions=[completion(1, "stop", 5), completion(4, "length", 4)],
         rewards=[1.0, 3.0],
         reward_parts=[[("format", 1.0), ("answer", 0.0)], [("format", 0.0), ("answer", 3.0)]],
+        reward_error=["reward 'answer': 0: stopped after 4 s", None],
         reward_ms=[10.0, 10.0],
     )
     two = make_group(
@@ -31,6 +32,7 @@ def test_batch_metrics() -> None:
         rewards=[2.0, None],
         reward_parts=[[("format", 1.0), ("answer", 1.0)], [("format", 0.5), ("answer", None)]],
         reward_status=["ok", "timeout"],
+        reward_error=[None, "reward 'answer': timeout: no answer within 1 s"],
         reward_ms=[20.0, 20.0],
     )
     found = batch_metrics([one, two], version=6)
@@ -39,6 +41,7 @@ def test_batch_metrics() -> None:
         "reward/std": (2 / 3) ** 0.5,
         "reward/failed": 0.25,
         "reward/status_timeout": 1.0,
+        "reward/zeroed": 1.0,
         "reward/format": 0.625,
         "reward/answer": 4 / 3,
         "reward/ms": 15.0,

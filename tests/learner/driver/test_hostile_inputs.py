@@ -92,6 +92,8 @@ HOSTILE: dict[str, tuple[Spoil, list[str], str]] = {
     "a template that counts": (template("{{ 9 ** (9 ** 9) }}"), [], "chat template did not come to an end within 3 s"),
     "a hundred million problems": (nothing, ["data.path=rg:chain_sum", "data.size=100000000"], "data.size: .* so"),
     "a home folder of nobody": (nothing, ["output_dir=~nosuchuser/x"], "output_dir: ~nosuchuser/x is no folder"),
+    "a checkpoint in the home of nobody": (nothing, ["resume=~nosuchuser/x"], "resume: must be auto, none or .* write"),
+    "a run in the home of nobody": (nothing, ["output_dir=~nosuchuser", "resume=none"], "output_dir: ~nosuchuser is"),
     "a model in the home of nobody": (nothing, ["model.path=~nosuchuser/x"], "model.path: folder must exist"),
     "a name that is too long": (nothing, ["model.path=" + "x" * 5000], "model.path: "),
     "a data file of nobody": (nothing, ["data.path=~nosuchuser/x.jsonl"], "data.path: must be a path or a hub name"),

@@ -105,6 +105,19 @@ def test_lock_and_folder_come_and_go_under_many_hands_and_never_two_are_inside(t
     assert [racer.communicate(timeout=60)[0] for racer in racers] == ["whole\n"] * 3
 
 
+@pytest.mark.parametrize("instead", [None, "", "mine"])
+def test_a_lock_file_that_was_deleted_under_a_run_lets_nobody_in(instead: str | None, tmp_path: Path) -> None:
+    told = r"output_dir: a run folder has one writer, and .* is in use by a process .* whose \.lock was deleted"
+    with run_lock.held(tmp_path):
+        (tmp_path / run_lock.NAME).unlink()
+        if instead is not None:
+            (tmp_path / run_lock.NAME).write_text(instead)
+        with pytest.raises(run_lock.RunFolderInUse, match=told), run_lock.held(tmp_path):
+            pytest.fail("two writers")
+    with run_lock.held(tmp_path):
+        pass
+
+
 def test_a_link_to_a_disk_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "not-mounted")
     with pytest.raises(FileExistsError, match="runs"), run_lock.held(tmp_path / "runs" / "one"):

@@ -29,6 +29,7 @@ SOUND = Facts(
     python=(3, 11), packages=WHEELS, cuda_wheels=frozenset({13}), nvcc="13.0", torch_cuda="13.0",
     driver="580.65.06", cards=(H100,), visible=(H100,), named=None, wsl=False, compiler="/usr/bin/cc", headers=True,
     cores=16, memory=128 * GIB, free_memory=120 * GIB, shared=64 * GIB, disk={"/home": 500 * GIB}, hub=True, token=True,
+    walls=dict.fromkeys(("namespace", "network", "Landlock", "seccomp", "limits"), (True, "stands")),
 )  # fmt: skip
 
 
@@ -38,6 +39,7 @@ def test_a_sound_machine_has_nothing_to_mend() -> None:
     assert "would run: training on NVIDIA H100" in runs_here(SOUND, findings(SOUND))
 
 
+NO = (False, "none here")
 WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "old driver": ({"driver": "535.104.05"}, "driver", "problem", "535.104.05 is older than CUDA 13.0 needs, R580"),
     "CPU torch": ({"torch_cuda": ""}, "driver", "problem", "for CPUs only"),
@@ -57,6 +59,10 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "little memory": ({"free_memory": GIB}, "main memory", "note", "end other processes"),
     "full disk": ({"disk": {"/": GIB}}, "disk", "note", "HF_HOME"),
     "no hub": ({"hub": False}, "hub", "note", "HF_ENDPOINT"),
+    "no Landlock": ({"walls": SOUND.walls | {"Landlock": NO}}, "Landlock", "note", "take Linux 5.13 or newer"),
+    "no seccomp": ({"walls": SOUND.walls | {"seccomp": NO}}, "seccomp", "note", "CONFIG_SECCOMP_FILTER"),
+    "no wall but limits": (
+        {"walls": dict.fromkeys(SOUND.walls, NO)}, "namespace", "note", "no harm where Landlock and seccomp stand"),
     "WSL2": ({"wsl": True}, "system", "note", ".wslconfig"),
 }  # fmt: skip
 
@@ -70,11 +76,18 @@ def test_what_is_wrong_is_said_with_what_to_do(case: str) -> None:
     assert found.mend
 
 
+def test_a_container_that_refuses_namespaces_is_sound_where_the_other_walls_stand() -> None:
+    (found,) = [
+        one for one in findings(replace(SOUND, walls=SOUND.walls | {"namespace": NO})) if one.name == "namespace"
+    ]
+    assert (found.state, found.text) == ("ok", "none here; Landlock and seccomp do without it")
+
+
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """It passes the other tests, so nothing may be in the way of a run on its CPUs."""
     code = main(["doctor", "--json"])
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert {"driver", "wheels", "compiler", "main memory", "/dev/shm", "disk", "hub"} <= set(found)
+    assert {"driver", "wheels", "compiler", "main memory", "/dev/shm", "disk", "hub", *SOUND.walls} <= set(found)
     assert code == int("problem" in {one["state"] for one in found.values()})
     assert found["wheels"]["text"].startswith("Python 3.")
     main(["doctor"])

@@ -1,8 +1,10 @@
 """`gleaner report --live`: a run that is served while it goes on, and to whom."""
 
+import socket
 import threading
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from contextlib import suppress
+from http.client import HTTPConnection, RemoteDisconnected
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from learner.driver import mismatch_files, run_lock
 from learner.tools.cli import main
+from learner.tools.report import live
 from learner.tools.report.completions import Step, read_step
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.packing import unpacked
@@ -99,6 +102,27 @@ def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -
     assert asked(served, "/wrong/head")[0] == 404
     assert asked(served, f"/{served.key}/../head")[0] == 404
     assert asked(served, f"/{served.key}/head", host="rebound.example")[0] == 403
+
+
+def test_connections_that_ask_nothing_are_few_and_end(served: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live._Handler, "timeout", 30.0)
+    threads = threading.active_count()
+    where = "127.0.0.1", served.server_port
+    waiting = [socket.create_connection(where) for _ in range(live.MOST)]
+    for one in waiting:
+        one.sendall(b"GET / HTTP/1.1\r\nHost: ")  # and no more
+    more = [socket.create_connection(where) for _ in range(5)]
+    assert [one.recv(1) for one in more] == [b""] * 5
+    assert threading.active_count() <= threads + live.MOST
+    for one in (*waiting, *more):
+        one.close()
+    monkeypatch.setattr(live._Handler, "timeout", 0.05)
+    status = 0
+    while status != 404:  # once the threads have seen it
+        with suppress(ConnectionError, RemoteDisconnected):
+            status, _ = asked(served, "/")
+    with socket.create_connection(where) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_live_waits_for_the_first_step_of_a_run_that_starts(

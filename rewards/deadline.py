@@ -1,0 +1,59 @@
+"""A deadline for what a function of ours does with one completion, so that it costs no other its reward."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PATIENT, _HURRIED = 2, 1 / 8
+
+
+class Late(BaseException):
+    """It took too long; a BaseException, since libraries catch exceptions of what they do not understand."""
+
+
+@contextmanager
+def within(seconds: float, error: type[BaseException] = Late) -> Iterator[None]:
+    """Raises `error` inside, after `seconds` and again after each further, since code may catch it.
+
+    By SIGALRM: what computes in C without asking for signals is not interrupted (regular expressions are). Without a
+    limit in any thread but the main one, which is where reward processes call their functions.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(_number: int, _frame: object) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Patience:
+    """Of a group: each completion may take `seconds`; once two were late, the others an eighth of it, so that the group
+    has its scores before its own deadline."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.late = 0
+
+    @property
+    def seconds(self) -> float:
+        """For the next one."""
+        return self._seconds * (_HURRIED if self.late >= _PATIENT else 1.0)
+
+    @contextmanager
+    def with_one(self) -> Iterator[None]:
+        """Raises Late inside once its time is over, and counts that."""
+        try:
+            with within(self.seconds):
+                yield
+        except Late:
+            self.late += 1
+            raise

@@ -1,0 +1,297 @@
+"""Stand-ins for objects of another process, and how far their word is taken (rewards.exchange).
+
+A stand-in's class has the operators of the object's class. Where that is derived from a plain type, int or tuple, say,
+and says nothing of its own, the operator works on the plain value, here. All else is asked for there. The side of the
+tests does not take what an operator of the answer's own class says of a value of the test, since such a class can say
+that it equals all: not its `==`, not its order against such a value, and no number that came of one by arithmetic.
+"""
+
+from __future__ import annotations
+
+import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from rewards.exchange import Values
+
+TESTS = "tests"  # the module of the classes that tests define
+_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_TOLD_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
+# What a value of a subclass of these is, less all that the subclass says of itself.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__index__,
+    float: float.__float__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    tuple: lambda value: tuple.__getitem__(value, slice(None)),
+    frozenset: lambda value: frozenset.__or__(value, frozenset()),
+    list: lambda value: list.__getitem__(value, slice(None)),
+    dict: dict.copy,
+    set: lambda value: set.__or__(value, set()),
+    bytearray: lambda value: bytearray.__getitem__(value, slice(None)),
+}
+
+
+def _special(names: str, kinds: Sequence[str] = ("",)) -> frozenset[str]:
+    return frozenset(f"__{kind}{name}__" for name in names.split() for kind in kinds)
+
+
+_EQUALS = _special("eq ne")
+_COMPARES = _EQUALS | _special("lt le gt ge contains")
+_CHANGES = _special("add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor", ("i",)) | _special(
+    "setitem delitem"
+)
+_COMBINES = _CHANGES - _special("setitem delitem") | _special(
+    "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor", ("", "r")
+)
+_NUMBERS = _special("bool int float index complex round trunc floor ceil abs neg pos invert")
+SPECIAL = (
+    _COMPARES
+    | _CHANGES
+    | _COMBINES
+    | _NUMBERS
+    | _special("call len iter next getitem reversed hash enter exit aenter aexit aiter anext await bytes fspath")
+)
+
+
+class Untrusted(BaseException):
+    """It would count what an operator of the answer's own class says of a value of the test."""
+
+
+class NotHanded(TypeError):
+    """A value that the other side cannot be given."""
+
+
+def may_be_shown(value: Any) -> bool:
+    """Functions, iterators, and what tests have defined themselves."""
+    if isinstance(value, (*_CALLABLE, types.GeneratorType)) or type(value).__module__ == TESTS:
+        return True
+    if isinstance(value, type):
+        return value.__module__ == TESTS
+    return type(value).__module__ in ("builtins", "itertools", "functools") and (
+        hasattr(type(value), "__next__") or callable(value)
+    )
+
+
+def facts_of(value: Any) -> dict[str, Any]:
+    """What the stand-in's class must know."""
+    kind = type(value)
+    homes = {name: next((one for one in kind.__mro__ if name in vars(one)), object) for name in sorted(SPECIAL)}
+    special = {name: home for name, home in homes.items() if home is not object and getattr(kind, name) is not None}
+    base = next((one for one in kind.__mro__ if one in _PLAIN), None)
+    return {
+        "name": kind.__name__,
+        "special": list(special),
+        "own": [name for name, home in special.items() if home is not base],
+        "base": None if base is None else base.__name__,
+        "hashable": kind.__hash__ is not None,
+        "awaited": isinstance(value, types.CoroutineType),
+    }
+
+
+class _State:
+    """Of a stand-in. tainted: it came of an operator with a value of the test."""
+
+    def __init__(self, peer: Values, number: int) -> None:
+        self.peer, self.number, self.tainted = peer, number, False
+
+
+class Remote:
+    """A stand-in for an object of the other side; its subclasses have the operators of that object's class."""
+
+    __slots__ = ("_of_exchange",)
+    _is_plain = False
+
+    def __init__(self, peer: Values, number: int) -> None:
+        object.__setattr__(self, "_of_exchange", _State(peer, number))
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        raise NotHanded("a class of the test cannot be derived from one of the answer's")
+
+    def __getattr__(self, name: str) -> Any:
+        return _asked(self, "get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _asked(self, "set", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _asked(self, "delete", name)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return bool(_asked(self, "is instance", value))
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return bool(_asked(self, "is subclass", value))
+
+    def __repr__(self) -> str:
+        return str(_asked(self, "special", "__repr__"))
+
+    def __str__(self) -> str:
+        return str(_asked(self, "special", "__str__"))
+
+    def __format__(self, how: str) -> str:
+        return str(_asked(self, "special", "__format__", how))
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return _asked(self, "get", "__doc__")
+
+
+def state_of(stand_in: Remote) -> _State:
+    found: _State = object.__getattribute__(stand_in, "_of_exchange")
+    return found
+
+
+def _asked(stand_in: Remote, what: str, *arguments: Any, **named: Any) -> Any:
+    state = state_of(stand_in)
+    return state.peer.ask(what, state.number, *arguments, **named)
+
+
+def kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
+    """The class of stand-ins for objects of a class with these facts."""
+    base = next((kind for kind in _PLAIN if kind.__name__ == facts["base"]), None)
+    changes = base in (list, dict, set, bytearray)
+    members: dict[str, Any] = {"__slots__": (), "_is_plain": base is not None}
+    if base is not None:
+        members["__class__"] = property(lambda self: base)  # by which isinstance goes
+    for name in SPECIAL.intersection(facts["special"]):
+        if not guarded:
+            members[name] = _forwarded(name)
+        elif (
+            base is not None and name not in facts["own"] and hasattr(base, name) and not (changes and name in _CHANGES)
+        ):
+            members[name] = _of_plain(name, base)
+        elif name in _COMPARES:
+            members[name] = _compared(name)
+        elif name in _COMBINES:
+            members[name] = _combined(name)
+        elif name in _NUMBERS:
+            members[name] = _number(name)
+        else:
+            members[name] = _forwarded(name)
+    if not facts["hashable"]:
+        members["__hash__"] = None
+    elif "__eq__" in members and "__hash__" not in members:
+        members["__hash__"] = object.__hash__
+    return type(str(facts["name"]), (Remote,), members)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forwarded(self: Remote, *arguments: Any, **named: Any) -> Any:
+        if name == "__call__":
+            return state_of(self).peer.called(state_of(self).number, arguments, named)
+        return _asked(self, "special", name, *arguments, **named)
+
+    return forwarded
+
+
+def _of_plain(name: str, base: type) -> Callable[..., Any]:
+    """By what is plain of it, where its class says nothing of its own."""
+
+    def of_plain(self: Remote, *arguments: Any) -> Any:
+        return getattr(base, name)(*map(_plain_of, (self, *arguments)))
+
+    return of_plain
+
+
+def _plain_of(value: Any) -> Any:
+    return _asked(value, "plain") if isinstance(value, Remote) and type(value)._is_plain else value
+
+
+def shown_of(value: Any, what: str, given: tuple[Any, ...], named: dict[str, Any], *, guarded: bool = False) -> Any:
+    """What one side is told of an object of the other, which is `guarded` if it shows no more than an answer needs.
+    Raises whatever the object does, NotHanded, KeyError."""
+    if guarded:
+        _check_may_be_told(value, what, given)
+    if what == "special":
+        name, *arguments = given
+        if name in ("__repr__", "__str__"):
+            return (repr if name == "__repr__" else str)(value)
+        return value(*arguments, **named) if name == "__call__" else getattr(type(value), name)(value, *arguments)
+    return _TOLD[what](value, *given)
+
+
+def _await(value: Any) -> Any:
+    import asyncio
+
+    return asyncio.run(value)
+
+
+_TOLD: dict[str, Callable[..., Any]] = {
+    "get": getattr,
+    "set": setattr,
+    "delete": delattr,
+    "plain": lambda value: next(_PLAIN[kind] for kind in type(value).__mro__ if kind in _PLAIN)(value),
+    "is instance": lambda value, one: isinstance(one, value),
+    "is subclass": lambda value, one: issubclass(one, value),
+    "await": _await,
+}
+
+
+def _check_may_be_told(value: Any, what: str, given: tuple[Any, ...]) -> None:
+    own = (value if isinstance(value, type) else type(value)).__module__ == TESTS
+    name = given[0] if given else ""
+    if what == "special" and (name in SPECIAL or name in ("__repr__", "__str__", "__format__")):
+        return
+    if what in ("get", "set") and isinstance(name, str) and own and not name.startswith("_"):
+        return
+    if what == "get" and isinstance(value, _CALLABLE) and name in _TOLD_OF_FUNCTIONS:
+        return
+    if (what == "plain" and own) or (what in ("is instance", "is subclass") and isinstance(value, type)):
+        return
+    raise AttributeError(f"the answer may not {what} {name} of a test's {type(value).__name__}")
+
+
+def _compared(name: str) -> Callable[..., Any]:
+    """Of two objects of the answer its order is believed, as a method's answer is; its equality never."""
+
+    def compared(self: Remote, other: Any) -> Any:
+        if name in _EQUALS or not isinstance(other, Remote) or state_of(self).tainted or state_of(other).tainted:
+            raise _distrusted(self, name)
+        return _asked(self, "special", name, other)
+
+    return compared
+
+
+def _combined(name: str) -> Callable[..., Any]:
+    """What comes of an object of the answer and a value of the test may be the sum of two vectors; as a number it may
+    be the difference from what the test expects."""
+
+    def combined(self: Remote, other: Any, *more: Any) -> Any:
+        found = _asked(self, "special", name, other, *more)
+        if found is NotImplemented:
+            return found
+        tainted = not isinstance(other, Remote) or state_of(self).tainted or state_of(other).tainted
+        if isinstance(found, Remote):
+            state_of(found).tainted |= tainted
+        elif tainted:
+            raise _distrusted(self, name)
+        return found
+
+    return combined
+
+
+def _number(name: str) -> Callable[..., Any]:
+    def number(self: Remote, *arguments: Any) -> Any:
+        found = _asked(self, "special", name, *arguments)
+        if state_of(self).tainted and not isinstance(found, Remote):
+            raise _distrusted(self, name)
+        if isinstance(found, Remote):
+            state_of(found).tainted |= state_of(self).tainted
+        return found
+
+    return number
+
+
+def _distrusted(stand_in: Remote, name: str) -> Untrusted:
+    state_of(stand_in).peer.distrusted.append(name)
+    return Untrusted(name)
+
+
+async def awaited(peer: Values, number: int) -> Any:
+    """A coroutine of the other side, which runs there from its beginning to its end."""
+    return peer.ask("await", number)

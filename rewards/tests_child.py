@@ -1,0 +1,343 @@
+"""Unit tests and the answer that they are of, in a process each: what rewards.unit_tests starts.
+
+The first process forks the second before it has read anything. The second runs the answer and never has the tests: it
+is asked for names, calls, attributes and so on (rewards.exchange). The first runs the tests, in an interpreter in which
+no line of the answer ever ran, with names that lead to the answer's; it compares, and says what passed. So an answer
+decides what its own calls return, and nothing else, and it does not know what is expected.
+
+Both confine themselves. The first is given JSON on its standard input, the fields of `_Task`, and writes two lines
+of JSON: before the answer begins what that can do, since this kernel lacks a wall; and then `passed`, how many tests
+passed, and `why`, what else there is to say of the answer.
+"""
+
+from __future__ import annotations
+
+import _socket
+import ast
+import builtins
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+
+from cluster.confinement import confine, missed
+from rewards.exchange import Gone, Peer
+from rewards.stand_ins import TESTS, NotHanded, shown_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
+
+MOST_PRINTED = 1 << 20  # bytes of what the answer prints in one call that a test may see
+PATIENCE_S = 0.5  # for the kernel to tell how a process ended whose connection is closed
+# What tests call modules that only the answer imports.
+_ALIASES = {"np": "numpy", "pd": "pandas", "nx": "networkx", "sp": "scipy"}
+_ADVICE = "args.same_process runs such tests beside the answer, which can forge them there"
+_PRISTINE = dict(vars(builtins))
+
+
+def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
+    """Both processes, each to its end."""
+    limits = int(seconds) + 1, int(memory_bytes), int(file_bytes)  # of CPU time more than the deadline: that is told
+    here, there = _socket.socketpair()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # which is waited for
+    child = os.fork()
+    if child == 0:
+        here.close()
+        _close(0, 1, 2)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        confine(*limits)
+        _Answer(there).serve()
+    there.close()
+    told = os.dup(1)
+    walls = confine(*limits, child=child)
+    task = _Task(**json.loads(sys.stdin.buffer.read()))
+    _close(0, 1)
+    os.write(told, json.dumps(missed(walls)).encode() + b"\n")
+    os.write(told, json.dumps(_Tests(_Asking(here, _shown, guarded=True), child, task).outcome()).encode())
+    os._exit(0)
+
+
+def _close(*standard: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in standard:
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+class _Answer:
+    """The process of the answer: what it is asked."""
+
+    def __init__(self, connection: _socket.socket) -> None:
+        self._peer = Peer(connection, self._serve, guarded=False)
+        self._module = type(sys)("answer")  # by whose name dataclasses look for it
+        sys.modules["answer"] = self._module
+        self._printed = io.BytesIO()
+        sys.stdout = io.TextIOWrapper(self._printed, "utf-8", "replace", write_through=True)
+
+    def serve(self) -> NoReturn:
+        """Until the other process has ended."""
+        with contextlib.suppress(Gone):
+            self._peer.answer()
+        os._exit(0)
+
+    def _serve(self, peer: Peer, what: str, of: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        asked: Callable[..., Any] | None = getattr(self, f"_{what}", None)
+        return asked(*given) if asked is not None else shown_of(peer.mine[of], what, given, named)
+
+    def _run(self, setup: str, code: str) -> bool:
+        """Whether the answer runs to its end. A setup may need what it defines (MBPP's 927: `root = Node(1)`), or it
+        what the setup imports: one that raises before the answer runs again after it."""
+        names = vars(self._module)
+        try:
+            try:
+                exec(compile(setup, "<setup>", "exec", dont_inherit=True), names)
+                setup = ""
+            except Exception:
+                pass
+            exec(compile(code, "<answer>", "exec", dont_inherit=True), names)
+            exec(compile(setup, "<setup>", "exec", dont_inherit=True), names)
+        except BaseException:
+            return False
+        return True
+
+    def _name(self, name: str) -> tuple[str, Any]:
+        """What the answer calls so: a value, a module by its own name, or nothing."""
+        if name not in vars(self._module):
+            return "nothing", None
+        value = vars(self._module)[name]
+        return ("module", value.__name__) if isinstance(value, type(sys)) else ("value", value)
+
+    def _test(self, text: str) -> bool:
+        """Whether a test passes here, where the answer may have changed whatever it likes."""
+        names = vars(self._module)
+        names["__builtins__"] = dict(_PRISTINE)
+        return _passes(text, names)
+
+    def _input(self, text: str) -> None:
+        sys.stdin = io.StringIO(text)
+        self._said()
+
+    def _said(self) -> str:
+        """What was printed since it was last asked for."""
+        text = self._printed.getvalue()[:MOST_PRINTED].decode("utf-8", "replace")
+        self._printed.seek(0)
+        self._printed.truncate()
+        return text
+
+
+def _shown(peer: Peer, what: str, of: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What the answer is told of a test's own objects: calls, and what is public; no frame, no globals."""
+    return shown_of(peer.mine[of], what, given, named, guarded=True)
+
+
+class _Asking(Peer):
+    """The side of the tests. A test that puts something in the place of stdin and stdout has the answer read and print
+    there."""
+
+    def called(self, number: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """As a Peer's."""
+        replaced = sys.stdin is not sys.__stdin__, sys.stdout is not sys.__stdout__
+        if not any(replaced):
+            return super().called(number, arguments, named)
+        self.ask("input", None, sys.stdin.read() if replaced[0] else "")
+        try:
+            return super().called(number, arguments, named)
+        finally:
+            sys.stdout.write(self.ask("said", None))
+
+
+class _Names(dict):  # type: ignore[type-arg]  # (as `typing` is not loaded here)
+    """The names that tests see: their own, the setup's, Python's, and then the answer's; those in `first` the answer's
+    before the setup's and Python's. modules: names that they use as those of modules."""
+
+    def __init__(self, peer: Peer, first: set[str], modules: set[str]) -> None:
+        super().__init__(__name__=TESTS)
+        self.peer, self.first, self.modules = peer, first, modules
+        self.setup: dict[str, Any] = {}
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.first and (found := self._answers(name))[0]:
+            return found[1]
+        if name in self.setup:
+            return self.setup[name]
+        if name in _PRISTINE:
+            raise KeyError(name)
+        if name in self.modules and (name in _ALIASES or name in sys.stdlib_module_names):
+            with contextlib.suppress(ImportError):
+                return _module(_ALIASES.get(name, name))
+        there, value = self._answers(name)
+        if not there:
+            raise KeyError(name)
+        return value
+
+    def _answers(self, name: str) -> tuple[bool, Any]:
+        kind, value = self.peer.ask("name", None, name)
+        if kind != "module":
+            return kind == "value", value
+        if value.rpartition(".")[2] != name:  # of that name it could be any
+            raise NotHanded(f"{name}, a module of the answer, cannot be handed to the test, which must import its own")
+        return True, _module(value)
+
+
+def _module(name: str) -> Any:
+    return __import__(name, fromlist=["*"])
+
+
+class _Late(BaseException):
+    """The time is over."""
+
+
+class _Task:
+    """What the first process is given. entry: the name of the function under test, where that is known. same_process:
+    tests run in the answer's process. seconds: for all of it."""
+
+    def __init__(
+        self, code: str, setup: str, tests: list[str], entry: str | None, same_process: bool, seconds: float
+    ) -> None:
+        self.code, self.setup, self.tests = code, setup, tests
+        self.entry, self.same_process, self.seconds = entry, same_process, seconds
+
+
+class _Tests:
+    """The process of the tests. answer: the number of the other process."""
+
+    def __init__(self, peer: Peer, answer: int, task: _Task) -> None:
+        self._peer, self._answer, self._task = peer, answer, task
+        self._why: list[str] = []
+
+    def outcome(self) -> dict[str, Any]:
+        """How many pass, and what is to be said of the answer, whose process is ended."""
+        passed = 0
+        try:
+            with _deadline(self._task.seconds):
+                if self._peer.ask("run", None, self._task.setup, self._task.code) is True:
+                    passed = self._passed()
+        except _Late:
+            passed = 0
+            self._why.append(f"stopped after {self._task.seconds:g} s")
+        except Gone as gone:
+            passed = 0
+            self._why.append(f"{gone}{self._end()}")
+        except BaseException as error:  # of the other process, which may raise what it likes
+            self._why.append(f"its process raises {type(error).__name__} where it should answer")
+        os.kill(self._answer, signal.SIGKILL)  # here, where it leaves nothing for others to bury
+        os.waitpid(self._answer, 0)
+        if said := ", ".join(sorted({*self._peer.distrusted})):
+            self._why.append(f"a test would count what {said} of the answer's own class says; {_ADVICE}")
+        return {"passed": passed, "why": "; ".join(dict.fromkeys(self._why))}
+
+    def _passed(self) -> int:
+        if self._task.same_process:
+            return sum(self._peer.ask("test", None, test) is True for test in self._task.tests)
+        names = _Names(self._peer, self._first(), set().union(*map(_modules, map(_parsed, self._task.tests))))
+        self._set_up(names)
+        passed = 0
+        for test in self._task.tests:
+            names["__builtins__"] = dict(_PRISTINE)
+            before = len(self._peer.distrusted), len(self._why)
+            fine = _passes(test, names, self._why)
+            passed += fine and before == (len(self._peer.distrusted), len(self._why))
+        return passed
+
+    def _first(self) -> set[str]:
+        """Names that are the answer's although the setup or Python has them, too: of the function under test. Where
+        that is not known, tests that use no other name are of those."""
+        if self._task.entry is not None:
+            return {self._task.entry}
+        known = set(_PRISTINE) | set(sys.stdlib_module_names) | set(_ALIASES) | _bound(_parsed(self._task.setup))
+        used = set().union(*(_used(tree) - _bound(tree) for tree in map(_parsed, self._task.tests)))
+        return used if used <= known else set()
+
+    def _set_up(self, names: _Names) -> None:
+        """The setup's imports, functions and values, which the answer must not be able to replace. Its classes are
+        those of the answer's process, which makes objects of them, too; what does not run here is there as well."""
+        for statement in _parsed(self._task.setup).body:
+            if isinstance(statement, ast.ClassDef):
+                continue
+            try:
+                exec(compile(ast.Module([statement], []), "<setup>", "exec", dont_inherit=True), names)
+            except (Gone, _Late):
+                raise
+            except BaseException:
+                continue
+        names.setup = {name: value for name, value in names.items() if name not in ("__name__", "__builtins__")}
+        for name in names.setup:
+            del names[name]
+
+    def _end(self) -> str:
+        """How the answer's process ended, in brackets; '' if it lives."""
+        signal.sigtimedwait({signal.SIGCHLD}, PATIENCE_S)
+        found = os.waitid(os.P_PID, self._answer, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return ""
+        return f" (exit code {found.si_status})" if found.si_code == os.CLD_EXITED else f" (signal {found.si_status})"
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises _Late inside, again and again, since tests may catch it."""
+
+    def late(*_: object) -> NoReturn:
+        raise _Late
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _passes(test: str, names: dict[str, Any], why: list[str] | None = None) -> bool:
+    try:
+        exec(compile(test, "<test>", "exec", dont_inherit=True), names)
+    except (Gone, _Late):
+        raise
+    except NotHanded as error:
+        if why is not None:
+            why.append(f"{error}; {_ADVICE}")
+        return False
+    except BaseException:
+        return False
+    return True
+
+
+def _parsed(text: str) -> ast.Module:
+    """Nothing, of what is no Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def _used(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _modules(tree: ast.AST) -> set[str]:
+    """Names of which nothing but attributes is used, as math in math.pi."""
+    of_attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = {id(node): node.id for node in of_attributes if isinstance(node, ast.Name)}
+    others = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in names}
+    return {*names.values()} - others
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """Names that it binds, in whatever scope."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            found.add(node.name)
+    return found
