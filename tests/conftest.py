@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,14 @@ from rollout.vllm.environment import required_env
 
 os.environ.update(required_env(cuda=Path("/dev/nvidiactl").exists()))
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Signals that are ignored here, under nohup or as a job in the background, would be ignored by every run that a test
+# starts; one with a handler is its default again in a new program.
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The shapes that annotations name are checked in every call; not in mutants, whose wrappers have no annotations.
 if "MUTANT_UNDER_TEST" not in os.environ:

@@ -46,7 +46,7 @@ def check_head(lm: Any, logits: Logits, hidden: Callable[[Tensor], Tensor], path
             f"model.path: {path} does not make its logits with its output embedding alone; train another architecture"
         )
     ours = hidden(ids).float()
-    if not bool(torch.isfinite(ours).all()):  # though its weights are: learner.model.base
+    if bool((~torch.isfinite(ours)).any()):  # though its weights are: learner.model.base
         kind = str(head.weight.dtype).removeprefix("torch.")
         raise ValueError(
             f"model.dtype: {path} computes numbers in {kind} that are not finite, though all of its weights are; set a "

@@ -19,6 +19,9 @@ from cluster.ray_cluster import Session, connect
 from rollout.fake_groups import make_group
 
 
+ENOUGH_S = 300  # for what is done in a moment, on a machine that is busy with other things
+
+
 class Letter:
     """Counts how often it was serialised here."""
 
@@ -96,7 +99,7 @@ async def session() -> AsyncIterator[Session]:
     import ray.cloudpickle
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this file is no module in an actor's process
-    await session.reserve(ROLES, deadline_s=60)
+    await session.reserve(ROLES, deadline_s=ENOUGH_S)
     yield session
     await session.close()
 
@@ -106,41 +109,41 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def test_a_dead_process_is_said_and_replaced(session: Session) -> None:
     toy = session.spawn(ROLES[0], Toy, [], {"GREETING": "hello"})
-    await toy.ready(60)
-    assert [await toy.call(Toy.count, 10) for _ in range(2)] == [1, 2]
-    assert (await toy.call(Toy.title, 10)).startswith("ray::toy")
-    assert await toy.call(Toy.variable, 10, "GREETING") == "hello"
-    assert await toy.call(Toy.variable, 10, "CUDA_VISIBLE_DEVICES") == ""  # no GPU asked for, none seen
+    await toy.ready(ENOUGH_S)
+    assert [await toy.call(Toy.count, ENOUGH_S) for _ in range(2)] == [1, 2]
+    assert (await toy.call(Toy.title, ENOUGH_S)).startswith("ray::toy")
+    assert await toy.call(Toy.variable, ENOUGH_S, "GREETING") == "hello"
+    assert await toy.call(Toy.variable, ENOUGH_S, "CUDA_VISIBLE_DEVICES") == ""  # no GPU asked for, none seen
     with pytest.raises(RemoteError, match=r"(?s)toy: fail failed: KeyError.*no such thing"):
-        await toy.call(Toy.fail, 10)
+        await toy.call(Toy.fail, ENOUGH_S)
     with pytest.raises(ValueLost, match="^toy: lose: weights v1: they are gone$"):
-        await toy.call(Toy.lose, 30)
+        await toy.call(Toy.lose, ENOUGH_S)
     with pytest.raises(RemoteError, match="give_up failed: TimeoutError.*own wait"):  # not a deadline of the call
-        await toy.call(Toy.give_up, 10)
+        await toy.call(Toy.give_up, ENOUGH_S)
 
     with pytest.raises(ActorDied, match="^toy: the engine died of it$") as died:
-        await toy.call(Toy.die, 10, "worn out")
+        await toy.call(Toy.die, ENOUGH_S, "worn out")
     assert died.value.reason == "the engine died of it"
     for how, said, reason in DEATHS:
         with pytest.raises(ActorDied, match=said) as died:
-            await toy.call(Toy.die, 10, how)
+            await toy.call(Toy.die, ENOUGH_S, how)
         assert died.value.reason == reason
         with pytest.raises(ActorDied, match="toy: "):  # nothing comes back behind the caller's back
-            await toy.call(Toy.die, 10, how)
-        await toy.revive(deadline_s=60)
-        assert await toy.call(Toy.count, 10) == 1
+            await toy.call(Toy.die, ENOUGH_S, how)
+        await toy.revive(deadline_s=ENOUGH_S)
+        assert await toy.call(Toy.count, ENOUGH_S) == 1
 
-    hung = await toy.call(Toy.pid, 10)
+    hung = await toy.call(Toy.pid, ENOUGH_S)
     os.kill(hung, signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded, match=r"toy: count gave no answer within 1 s \(last answer \d s ago\)"):
+    with pytest.raises(DeadlineExceeded, match=r"toy: count gave no answer within 1 s \(last answer \d+ s ago\)"):
         await toy.call(Toy.count, 1)
     with pytest.raises(DeadlineExceeded, match="toy: pulse gave no answer within 1 s"):
         await toy.until_ended(1)
-    await toy.revive(deadline_s=60)
+    await toy.revive(deadline_s=ENOUGH_S)
     with pytest.raises(TimeoutError):  # it answers, so it is only waited for
-        async with asyncio.timeout(2):
-            await toy.until_ended(1)
-    assert await toy.call(Toy.pid, 10) != hung
+        async with asyncio.timeout(4):
+            await toy.until_ended(3)
+    assert await toy.call(Toy.pid, ENOUGH_S) != hung
     await toy.kill()
 
 
@@ -149,7 +152,7 @@ async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Ses
     letter = Letter(bytes(2**20))
     shared = Shared(letter)
     for _ in range(2):
-        answers = await asyncio.gather(*(toy.call(Toy.size, 60, shared.argument()) for toy in toys))
+        answers = await asyncio.gather(*(toy.call(Toy.size, ENOUGH_S, shared.argument()) for toy in toys))
         assert answers == [2**20] * 2
     assert letter.posted == 1
     for toy in toys:
@@ -159,10 +162,10 @@ async def test_what_is_shared_is_serialised_once_for_all_who_get_it(session: Ses
 async def test_a_pulse_waits_for_no_other_call_however_many_there_are(session: Session) -> None:
     """Ray runs 1000 of an actor at once where it is told no other number."""
     toy = session.spawn(ROLES[0], Toy, [], {})
-    await toy.ready(60)
-    waiting = [asyncio.create_task(toy.call(Toy.wait, 60)) for _ in range(1100)]
+    await toy.ready(ENOUGH_S)
+    waiting = [asyncio.create_task(toy.call(Toy.wait, ENOUGH_S)) for _ in range(1100)]
     await asyncio.sleep(0)
-    assert await toy.call(Toy.count, 20) == 1
+    assert await toy.call(Toy.count, ENOUGH_S) == 1
     await toy.kill()
     await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -170,7 +173,7 @@ async def test_a_pulse_waits_for_no_other_call_however_many_there_are(session: S
 async def test_a_constructor_says_in_its_own_words_why_it_failed(session: Session) -> None:
     refuses = session.spawn(ROLES[2], Toy, ["refuses"], {})
     with pytest.raises(StartFailed) as refused:
-        await refuses.ready(60)
+        await refuses.ready(ENOUGH_S)
     assert (str(refused.value), refused.value.wrong_input) == ("broken: lora.targets: no layer is named q_porj", True)
     assert "in __init__" in refused.value.__notes__[0]  # where it happened
     await refuses.kill()
@@ -200,7 +203,7 @@ async def test_a_group_travels_without_its_schema_in_both_directions(session: Se
 
     toy = session.spawn(ROLES[0], Toy, (), {})
     group = make_group()
-    sent = await toy.call(Toy.sent, 60, group)
+    sent = await toy.call(Toy.sent, ENOUGH_S, group)
     assert sent == ray.cloudpickle.dumps(group, protocol=5)
     assert b"behavior_logprobs" not in sent
     assert pickle.loads(sent).equals(group)
