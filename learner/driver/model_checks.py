@@ -7,7 +7,7 @@ from learner.config.learner import LoraConfig
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import same_base
 from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content
-from learner.model.reference_config import check_reference
+from learner.model.reference_config import ReferenceConfigError, check_reference
 from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
@@ -46,7 +46,7 @@ def check_weights(config: RunConfig, *, adapters: bool) -> None:
     looked for in the cache alone."""
     found, model = Findings((WeightsError, ChatError)), config.model
     found.of(check_model, model.source)
-    if model.reference is not None and config.learner.mode == "full":
+    if model.reference is not None and config.learner.mode == "full" and _is_model(model.reference, model.source):
         found.of(check_model, model.reference, "model.reference")
     if adapters and config.learner.mode == "lora":
         for key, folder in (("model.adapter", model.adapter), ("model.reference", model.reference)):
@@ -55,10 +55,19 @@ def check_weights(config: RunConfig, *, adapters: bool) -> None:
     found.finish()
 
 
-def check_lora(folder: str, key: str, base: str) -> None:
-    """Whether the file of a plain LoRA adapter is whole, and of the layers of this base. Raises AdapterError,
-    WeightsError."""
-    check_adapter(folder, key, read_adapter(folder, key), sizes_of(read_json(base, CONFIG)))
+def _is_model(reference: str, path: str) -> bool:
+    try:
+        check_reference(reference, path)
+    except ReferenceConfigError:  # said by follow_adapter
+        return False
+    return True
+
+
+def check_lora(folder: str, key: str, base: str | None) -> None:
+    """Whether the file of a plain LoRA adapter is whole, and of the layers of this base, unless that is None. Raises
+    AdapterError, WeightsError, and ChatError: the base is not there."""
+    sizes = None if base is None else sizes_of(read_json(base, CONFIG))
+    check_adapter(folder, key, read_adapter(folder, key), sizes)
 
 
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -174,7 +174,12 @@ def _check_weights(source: Source, *, merges: bool) -> None:
     if source.whole_model:
         check_model(str(source.learned), "RUN")
         return
-    check_lora(str(source.learned), "RUN", base)
+    try:
+        check_lora(str(source.learned), "RUN", base)
+    except ChatError:
+        if merges:
+            raise
+        check_lora(str(source.learned), "RUN", None)  # alone it is exported where its base is not there, too
     if merges:
         check_model(base)
 

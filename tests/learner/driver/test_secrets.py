@@ -41,11 +41,11 @@ def test_the_library_gets_the_variables_value_and_its_message_loses_it(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def load_dataset(*args: Any, **more: Any) -> None:
+    def load_dataset_builder(*args: Any, **more: Any) -> None:
         seen.update(more)
         raise ValueError(f"401 for {more['token']}")
 
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
     monkeypatch.setenv("MY_TOKEN", SECRET)
     (tmp_path / "data").mkdir()
     with pytest.raises(ProblemsError, match=r"401 for \*\*\*") as error:
