@@ -72,7 +72,7 @@ KINDS: dict[int, type[WriteFailed]] = {errno.ENOENT: _Gone, errno.EACCES: _Forbi
 
 def write_failed(path: Path, error: BaseException, needed: int | None = None) -> WriteFailed:
     """Of what was raised as a file was written. needed: bytes that all that was to be written takes."""
-    cause = _of_the_system(error)
+    cause = error if isinstance(error, WriteFailed) else _of_the_system(error)
     if isinstance(cause, WriteFailed):
         failed = cause
     elif cause is not None:

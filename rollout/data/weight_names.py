@@ -200,13 +200,13 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
     with torch.device("meta"):
-        lm = auto.from_config(config) if lm is None else lm
+        lm = auto.from_config(config, trust_remote_code=False) if lm is None else lm
     content = {name: torch.empty(one.shape, device="meta", dtype=_type(one)) for name, one in stored.items()}
     try:
         with without_table(progress=False):
             _, found = type(lm).from_pretrained(
                 None, config=config, state_dict=content, dtype=torch.float32, device_map={"": "meta"},
-                output_loading_info=True, ignore_mismatched_sizes=True,
+                output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
             )  # fmt: skip
     except RuntimeError as error:
         said = " ".join(str(error).split())[:200]

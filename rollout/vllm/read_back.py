@@ -37,7 +37,9 @@ def _adapter(worker: Any, newest: Resident) -> Held:
         return Held({})
     slot = manager.lora_index_to_id.index(newest.lora_id)
     keys = _keys_by_module(manager.model, newest.keys)
-    tensors = digests_of(_slots(manager, slot, keys, newest.rank))
+    # In the model's type, in which they are sent: a CPU's slots are float32 (rollout.vllm.cpu_lora).
+    dtype = worker.model_config.dtype
+    tensors = digests_of((name, tensor.to(dtype)) for name, tensor in _slots(manager, slot, keys, newest.rank))
     unread = {
         key
         for name, layer in manager.modules.items()

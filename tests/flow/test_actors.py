@@ -18,7 +18,6 @@ from cluster.placement import PlacementError, Role
 from cluster.ray_cluster import Session, connect
 from rollout.fake_groups import make_group
 
-
 ENOUGH_S = 300  # for what is done in a moment, on a machine that is busy with other things
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cluster.files import WriteFailed
 from learner.config import ModelConfig
 from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig, ValueConfig
 from learner.trainer.trainer import Trainer
@@ -177,9 +176,10 @@ async def test_a_state_with_code_in_it_is_not_loaded_and_a_full_disk_is_named(
         raise RuntimeError("PytorchStreamWriter failed writing file\nand more of it")
 
     monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr(shutil, "disk_usage", {tmp_path: SimpleNamespace(free=3 * 2**20)}.__getitem__)
-    with pytest.raises(OSError, match=r"part of a checkpoint, with 3 MiB .*: Pytorch.* writing file; mend that, and"):
+    with pytest.raises(WriteFailed) as failed:
         await trainer.save(tmp_path)
+    said = f"{tmp_path / 'trainer.pt'} cannot be written (PytorchStreamWriter failed writing file); mend that"
+    assert failed.value.sentence() == said
 
 
 class _Code:

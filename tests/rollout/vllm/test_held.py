@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from examples.random_model import make_adapter, make_tiny_model
 from rollout.tensor_digests import COLUMNS, digest_of_tensor, digests_of, read_of
 from rollout.types import Adapter, Held, Weights
-from rollout.vllm.cpu_lora import LORA_DTYPE
 from tests.rollout.engine_case import EngineCase, run
 
 
-def of_adapter(adapter: Adapter) -> dict[str, str]:
-    """A as it is and B times alpha / r, in the type of a CPU's slots."""
+def of_adapter(adapter: Adapter, dtype: torch.dtype) -> dict[str, str]:
+    """A as it is and B times alpha / r, in the engine's type."""
     factor = adapter.config["lora_alpha"] / adapter.config["r"]
-    sent = {name: tensor.to(LORA_DTYPE) for name, tensor in load(bytes(adapter.payload)).items()}
+    sent = {name: tensor.to(dtype) for name, tensor in load(bytes(adapter.payload)).items()}
     return {name: digest_of_tensor(t * factor if ".lora_B." in name else t) for name, t in sent.items()}
 
 
@@ -65,7 +64,7 @@ def test_an_adapter_is_in_the_slots_of_the_kernels(
         for version in range(5):  # more than there are slots
             run(case.push())
             held = run(case.engine.held())
-            assert held.tensors == of_adapter(case.adapters[version])
+            assert held.tensors == of_adapter(case.adapters[version], getattr(torch, dtype))
             assert held.unread == ()
         loras = manager(case)
         newest = case.engine._thread.window.newest
@@ -78,16 +77,17 @@ def test_an_adapter_is_in_the_slots_of_the_kernels(
         run(case.engine.close())
 
 
-def test_a_factor_that_is_no_power_of_two_and_a_slot_that_is_not_clean(tmp_path: Path) -> None:
+def test_a_factor_that_is_rounded_and_a_slot_that_is_not_clean(tmp_path: Path) -> None:
     payload, config = make_adapter(make_tiny_model(tmp_path), seed=0, rank=8)
+    payload = save({name: tensor.bfloat16() for name, tensor in load(payload).items()})  # as a learner sends it
     case = EngineCase(tmp_path, dtype="bfloat16", max_lora_rank=16)
     adapter = Adapter.build(0, payload, config | {"lora_alpha": 11})
     try:
         assert run(case.engine.load_adapter(adapter)) == adapter.digest
-        assert run(case.engine.held()).tensors == of_adapter(adapter)
+        assert run(case.engine.held()).tensors == of_adapter(adapter, torch.bfloat16)
         layer = manager(case).modules["model.layers.1.mlp.down_proj"]
         layer.lora_a_stacked[0][0, 0, 9], layer.lora_b_stacked[0][0, 0, :, 9] = 1, 1
-        extra = run(case.engine.held()).tensors.keys() - of_adapter(adapter).keys()
+        extra = run(case.engine.held()).tensors.keys() - of_adapter(adapter, torch.bfloat16).keys()
         assert extra == {"model.layers.1.mlp.down_proj beyond what was sent"}
     finally:
         run(case.engine.close())

@@ -52,8 +52,7 @@ def test_a_family_that_vllm_serves_without_lora_is_refused(tmp_path: Path) -> No
 
     path = make_family(tmp_path, "granite")
     config = transformers.GPTJConfig(n_embd=64, n_layer=1, n_head=2, vocab_size=260)
-    config.architectures = ["GPTJForCausalLM"]
-    config.save_pretrained(path)
+    transformers.GPTJForCausalLM(config).save_pretrained(path)
     with pytest.raises(
         ValueError, match=r"model.path: vLLM serves GPTJForCausalLM \(.*\) without LoRA; set learner.mode"
     ):
