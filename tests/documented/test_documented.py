@@ -37,11 +37,13 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return space.folder / "first" / "runs" / "first-run"
 
 
+@pytest.mark.long
 def test_the_first_five_minutes(first_run: Path) -> None:
     assert (first_run / "report.html").is_file()
     assert (first_run / "adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if ALL else 600)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page(page: str, first_run: Path, tmp_path: Path) -> None:

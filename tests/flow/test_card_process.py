@@ -45,6 +45,7 @@ async def session(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Session]:
     await session.close()
 
 
+@pytest.mark.long
 async def test_the_learner_on_a_card_has_expandable_segments_and_the_generator_has_not(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

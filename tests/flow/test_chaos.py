@@ -9,6 +9,7 @@ from benchmarks.system.chaos import parse, under_faults
 from tests.flow.run import environment
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_under_faults_no_problem_is_lost_or_trained_twice(tmp_path: Path) -> None:
     options = parse(["--minutes", "2", "--seed", "5", "--every", "9", "13"])

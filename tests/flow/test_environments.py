@@ -16,6 +16,7 @@ WILD = f"{Path(__file__).with_name('wild_environment.py')}:Wild"
 GROUPS, SIZE, STEPS = 3, 4, 3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_three_steps_with_environments_that_break(tmp_path: Path) -> None:
     run = Run(

@@ -91,6 +91,7 @@ def _has_another_than(run: Run, lost: int) -> bool:
     return learners(run) - {lost} != set()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_sigterm_before_the_run_has_begun_is_what_ctrl_c_is(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model)
@@ -103,6 +104,7 @@ def test_sigterm_before_the_run_has_begun_is_what_ctrl_c_is(tmp_path: Path, mode
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_sigterm_while_ray_starts_leaves_no_process(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model)
@@ -174,6 +176,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_last_line_says_why_a_process_does_not_start(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model)

@@ -89,6 +89,7 @@ def head(tmp_path: Path, run: Run) -> Iterator[Head]:
     head.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(800)
 def test_jobs(head: Head, run: Run, tmp_path: Path) -> None:
     done = head.submit(run)

@@ -25,6 +25,7 @@ def text_of(outputs: list[Any]) -> str:
     return "".join(one.get("text", "") or one.get("data", {}).get("text/plain", "") for one in outputs)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_both_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

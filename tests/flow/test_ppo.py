@@ -37,6 +37,7 @@ def reward_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_four_roles_on_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -66,6 +66,7 @@ def _found(run_dir: Path) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.long
 def test_all_that_a_run_tells_is_scraped_and_the_dashboard_asks_for_nothing_else(run_dir: Path) -> None:
     assert '"127.0.0.1:' in (run_dir / "prometheus.json").read_text()
     time.sleep(2.5)  # after which Ray, with a report a second, would have forgotten what was told once

@@ -102,6 +102,7 @@ async def deliver(producer: Producer, push: Push) -> None:
     await producer.feed.prove(push)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_push_that_does_not_arrive_stops_the_run(
     processes: tuple[RevivableActor[RolloutService], Actor[TrainerService]], config: RunConfig, tmp_path: Path

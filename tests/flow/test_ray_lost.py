@@ -41,9 +41,10 @@ asyncio.run(main())
     ("process", "said"),
     [
         ("gcs_server", r"Ray's gcs_server \(pid {pid} on {node}\) has ended \(signal 9\), and no process of the run"),
-        (
+        pytest.param(
             "ray::DashboardAgent",
             r"Ray's raylet .* has ended \(exit code 0, as its dashboard_agent had\), and no",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -20,6 +20,7 @@ SMALLER = (
 REWARDS = ("xmlcount", "soft_format", "strict_format", "int", "correctness")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_three_steps_of_the_published_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full fine-tuning with KL, in bfloat16: trained, pushed and proven, saved as a model."""

@@ -121,6 +121,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_the_recipe(name: str, taken: Path) -> None:
     folder, config = taken / "runs" / f"recipe-{name}", recipe(name)

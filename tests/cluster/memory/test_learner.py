@@ -30,7 +30,7 @@ CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
     ("SmolLM2-135M", "full", "none", 16, (256, 300, 2)),  # the head, with fewer tokens than a tile has room for
     ("Qwen2.5-7B", 2, "none", 16, (1000, 100, 8)),
 ]
-SLOW = (0, 5, 6, 9)  # with what others have, too
+SLOW = (0, 1, 2, 3, 4, 5, 6, 9)  # with what others have, too
 
 
 @functools.cache
@@ -67,6 +67,7 @@ def test_the_model_is_the_step(
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "policy", "base", "rank", "lengths"), [CASES[i] for i in (1, 3)])
 def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
     name: str, policy: Checkpointing, base: str, rank: int, lengths: tuple[int, int, int]
@@ -129,12 +130,12 @@ def test_on_a_card_without_flash_attention(name: str, policy: Checkpointing, dty
 @pytest.mark.parametrize(
     ("name", "layers", "policy", "reference", "optimizer"),
     [
-        ("Llama-3.1-8B", 2, "full", "none", "adamw"),
+        pytest.param("Llama-3.1-8B", 2, "full", "none", "adamw", marks=pytest.mark.long),
         ("Qwen2.5-0.5B", 8, "none", "none", "adamw"),
         pytest.param("Qwen3-0.6B", 8, "none", "auto", "adamw", marks=pytest.mark.long),
         pytest.param("Gemma-3-1B", 8, "none", "none", "adamw", marks=pytest.mark.long),
         ("Llama-3.1-8B", 2, "full", "int8", "adamw"),
-        ("Llama-3.1-8B", 2, "full", "none", "adamw_rounded"),
+        pytest.param("Llama-3.1-8B", 2, "full", "none", "adamw_rounded", marks=pytest.mark.long),
     ],
 )
 def test_full_fine_tuning(

@@ -259,7 +259,7 @@ def test_a_model_in_4_bits_computes_as_with_peft(checkpointing: str, tmp_path: P
     path = save_model(CONFIGS["qwen2"], tmp_path)
     policy = filled(
         Policy(
-            ModelConfig(path=path, dtype="bfloat16", base="nf4"), LoraConfig(rank=8, alpha=16),
+            ModelConfig(path=path, dtype="float32", base="nf4"), LoraConfig(rank=8, alpha=16),
             checkpointing=checkpointing, seed=0, device=torch.device("cpu"),
         )
     )  # fmt: skip
@@ -272,4 +272,4 @@ def test_a_model_in_4_bits_computes_as_with_peft(checkpointing: str, tmp_path: P
     wanted, wanted_grads = run(policy)
     assert (wanted - base).norm() > 0.5 * wanted.norm()
     for one, other in ((found, wanted), *((found_grads[key], wanted_grads[key]) for key in wanted_grads)):
-        assert (one - other).norm() <= 0.05 * other.norm()
+        assert (one - other).norm() <= 1e-4 * other.norm()

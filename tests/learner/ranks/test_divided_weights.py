@@ -85,8 +85,10 @@ async def raised(trainer: Any, folder: Path) -> Failed:
     ("tied", "settings", "ranks"),
     [
         pytest.param(False, {"checkpointing": "full"}, 3, marks=pytest.mark.long),
-        (True, {}, 2),
-        (False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2),
+        pytest.param(True, {}, 2, marks=pytest.mark.long),
+        pytest.param(
+            False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2, marks=pytest.mark.long
+        ),
         (False, {"checkpointing": "mlp", "updates_per_batch": 2, "loss": LossConfig(ratio="clip")}, 2),
     ],
     ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates"],
@@ -111,6 +113,7 @@ async def test_it_learns_what_one_rank_learns(
     assert all(gathered == {} and np.array_equal(own, logprobs) for gathered, _, own in others)
 
 
+@pytest.mark.long
 async def test_a_failed_pass_leaves_no_trace(tmp_path: Path, ragged: list[pa.Table]) -> None:
     path = str(make_tiny_model(tmp_path / "model", tied=False))
     wanted, norms, _ = await trained(make_trainer(path, **FULL), ragged, 2)
@@ -120,9 +123,8 @@ async def test_a_failed_pass_leaves_no_trace(tmp_path: Path, ragged: list[pa.Tab
     assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 2e-6
 
 
-@pytest.mark.parametrize(
-    ("tied", "dtype"), [(True, "float32"), pytest.param(False, "bfloat16", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
 async def test_a_checkpoint_goes_on_with_any_number_of_ranks(
     tmp_path: Path, ragged: list[pa.Table], tied: bool, dtype: str
 ) -> None:
@@ -154,6 +156,7 @@ async def test_a_checkpoint_goes_on_with_any_number_of_ranks(
         assert apart <= (1e-6 if tied else 2e-4)
 
 
+@pytest.mark.long
 async def test_states_in_8_bits_go_on_with_as_many_ranks(tmp_path: Path, ragged: list[pa.Table]) -> None:
     path = str(make_tiny_model(tmp_path / "model", hidden_size=128, heads=4))
     settings = FULL | {"optimizer": OptimizerConfig(kind="adamw_8bit")}

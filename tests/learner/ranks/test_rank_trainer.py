@@ -47,9 +47,9 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("settings", "packed", "counts"),
     [
-        (SEVERAL, True, (3, 4)),
+        pytest.param(SEVERAL, True, (3, 4), marks=pytest.mark.long),
         (SEVERAL, False, (2,)),
-        ({"algorithm": "ppo", "dtype": "bfloat16"}, True, (2,)),
+        pytest.param({"algorithm": "ppo", "dtype": "bfloat16"}, True, (2,), marks=pytest.mark.long),
     ],
     ids=["packed", "padded", "PPO"],
 )
@@ -103,7 +103,10 @@ def test_a_killed_rank_ends_the_others_at_once(tiny_path: str, ragged: list[pa.T
     assert "another rank is gone (" in failed.text
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(1, "begin"), (0, "middle"), (1, "end")])
+@pytest.mark.parametrize(
+    ("rank", "moment"),
+    [pytest.param(1, "begin", marks=pytest.mark.long), (0, "middle"), pytest.param(1, "end", marks=pytest.mark.long)],
+)
 async def test_a_killed_rank_is_replaced_and_no_bit_changes(
     tiny_path: str, adapter_path: str, ragged: list[pa.Table], rank: int, moment: str
 ) -> None:

@@ -40,9 +40,11 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("tied", "settings", "packed", "ranks"),
     [
-        (False, SEVERAL | {"checkpointing": "full"}, True, 3),
+        pytest.param(False, SEVERAL | {"checkpointing": "full"}, True, 3, marks=pytest.mark.long),
         (True, {}, False, 2),
-        (False, {"algorithm": "ppo", "dtype": "bfloat16", "checkpointing": 1}, True, 2),
+        pytest.param(
+            False, {"algorithm": "ppo", "dtype": "bfloat16", "checkpointing": 1}, True, 2, marks=pytest.mark.long
+        ),
     ],
     ids=["packed", "tied, padded", "PPO"],
 )

@@ -66,8 +66,8 @@ async def after_an_error(trainer: Any) -> tuple[list[float], list[float]]:
     ("given", "tied", "settings", "packed"),
     [
         (False, False, {}, True),
-        (True, True, {"checkpointing": "full"}, False),
-        (True, False, {"dtype": "bfloat16"}, True),
+        pytest.param(True, True, {"checkpointing": "full"}, False, marks=pytest.mark.long),
+        pytest.param(True, False, {"dtype": "bfloat16"}, True, marks=pytest.mark.long),
     ],
     ids=["the start", "another, tied, padded", "another, bfloat16"],
 )
@@ -97,6 +97,7 @@ async def test_ranks_are_held_to_what_one_process_is_held_to(
     assert before == after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [False, True])
 async def test_a_resumed_run_is_held_to_the_same(tmp_path: Path, ragged: list[pa.Table], given: bool) -> None:
     """To the start's files, and not to what was learned by the time of the checkpoint; in one process, too."""

@@ -176,6 +176,7 @@ def ending_of(model: str, adapter: str) -> str:
     return next(letter for letter in text[4:] if letter.isascii() and letter.isprintable())
 
 
+@pytest.mark.long
 def test_a_client_is_answered_by_the_adapter(tiny_path: str, adapter_path: str, tmp_path: Path) -> None:
     """Greedy tokens of the base and of the adapter differ, and the server has both. The base is asked first: then no
     LoRA layer has asked Linux for AMX. A penalty that the base advises is none of the training's, and its stop strings

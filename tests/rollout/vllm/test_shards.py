@@ -50,6 +50,7 @@ def alone_sampled(model: Path, versions: int) -> list[list[int]]:
         run(case.engine.close())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_two_processes_are_one_model_and_one_that_dies_ends_both(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, family="Llama", kv_heads=2)
