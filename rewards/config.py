@@ -11,7 +11,7 @@ from rewards.secret_values import Arguments
 
 ENV_COUNTS = frozenset({"turns", "turns_max", "calls", "malformed", "seconds", "observation_tokens", "errors"})
 """What the driver counts of trajectories, as env/<name> and eval/<name>; besides these outcome_<...>."""
-TAKEN = ENV_COUNTS | {"mean", "std", "failed", "ms", "zero_variance_groups", "unscored"}
+TAKEN = ENV_COUNTS | {"mean", "std", "failed", "ms", "zero_variance_groups", "unscored", "zeroed"}
 """What reward/<name> and eval/<name> are called beside rewards."""
 
 

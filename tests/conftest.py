@@ -52,19 +52,24 @@ def own_products() -> Iterator[None]:
         sys.modules["torch"].backends.mkldnn.matmul.fp32_precision = "none"
 
 
-WHOLE_RUNS = ("tests/flow/", "tests/nodes/", "tests/system/")
-PROCESSES = ("tests/documented/", "tests/learner/ranks/", "tests/recipes/")
+PROCESSES = (
+    "tests/documented/",
+    "tests/flow/",
+    "tests/learner/ranks/",
+    "tests/nodes/",
+    "tests/recipes/",
+    "tests/system/",
+)
 
 
 class InThree(LoadScopeScheduling):  # type: ignore[misc]
-    """Three processes (`-n 3 --dist loadscope`): whole runs, and ranks, recipes and documented commands, both of which
-    wait for processes a good part of the time; the rest. Each keeps the order of one process, in which what a test
-    leaves behind is known to do no harm."""
+    """Three processes (`-n 3 --dist loadscope`): runs and ranks, which wait for processes a good part of the time; the
+    learner; the rest. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(WHOLE_RUNS):
-            return "whole runs"
-        return "processes" if nodeid.startswith(PROCESSES) else "the rest"
+        if nodeid.startswith(PROCESSES):
+            return "processes"
+        return "the learner" if nodeid.startswith("tests/learner/") else "the rest"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InThree:

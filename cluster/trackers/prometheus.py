@@ -19,7 +19,7 @@ ROLES = ("learner", "generator")
 # Names in metrics.jsonl of which a part becomes a label: the gauge's name and the label. The first that fits holds.
 FAMILIES = (
     (r"reward/status_(.+)", "reward_status", "reason"),
-    (r"reward/(?!(?:mean|std|failed|ms|zero_variance_groups)$)(.+)", "reward", "function"),
+    (r"reward/(?!(?:mean|std|failed|ms|zero_variance_groups|zeroed)$)(.+)", "reward", "function"),
     (r"eval/(?!(?:accuracy|turns|calls|errors|unscored|failed)$)(.+)", "eval", "function"),
     (r"policy/staleness_(\d+)", "policy_staleness", "versions"),
     (r"env/outcome_(.+)", "env_outcome", "outcome"),

@@ -13,7 +13,7 @@ class Figure(NamedTuple):
     log: bool = False
 
 
-NO_SCORE = ("failed", "ms", "std", "unscored", "zero_variance_groups")  # behind reward/ or eval/
+NO_SCORE = ("failed", "ms", "std", "unscored", "zero_variance_groups", "zeroed")  # behind reward/ or eval/
 FIGURES = (
     Figure("Held-out", "one greedy completion a problem, on problems that are not trained on", ("eval/*",)),
     Figure("Reward", "weighted sum, and each function's own number", ("reward/mean", "reward/*")),
