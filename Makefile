@@ -1,10 +1,10 @@
-# make setup | demo | demo-tools | check | test | test-long | test-browser | test-trackers | test-lm-eval | test-nodes
+# make setup | demo | demo-tools | check | test | nightly | test-long | test-browser | test-trackers | test-lm-eval | test-nodes
 # | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test test-long test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
+.PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
 .PHONY: test-nodes kernels mutants smollm2 lock clean
 
 PYTHON ?= python3
@@ -87,9 +87,20 @@ check:
 test: setup
 	@$(MAKE) --no-print-directory check
 
-# Whole runs of which `make test` has the parts (a quarter of an hour).
+# All of it but what needs a card, one after the other (hours); the last line names what failed.
+NIGHTLY := check test-long test-docs test-nodes test-browser test-trackers test-lm-eval docs package kernels mutants
+nightly: setup
+	@failed=()
+	for target in $(NIGHTLY); do
+	    echo "nightly: $$target"
+	    $(MAKE) --no-print-directory $$target || failed+=($$target)
+	done
+	if [ $${#failed[@]} -gt 0 ]; then echo "nightly: failed: $${failed[*]}" >&2; exit 1; fi
+	echo "nightly: all passed"
+
+# Whole runs, ranks and large models, of which `make test` has the parts (half an hour).
 test-long: setup
-	@$(BIN)/pytest -n 0 -p no:cacheprovider -m long
+	@$(BIN)/pytest -n 0 -p no:cacheprovider -m long --ignore tests/documented
 
 # The report in Debian's Chromium (apt-get install chromium chromium-driver); says so where there is none.
 test-browser: setup

@@ -64,7 +64,8 @@ PROCESSES = (
 
 class InThree(LoadScopeScheduling):  # type: ignore[misc]
     """Three processes (`-n 3 --dist loadscope`): runs and ranks, which wait for processes a good part of the time; the
-    learner; the rest. Each keeps the order of one process, in which what a test leaves behind is known to do no harm."""
+    learner; the rest. Each keeps the order of one process, in which what a test leaves behind is known to do no harm.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(PROCESSES):
