@@ -28,17 +28,18 @@ def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
 
     It costs a copy and a digest of each tensor, and where vLLM repacked weights for a CPU a prompt of COLUMNS tokens.
     """
-    return agreed(engine.collective_rpc(_adapter if adapters else _weights, args=(newest,)))
+    if not adapters:
+        return agreed(engine.collective_rpc(_weights, args=(newest,)))
+    return agreed(engine.collective_rpc(_adapter, args=(newest, engine.vllm_config.model_config.dtype)))
 
 
-def _adapter(worker: Any, newest: Resident) -> Held:
+def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
+    """dtype: the model's, in which adapters are sent; a CPU's slots are float32 (rollout.vllm.cpu_lora)."""
     manager = worker.model_runner.lora_manager._adapter_manager
     if newest.lora_id not in manager.lora_index_to_id:
         return Held({})
     slot = manager.lora_index_to_id.index(newest.lora_id)
     keys = _keys_by_module(manager.model, newest.keys)
-    # In the model's type, in which they are sent: a CPU's slots are float32 (rollout.vllm.cpu_lora).
-    dtype = worker.model_config.dtype
     tensors = digests_of((name, tensor.to(dtype)) for name, tensor in _slots(manager, slot, keys, newest.rank))
     unread = {
         key
