@@ -123,6 +123,8 @@ _CHECKED: dict[str, tuple[Conditions, int, int]] = {
     "setpriority": ([(0, _ANY, [0]), (1, _ANY, [0])], _ALLOW, _DENY),
     # AF_UNIX, SOCK_STREAM, as event loops have one; a pair of datagrams can send to any address.
     "socketpair": ([(0, _ANY, [1]), (1, 0xF, [1])], _ALLOW, _DENY),
+    # A disk would be full at once of files that stand in no folder any more; writing takes as long as the disk does.
+    "fallocate": ([], _refused(errno.EOPNOTSUPP), _ALLOW),
     # As on a file system without them, which copying knows.
     **dict.fromkeys(
         ("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"),
