@@ -82,7 +82,7 @@ HONEST = {
     "a file of its own": "open('own', 'w').write('x') == 1 and os.listdir('.') != [] and os.remove('own') is None",
     "folders": "os.mkdir('d') is None and os.rename('d', 'e') is None and os.rmdir('e') is None",
     "copying": "open('a', 'w').close() is None and shutil.copy('a', 'b') == 'b' and shutil.copy2('a', 'c') == 'c'",
-    "room in a file": "os.posix_fallocate(os.open('g', os.O_CREAT | os.O_WRONLY), 0, 9) is None and os.stat('g').st_size == 9",
+    "room in a file": "os.posix_fallocate(os.open('g', os.O_CREAT | os.O_RDWR), 0, 9) is None",
     "what no file need be": "pathlib.Path('f').touch() is None and os.path.exists('f')",
     "a signal to itself": "os.kill(os.getpid(), 0) is None",
     "time and chance": "time.sleep(0) is None and len(os.urandom(4)) == 4",
