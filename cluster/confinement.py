@@ -123,6 +123,8 @@ _CHECKED: dict[str, tuple[Conditions, int, int]] = {
     "setpriority": ([(0, _ANY, [0]), (1, _ANY, [0])], _ALLOW, _DENY),
     # AF_UNIX, SOCK_STREAM, as event loops have one; a pair of datagrams can send to any address.
     "socketpair": ([(0, _ANY, [1]), (1, 0xF, [1])], _ALLOW, _DENY),
+    # A disk would be full at once of files that stand in no folder any more; writing takes as long as the disk does.
+    "fallocate": ([], _refused(errno.EOPNOTSUPP), _ALLOW),
     # As on a file system without them, which copying knows.
     **dict.fromkeys(
         ("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"),
@@ -192,17 +194,13 @@ def confine(
     # Without the filter of system calls it is the limit of processes that keeps all but root from starting one, and
     # then no thread can be started either.
     threads = threads if walls[SECCOMP][0] else 0
-    _limit(
-        {
-            resource.RLIMIT_CPU: seconds,
-            resource.RLIMIT_DATA: memory_bytes,
-            resource.RLIMIT_AS: mapped + memory_bytes + RESERVE,
-            resource.RLIMIT_FSIZE: file_bytes,
-            resource.RLIMIT_NPROC: threads,
-            resource.RLIMIT_NOFILE: DESCRIPTORS,
-            resource.RLIMIT_CORE: 0,
-        }
-    )
+    limit(resource.RLIMIT_CPU, seconds)
+    limit(resource.RLIMIT_DATA, memory_bytes)
+    limit(resource.RLIMIT_AS, mapped + memory_bytes + RESERVE)
+    limit(resource.RLIMIT_FSIZE, file_bytes)
+    limit(resource.RLIMIT_NPROC, threads)
+    limit(resource.RLIMIT_NOFILE, DESCRIPTORS)
+    limit(resource.RLIMIT_CORE, 0)
     walls[LIMITS] = (
         True,
         "of CPU time, memory, files and threads" if threads else "of CPU time, memory and files; no threads",
@@ -210,6 +208,13 @@ def confine(
     sys.addaudithook(lambda event, arguments: _refuse(signalled, event, arguments))
     _posixsubprocess.fork_exec = _refuse_process  # of multiprocessing; there is no event of it
     return walls
+
+
+def limit(kind: int, value: int) -> None:
+    """Sets a limit that this process cannot raise again; a lower one that is set already stays."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
 
 
 def walls() -> Walls:
@@ -397,14 +402,6 @@ def system_call_filter(machine: str, signalled: Sequence[int]) -> list[tuple[int
     for first, last in runs:
         steps += [(at_least, 0, 2, first), (greater, 1, 0, last), (end, 0, 0, _ALLOW)]
     return [*steps, (greater, 0, 1, _NEWER), (end, 0, 0, _refused(errno.ENOSYS)), (end, 0, 0, _DENY)]
-
-
-def _limit(limits: dict[int, int]) -> None:
-    """Lower ones that are set already stay."""
-    for kind, value in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
 
 
 def _checked(answer: int, what: str) -> None:

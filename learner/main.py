@@ -40,22 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
     130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
     standard_streams.last()
-    if wrong := called_from.hidden_package() or called_from.wrong_place():
-        print(f"error: {wrong}", file=sys.stderr)
-        return 2
-    args = parse(sys.argv[1:] if argv is None else argv)
     try:
         with end_requests.interrupting():
-            return _run(args)
-    # Once it has begun, learner.driver.launch stops it with a checkpoint. While Ray starts, SIGTERM is a SystemExit.
-    except (KeyboardInterrupt, SystemExit):
+            if wrong := called_from.hidden_package() or called_from.wrong_place():
+                print(f"error: {wrong}", file=sys.stderr)
+                return 2
+            return _run(parse(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # once it has begun, learner.driver.launch stops it with a checkpoint
         print("stopped before the run began", file=sys.stderr)
         return 130
 
 
 def _run(args: argparse.Namespace) -> int:
-    """What the command line asks for. Raises KeyboardInterrupt, and SystemExit, if it is asked to end before it has
-    begun."""
+    """What the command line asks for. Raises KeyboardInterrupt if it is asked to end before it has begun."""
     from learner.driver import config_io, failure
 
     if args.config is None and not args.overrides:
@@ -74,6 +71,8 @@ def _run(args: argparse.Namespace) -> int:
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
         return _dry_run(config, args.assume_gpus) if args.dry_run else _train(config)
+    except SystemExit as error:  # what SIGTERM is while Ray starts
+        raise KeyboardInterrupt from error
     except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or a request to end during its start
         begun = "stopped at once; the same command goes on from its last checkpoint"
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)

@@ -13,8 +13,8 @@ class Late(BaseException):
 
 
 @contextmanager
-def within(seconds: float, error: type[BaseException] = Late) -> Iterator[None]:
-    """Raises `error` inside, after `seconds` and again after each further, since code may catch it.
+def within(seconds: float, error: type[BaseException] = Late, again_s: float | None = None) -> Iterator[None]:
+    """Raises `error` inside, after `seconds` and again after each `again_s` (None: seconds), since code may catch it.
 
     By SIGALRM: what computes in C without asking for signals is not interrupted (regular expressions are). Without a
     limit in any thread but the main one, which is where reward processes call their functions.
@@ -23,14 +23,18 @@ def within(seconds: float, error: type[BaseException] = Late) -> Iterator[None]:
         yield
         return
 
+    over = False
+
     def late(_number: int, _frame: object) -> None:
-        raise error
+        if not over:
+            raise error
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, again_s or seconds)
     try:
         yield
     finally:
+        over = True  # before the timer is stopped: a busy machine may have had the next alarm by now
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

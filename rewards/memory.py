@@ -6,6 +6,8 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+from cluster.confinement import limit
+
 DEFAULT = 4 << 30  # bytes: torch and a reward model of a billion parameters in 16 bits, or any number of checkers
 GIB = 1 << 30
 _CAUSES = 10  # of an exception that are looked at
@@ -20,13 +22,6 @@ def cap(memory_bytes: int) -> None:
     Not its address space, which CUDA, torch and thread pools reserve by tens of GB and never fill.
     """
     limit(resource.RLIMIT_DATA, memory_bytes)
-
-
-def limit(kind: int, value: int) -> None:
-    """Sets a limit that this process cannot raise again; a lower one that is set already stays."""
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
 
 
 def met(error: BaseException) -> bool:

@@ -34,6 +34,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     set: lambda value: set.__or__(value, set()),
     bytearray: lambda value: bytearray.__getitem__(value, slice(None)),
 }
+_CHANGEABLE = (list, dict, set, bytearray)
 
 
 def _special(names: str, kinds: Sequence[str] = ("",)) -> frozenset[str]:
@@ -94,10 +95,12 @@ def facts_of(value: Any) -> dict[str, Any]:
 
 
 class _State:
-    """Of a stand-in. tainted: it came of an operator with a value of the test."""
+    """Of a stand-in. tainted: it came of an operator with a value of the test. plain: what is plain of it, once that is
+    known, unless it can change."""
 
     def __init__(self, peer: Values, number: int) -> None:
         self.peer, self.number, self.tainted = peer, number, False
+        self.plain: Any = None
 
 
 class Remote:
@@ -154,7 +157,7 @@ def _asked(stand_in: Remote, what: str, *arguments: Any, **named: Any) -> Any:
 def kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
     """The class of stand-ins for objects of a class with these facts."""
     base = next((kind for kind in _PLAIN if kind.__name__ == facts["base"]), None)
-    changes = base in (list, dict, set, bytearray)
+    changes = base in _CHANGEABLE
     members: dict[str, Any] = {"__slots__": (), "_is_plain": base is not None}
     if base is not None:
         members["__class__"] = property(lambda self: base)  # by which isinstance goes
@@ -199,7 +202,14 @@ def _of_plain(name: str, base: type) -> Callable[..., Any]:
 
 
 def _plain_of(value: Any) -> Any:
-    return _asked(value, "plain") if isinstance(value, Remote) and type(value)._is_plain else value
+    """Of what cannot change asked for once, so that it is one value, whatever it is compared with."""
+    if not isinstance(value, Remote) or not type(value)._is_plain:
+        return value
+    state = state_of(value)
+    found = _asked(value, "plain") if state.plain is None else state.plain
+    if not isinstance(found, _CHANGEABLE):
+        state.plain = found
+    return found
 
 
 def shown_of(value: Any, what: str, given: tuple[Any, ...], named: dict[str, Any], *, guarded: bool = False) -> Any:

@@ -23,15 +23,17 @@ import signal
 import sys
 
 from cluster.confinement import confine, missed
+from rewards.deadline import Late, within
 from rewards.exchange import Gone, Peer
 from rewards.stand_ins import TESTS, NotHanded, shown_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
 MOST_PRINTED = 1 << 20  # bytes of what the answer prints in one call that a test may see
+AGAIN_S = 0.1  # between alarms once the time is over, as tests may catch what one raises
 PATIENCE_S = 0.5  # for the kernel to tell how a process ended whose connection is closed
 # What tests call modules that only the answer imports.
 _ALIASES = {"np": "numpy", "pd": "pandas", "nx": "networkx", "sp": "scipy"}
@@ -55,9 +57,14 @@ def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
     told = os.dup(1)
     walls = confine(*limits, child=child)
     task = _Task(**json.loads(sys.stdin.buffer.read()))
-    _close(0, 1)
+    _close(0, 1, 2)  # tests print, and libraries warn
     os.write(told, json.dumps(missed(walls)).encode() + b"\n")
-    os.write(told, json.dumps(_Tests(_Asking(here, _shown, guarded=True), child, task).outcome()).encode())
+    try:
+        found = _Tests(_Asking(here, _shown, guarded=True), child, task).outcome()
+    except BaseException:
+        os.dup2(told, 2)  # it is a fault of ours, or the memory is used up: said in place of what passed
+        raise
+    os.write(told, json.dumps(found).encode())
     os._exit(0)
 
 
@@ -187,10 +194,6 @@ def _module(name: str) -> Any:
     return __import__(name, fromlist=["*"])
 
 
-class _Late(BaseException):
-    """The time is over."""
-
-
 class _Task:
     """What the first process is given. entry: the name of the function under test, where that is known. same_process:
     tests run in the answer's process. seconds: for all of it."""
@@ -213,10 +216,10 @@ class _Tests:
         """How many pass, and what is to be said of the answer, whose process is ended."""
         passed = 0
         try:
-            with _deadline(self._task.seconds):
+            with within(self._task.seconds, again_s=AGAIN_S):
                 if self._peer.ask("run", None, self._task.setup, self._task.code) is True:
                     passed = self._passed()
-        except _Late:
+        except Late:
             passed = 0
             self._why.append(f"stopped after {self._task.seconds:g} s")
         except Gone as gone:
@@ -260,7 +263,7 @@ class _Tests:
                 continue
             try:
                 exec(compile(ast.Module([statement], []), "<setup>", "exec", dont_inherit=True), names)
-            except (Gone, _Late):
+            except (Gone, Late):
                 raise
             except BaseException:
                 continue
@@ -277,25 +280,10 @@ class _Tests:
         return f" (exit code {found.si_status})" if found.si_code == os.CLD_EXITED else f" (signal {found.si_status})"
 
 
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raises _Late inside, again and again, since tests may catch it."""
-
-    def late(*_: object) -> NoReturn:
-        raise _Late
-
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def _passes(test: str, names: dict[str, Any], why: list[str] | None = None) -> bool:
     try:
         exec(compile(test, "<test>", "exec", dont_inherit=True), names)
-    except (Gone, _Late):
+    except (Gone, Late):
         raise
     except NotHanded as error:
         if why is not None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from cluster.confinement import limit
 from cluster.process_tree import MARK
 from rewards import call, environment, memory
 from rewards.base import Reward, RewardError
@@ -41,7 +42,7 @@ def confine(memory_bytes: int, parent: int) -> None:
     os.setpgrp()  # what a reward function starts is in our group, and is swept away with it
     _may_start_processes()
     memory.cap(memory_bytes)
-    memory.limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CORE, 0)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         # Rewards of several processes at once: a thread pool in each would have them wait for one another.
         os.environ.setdefault(name, "1")

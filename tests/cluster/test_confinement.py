@@ -37,6 +37,7 @@ ATTACKS: dict[str, tuple[str, str]] = {
     "memory on /dev/shm": (LANDLOCK, "open(f'/dev/shm/gleaner-{os.getpid()}', 'w') is not None"),
     "a device": (LANDLOCK, "os.mknod('device', 0o600 | stat.S_IFCHR, os.makedev(1, 3)) is None"),
     "a FIFO": (LANDLOCK, "os.mkfifo('fifo') is None"),
+    "all the room of a disk at once": (SECCOMP, "call(285, os.open('room', os.O_CREAT | os.O_WRONLY), 0, 0, 1 << 20)"),
     "shared memory": (SECCOMP, "mmap.mmap(-1, 1 << 20) is not None"),
     "a file in memory": (SECCOMP, "os.memfd_create('x') >= 0"),
     "memory of System V": (SECCOMP, "call(29, 0, 1 << 20, 0o1600)"),
@@ -81,6 +82,7 @@ HONEST = {
     "a file of its own": "open('own', 'w').write('x') == 1 and os.listdir('.') != [] and os.remove('own') is None",
     "folders": "os.mkdir('d') is None and os.rename('d', 'e') is None and os.rmdir('e') is None",
     "copying": "open('a', 'w').close() is None and shutil.copy('a', 'b') == 'b' and shutil.copy2('a', 'c') == 'c'",
+    "room in a file": "os.posix_fallocate(os.open('g', os.O_CREAT | os.O_RDWR), 0, 9) is None",
     "what no file need be": "pathlib.Path('f').touch() is None and os.path.exists('f')",
     "a signal to itself": "os.kill(os.getpid(), 0) is None",
     "time and chance": "time.sleep(0) is None and len(os.urandom(4)) == 4",
@@ -231,6 +233,7 @@ def refused(number: int) -> int:
         (302, 261, (0,), ALLOWED),
         (302, 261, (1,), refused(errno.EPERM)),  # limits of another
         (91, 52, (), refused(0)),  # fchmod: said to be done
+        (285, 47, (), refused(errno.EOPNOTSUPP)),  # fallocate, in whose place libraries write
         (425, 425, (), refused(errno.EPERM)),  # io_uring_setup
         (999, 999, (), refused(errno.ENOSYS)),  # of a kernel to come
     ],

@@ -26,6 +26,7 @@ TESTS = [
     "assert abs(sq(3) - 9) < 1e-6",
     "import math\nassert math.isclose(sq(1.5), 2.25)",
     "assert sq(2) in (4, 5) and {4: 1}[sq(2)] == 1",
+    "assert 3 < sq(2) < 5",
 ]
 RIGHT = "def sq(x):\n    return x * x"
 
@@ -75,9 +76,9 @@ def test_one_completion_costs_itself_and_leaves_the_others_of_its_group() -> Non
             return await pool.score(Group(["p"] * len(answers), answers, [[1]] * len(answers), columns))
 
     scores = asyncio.run(main())
-    names = ["right", *ATTACKS, "too", "half"]
+    names = ["right", *ATTACKS, "too", "some"]
     assert dict(zip(names, scores.reward, strict=True)) == (
-        {"right": 1.0} | dict.fromkeys(ATTACKS, 0.0) | {"too": 1.0, "half": 0.5}
+        {"right": 1.0} | dict.fromkeys(ATTACKS, 0.0) | {"too": 1.0, "some": 0.6}
     )
     assert set(scores.status) == {"ok"}
     assert scores.failures == ()

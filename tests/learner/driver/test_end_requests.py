@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import IO
 
 import pytest
 
+from learner.driver import config_io
 from learner.driver.end_requests import ENDS
+from learner.main import main
 
 # Says where it is, and goes on when it reads a line. Its argument: how far two signals are apart that count as one.
 PROCESS = """
@@ -268,3 +271,22 @@ def test_a_caller_gets_its_handlers_back() -> None:
                 run.goes_on()
         run.send(TERM)
         assert run.process.wait(timeout=30) == -TERM
+
+
+@pytest.mark.parametrize("number", [HUP, USR1, TERM])
+def test_one_in_the_first_second_ends_a_command_with_a_sentence(
+    number: Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration's classes are being imported, to read the command line."""
+
+    def asked_meanwhile() -> str:
+        os.kill(os.getpid(), number)
+        return ""
+
+    monkeypatch.setattr(config_io, "describe", asked_meanwhile)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert main(["--help"]) == 130
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err == "stopped before the run began\n"
