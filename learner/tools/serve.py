@@ -32,8 +32,8 @@ CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does n
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
     """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had, and
     what is wrong with weights (WeightsError, AdapterError, ChatError)."""
-    _check_weights(run_dir)
     _check_free(host, port)
+    _check_weights(run_dir)
     server = server_of(run_dir, host, port, more)
     if _on_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
