@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.tiny_tools import GUESSING, QUESTION, TOOLS, Conversation, Rows, call, game, product
-from learner.driver.yaml_tree import read_yaml
+from cluster.yaml_tree import read_yaml
 from rollout.data.chat import Chat
 from rollout.env.protocol import ToolCall
 from rollout.env.tasks.number_guessing import LOWER

@@ -13,7 +13,7 @@ from learner.api.plain import is_bool
 from learner.api.process import RunProcess
 from learner.api.result import TrainResult, result_of
 from learner.driver import called_from
-from learner.driver.yaml_tree import dump
+from cluster.yaml_tree import dump
 
 if TYPE_CHECKING:
     from learner.config import RunConfig

@@ -166,7 +166,7 @@ def _unscored(prepared: Prepared) -> str:
     config, folder = prepared.config, prepared.resume_from
     if not prepared.heldout or config.data.eval.every == 0 or folder is None:
         return ""
-    scored = [one["step"] for one in json.loads((folder / "state.json").read_text())["evaluations"]]
+    scored = [one.step for one in checkpoint.read_state(folder).evaluations]
     if prepared.finished_steps in scored:
         return ""
     return f"; step {prepared.finished_steps} was not evaluated, which does: gleaner eval --run {config.run_dir}"

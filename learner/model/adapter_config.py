@@ -100,12 +100,9 @@ def read_content(folder: str, key: str) -> dict[str, Any]:
     if not file.is_file():
         raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder}; give one in PEFT's form")
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise AdapterError(f"{key}: {file} must be JSON: {error}; save the adapter again") from None
-    if not isinstance(content, dict):
-        raise AdapterError(f"{key}: {file} must be a JSON object, got {type(content).__name__}; save the adapter again")
-    return content
+        return read_mapping(file)
+    except (OSError, Unreadable) as error:
+        raise AdapterError(f"{key}: {error}; save the adapter again") from None
 
 
 def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:

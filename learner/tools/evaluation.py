@@ -258,9 +258,9 @@ def said_in(rows: pa.Table) -> list[str]:
     """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered. Behind the
     tag that its prompt ends in, since an answer may be what stands in that."""
     columns = (rows.column(name).to_pylist() for name in ("completion", "messages", "problem"))
-    opened = {problem: json.loads(problem).get("prefilled", "") for problem in set(rows.column("problem").to_pylist())}
+    opened = {problem: asked_of(problem).prefilled for problem in set(rows.column("problem").to_pylist())}
     return [
-        opened[problem] + (text if turns is None else text_of(json.loads(turns)))
+        opened[problem] + (text if turns is None else text_of(said_of(turns) or []))
         for text, turns, problem in zip(*columns, strict=True)
     ]
 
