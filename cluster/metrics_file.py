@@ -16,7 +16,7 @@ from cluster.reading import LONGEST, Unreadable, json_value, lines, opened
 MOST_STEP = 2**53  # beyond which a browser's numbers are no longer exact
 MOST_BAD = 100_000  # lines: a file with more is none of a run's
 _BEGIN = re.compile(rb'\{"step": (\d{1,15}), "at": (\d{1,12}(?:\.\d{1,9})?)[,}]')
-_SECONDS = re.compile(rb'(\d{1,12}(?:\.\d{1,20})?(?:e-\d\d)?)[,}]')
+_SECONDS = re.compile(rb"(\d{1,12}(?:\.\d{1,20})?(?:e-\d\d)?)[,}]")
 STEP_TIME = b'"time/step": '
 EVALUATED = b'"eval/'
 

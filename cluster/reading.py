@@ -21,13 +21,22 @@ BLOCK = 4 * MIB  # that are read at once
 MAX_DEPTH = 200  # of nested lists and mappings; json itself stops at about a thousand, in either direction
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
 }  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Unreadable(ValueError):
     """A file that is not taken; the text names it and says why."""
+
+
+def no_regular_file(path: Path) -> str | None:
+    """What is wrong with a path that is to be written: something else than a regular file is there, or a link."""
+    try:
+        kind = stat.S_IFMT(os.lstat(path).st_mode)
+    except OSError:
+        return None
+    return None if kind == stat.S_IFREG else f"{path} must be a regular file, and is {KINDS.get(kind, 'none')}"
 
 
 @contextmanager
@@ -94,7 +103,9 @@ def json_value(text: str | bytes, what: str) -> Any:
         raise Unreadable(f"{what} must be nested at most {MAX_DEPTH} deep") from None
     except ValueError as error:  # among them a whole number of thousands of digits
         raise Unreadable(f"{what} must be JSON: {' '.join(str(error).split())[:200]}") from None
-    if (text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")) > MAX_DEPTH:
+    if (
+        text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    ) > MAX_DEPTH:
         _check_depth(found, what)
     return found
 

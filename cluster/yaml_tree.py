@@ -137,4 +137,3 @@ def _check_text(text: str) -> None:
 
 def _too_deep() -> str:
     return f"lists and mappings must be nested at most {MAX_DEPTH} deep; take levels out"
-

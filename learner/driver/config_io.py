@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ValidationError
 
+from cluster.yaml_tree import ConfigError, dump, parse_value, read_yaml
 from learner.config import RunConfig
 from learner.driver.trl_places import place_of
-from cluster.yaml_tree import ConfigError, dump, parse_value, read_yaml
 from rewards.secret_values import masked
 
 __all__ = [

@@ -44,7 +44,7 @@ class Fingerprints:
     env: Mapping[str, str] = field(default_factory=dict)  # that of the environment
 
     def to_json(self) -> str:
-        """For `from_json`."""
+        """For `read`."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod

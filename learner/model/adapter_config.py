@@ -5,11 +5,11 @@ PEFT loads more kinds of adapters than are trained and served here. A setting th
 something else is refused, by its name in the file.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from cluster.reading import Unreadable, read_mapping
 from learner.config.learner import LoraConfig
 from rollout.data.hub import split
 from rollout.data.weight_files import WEIGHTS_FILE, header

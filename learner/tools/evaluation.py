@@ -1,7 +1,6 @@
 """gleaner eval: a model or an adapter on data, by the generators and reward functions of a run."""
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from rewards.text import text_of
 from rollout.data.chat import Chat
 from rollout.data.problems import Renderer, fitting, load, load_whole
 from rollout.data.weight_names import check_model
-from rollout.schema import Problem, failed, whole
+from rollout.schema import Problem, asked_of, failed, said_of, whole
 from rollout.seeds import group_seed
 from rollout.types import Adapter, Sampling, Weights
 

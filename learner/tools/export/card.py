@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from cluster.installed import version_of
 from cluster.memory.plan import gib
-from learner.config import RunConfig
-from learner.driver.evaluate import Evaluation
 from cluster.metrics_file import number
 from cluster.yaml_tree import dump
+from learner.config import RunConfig
+from learner.driver.evaluate import Evaluation
 from learner.tools.as_trained import GENERATION, AsTrained
 from learner.tools.export.card_header import header, named
 from learner.tools.export.markdown import fenced, table
@@ -203,7 +203,9 @@ def _measured(run: Run, step: int) -> dict[str, str]:
         facts["time of all steps"] = f"{seconds:.0f} s"
     for role in ("learner", "generator"):
         part = run.plan.get(role)
-        planned, measured = (number(part.get(name)) if isinstance(part, dict) else None for name in ("planned", "measured"))
+        planned, measured = (
+            number(part.get(name)) if isinstance(part, dict) else None for name in ("planned", "measured")
+        )
         if planned and measured:
             facts[f"memory of a {role}"] = f"{gib(planned)} planned, {gib(measured)} measured"
     return facts

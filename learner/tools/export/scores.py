@@ -1,6 +1,5 @@
 """What `gleaner eval --json` printed, for the model card."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path

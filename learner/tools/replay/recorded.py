@@ -44,7 +44,9 @@ class Step:
         """Its line of metrics.jsonl, without what was not finite. Raises ReplayError."""
         row = next(self.lines.rows([self.number]))
         if not row:
-            raise ReplayError(f"step {self.number}: its line in metrics.jsonl cannot be read; choose others by --from and --to")
+            raise ReplayError(
+                f"step {self.number}: its line in metrics.jsonl cannot be read; choose others by --from and --to"
+            )
         return {name: known for name, value in row.items() if name != "step" and (known := number(value)) is not None}
 
     def counted(self) -> dict[str, float]:

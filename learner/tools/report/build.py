@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.reading import printable
 from learner.algo.advantage import ADVANTAGES
 from learner.tools.report.completions import read_step
 from learner.tools.report.packing import Block, packed
@@ -43,7 +44,7 @@ def head_of(runs: Sequence[Run], words: Words) -> dict[str, Any]:
 
 def title_of(runs: Sequence[Run]) -> str:
     """Names of the runs."""
-    return " against ".join(run.name for run in runs)
+    return printable(" against ".join(run.name for run in runs))
 
 
 def model_of(run: Run) -> str | None:
