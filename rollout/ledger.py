@@ -67,7 +67,7 @@ def _check_size(path: Path, file: pq.ParquetFile) -> None:
     columns = range(told.num_columns)
     chunks = [told.row_group(i).column(j) for i in range(told.num_row_groups) for j in columns]
     if 8 * sum(one.num_values for one in chunks) > MOST:
-        raise Unreadable(f"{path} must take at most {MOST // 2**30} GiB in memory, and takes more")
+        raise Unreadable(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
     # No text is longer than its chunk, whose size is that of what is not repeated.
     if sum(one.num_values * one.total_uncompressed_size for one in chunks if one.physical_type == TEXT) <= MOST:
         return
@@ -76,7 +76,7 @@ def _check_size(path: Path, file: pq.ParquetFile) -> None:
     for batch in file.iter_batches(batch_size=64, columns=texts):
         taken += batch.nbytes
         if taken > MOST:
-            raise Unreadable(f"{path} must take at most {MOST // 2**30} GiB in memory, and takes more")
+            raise Unreadable(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
 
 
 def steps(folder: Path) -> list[Path]:

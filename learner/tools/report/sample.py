@@ -9,7 +9,7 @@ from learner.tools.report.completions import Step
 from learner.tools.report.packing import Block
 from learner.tools.report.run_folder import ReportError
 
-MOST_COMPLETIONS = 2**15  # of a page: to read and pack them takes seconds, and nobody reads them all
+MOST_COMPLETIONS = 2**14  # of a page: to read and pack them takes seconds, and nobody reads them all
 MOST_ERRORS = 50  # different sentences of what failed
 
 

@@ -122,8 +122,8 @@ def test_rows_that_are_not_whole_are_refused(kind: str, tmp_path: Path, capsys: 
 
 
 def few_bytes_for_many(path: Path) -> None:
-    """Sixty thousand times the same text of a megabyte, which takes a megabyte of Parquet."""
-    text = pa.DictionaryArray.from_arrays(pa.array([0] * 60_000, pa.int32()), pa.array(["x" * 2**20]))
+    """Ten thousand times the same text, which Parquet holds once."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 10_000, pa.int32()), pa.array(["x" * 2**14]))
     pq.write_table(pa.table({"completion": text}), path, store_schema=False)  # else it stays a dictionary
 
 
@@ -134,14 +134,19 @@ def few_bytes_for_many(path: Path) -> None:
         (Path.mkdir, "must be a regular file, and is a folder"),
         (sparse, "cannot be read"),
         (of(b"PAR1PAR1"), "cannot be read"),
-        (few_bytes_for_many, "must take at most 4 GiB in memory, and takes more"),
+        (few_bytes_for_many, "must take at most 64 MiB in memory, and takes more"),
         (lambda path: pq.write_table(make_group(1).slice(0, 0), path), "holds no completions"),
         (lambda path: pq.write_table(pa.table({"group_id": [1]}), path), "schema version must be 3, got none"),
     ],
 )
 def test_step_files_that_are_none(
-    make: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[Path], object],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ledger, "MOST", 2**26)
     run = report_run(tmp_path)
     make(run / "rollouts" / "step-000009.parquet")
     assert main(["rollouts", "show", str(run)]) == 2
