@@ -5,6 +5,7 @@ link to /dev/zero, which never ends; a text may be nested so deeply, or be so lo
 What is read here ends soon, takes no more memory than it is allowed, and what is wrong is one sentence.
 """
 
+import errno
 import json
 import os
 import re
@@ -50,7 +51,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         # Without waiting: between the two calls somebody may put a FIFO there, and some files of /proc wait, too.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(2, "No such file", str(path)) from None
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     except OSError as error:
         raise Unreadable(f"{path} cannot be read ({error.strerror})") from None
     with os.fdopen(descriptor, "rb", buffering=0) as file:

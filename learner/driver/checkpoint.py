@@ -56,14 +56,14 @@ class Scored(BaseModel):
 
 class State(BaseModel):
     """state.json: the step, the place in the stream of problems, the evaluations so far. total_steps, problems: that
-    the run was planned for, and of an epoch; None in a checkpoint of a version that did not record them."""
+    the run was planned for, and of an epoch. None in a checkpoint of a version that did not record them."""
 
-    step: Count
+    step: Count | None = None
     total_steps: Count | None = None
     problems: Count | None = None
     cursor: Place
     dropped_stale: Count = 0
-    evaluations: list[Scored]
+    evaluations: list[Scored] = []
 
 
 @asynccontextmanager

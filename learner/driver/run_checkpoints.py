@@ -100,7 +100,7 @@ class RunCheckpoints:
         await self._trainer.call(TrainerService.load, self.deadline_s, folder / TRAINER)
         self._pipes.cursor.restore(state.cursor.low, state.cursor.done)
         self._pipes.buffer.dropped_stale = state.dropped_stale
-        self.saved = state.step
+        self.saved = checkpoint.step_of(folder) if state.step is None else state.step
         self._pipes.buffer.resume(self.saved)
         self._sinks.progress.note(f"resumed at step {self.saved} from {folder}")
         return self.saved, [Evaluation(**dict(e)) for e in state.evaluations if self.saved > 0]
