@@ -15,7 +15,8 @@ class Frozen(BaseModel):
     The text below a field says what it is and why one would change it; docs/configuration.md is made from it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # Numbers that are not finite are allowed in free arguments alone, and are written as such: by default as null.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
 
     @field_validator("*", mode="before")
     @classmethod

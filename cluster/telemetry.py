@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.files import writing
+from cluster.metrics_file import MetricsFile
+from cluster.reading import opened
 from cluster.trackers import TRACKERS, Background, Sample, tracked
 
 Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
 EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
+LONGEST_EVENT = 2**20  # bytes, at most
 
 log = logging.getLogger(__name__)
 
@@ -46,31 +49,33 @@ class Metrics:
         A run that starts at step 0 repeats that step, too. Lines that a kill or a full disk cut short are dropped with
         one warning.
         """
-        if not self._path.exists():
+        try:
+            file = MetricsFile(self._path)
+        except FileNotFoundError:
             return
-        lines = self._path.read_text(errors="replace").splitlines()
-        steps = [_step_of(line) for line in lines]
-        bad = [number for number, found in enumerate(steps, 1) if found is None]
-        if bad:
-            log.warning("%s: dropped %d lines that are none of a step (first: line %d)", self._path, len(bad), bad[0])
-        self._rewrite(
-            [line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step and step]
-        )
+        if file.bad:
+            log.warning(
+                "%s: dropped %d lines that are none of a step (first: line %d)", self._path, file.bad, file.first_bad
+            )
+        self._rewrite(file.whole(step) if step else ())
 
-    def _rewrite(self, lines: Sequence[str]) -> None:
+    def _rewrite(self, lines: Iterable[bytes]) -> None:
         partial = self._path.with_suffix(".partial")
         with writing(partial):
-            partial.write_text("".join(line + "\n" for line in lines))
+            with partial.open("wb") as file:
+                file.writelines(lines)
             os.replace(partial, self._path)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Writes more of the newest step, into its line, and to the trackers. Raises as `log`."""
-        lines = self._path.read_text().splitlines()
-        if not lines or _step_of(lines[-1]) != step:
+        file = MetricsFile(self._path)
+        if not file.steps or file.steps[-1] != step:
             self.log(step, values)
             return
+        (row,) = file.rows([step])
         self._file.close()
-        self._rewrite([*lines[:-1], json.dumps(json.loads(lines[-1]) | _finite_or_null(values))])
+        newest = json.dumps(row | _finite_or_null(values)) + "\n"
+        self._rewrite(itertools.chain(file.whole(step - 1), [newest.encode()]))
         self._file = self._path.open("a", buffering=1)
         self._tell(step, values)
 
@@ -119,16 +124,6 @@ def _finite_or_null(values: Mapping[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
 
 
-def _step_of(line: str) -> int | None:
-    """The step of a line of metrics.jsonl; None if the line is not one that Metrics wrote whole."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    step = found.get("step") if isinstance(found, dict) else None
-    return step if type(step) is int else None
-
-
 class _Span(NamedTuple):
     what: str
     role: str
@@ -145,8 +140,7 @@ class Timeline:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self._path = path
         if resume_step > 0 and path.exists():
-            whole = path.read_bytes().rfind(EVENT_END) + len(EVENT_END)
-            os.truncate(path, whole if whole >= len(EVENT_END) else 0)  # the end, or a line that a kill cut short
+            os.truncate(path, _whole(path))  # without the end, or a line that a kill cut short
         self._file = path.open("a" if resume_step > 0 else "w")
         if self._file.tell() == 0:
             self._file.write("[\n")  # viewers need no closing bracket, so a killed run stays readable
@@ -211,6 +205,16 @@ class Timeline:
             last = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "run"}}  # a comma stands before it
             self._file.write(json.dumps(last) + "\n]\n")
             self._file.close()
+
+
+def _whole(path: Path) -> int:
+    """Bytes of a trace up to the end of its last event, which is near its end; 0 where there is none."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = max(size - LONGEST_EVENT, 0)
+        file.seek(begin)
+        place = file.read(LONGEST_EVENT).rfind(EVENT_END)
+    return 0 if place < 0 else begin + place + len(EVENT_END)
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:

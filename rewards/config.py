@@ -30,7 +30,7 @@ class RewardConfig(BaseModel):
     Raises pydantic.ValidationError on an unknown key or a value out of its range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     use: Annotated[str, Field(min_length=1)]
     """The function: a built-in name, `package.module:function`, or `path/file.py:function` (relative to the working

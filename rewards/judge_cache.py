@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import uuid
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import writing
+from cluster.reading import Unreadable, json_value, lines
+
+log = logging.getLogger("rewards")
 
 
 class JudgeCache:
@@ -36,15 +40,19 @@ class JudgeCache:
         if self._file is not None:
             with writing(self._file):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                with self._file.open("a", encoding="utf-8", errors="backslashreplace") as lines:
-                    lines.write(json.dumps({"key": key, "said": said, **about}) + "\n")
+                with self._file.open("a", encoding="utf-8", errors="backslashreplace") as written:
+                    written.write(json.dumps({"key": key, "said": said, **about}) + "\n")
 
 
 def _read(file: Path) -> dict[str, str]:
-    """The answers in a file, but for lines that are none, as a killed process leaves its last one unfinished."""
+    """The answers in a file, but for lines that are none, as a killed process leaves its last one unfinished; none of
+    what is no file of them."""
     found = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            found[str(row["key"])] = str(row["said"])
+    try:
+        for _, line in lines(file):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = json_value(line, "line")
+                found[str(row["key"])] = str(row["said"])
+    except (OSError, Unreadable) as error:
+        log.warning("answers of judges in %s are asked for again: %s", file, error)
     return found

@@ -14,8 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cluster.files import fsync, writing
-from rollout.schema import SCHEMA, check
+from cluster.reading import Unreadable, opened
+from rollout.schema import SCHEMA, check, check_rows
 
+MOST = 2**32  # bytes of a step's rows in memory
+TEXT = "BYTE_ARRAY"
 NEW_IN_3 = ("reward_error",)
 NEW_IN_2 = ("loss_mask", "turns", "messages", "env_metrics")  # and reward_parts was a map in flight
 SINCE = {b"1": (*NEW_IN_2, *NEW_IN_3), b"2": NEW_IN_3}  # an older version -> the columns that it has not
@@ -42,8 +45,38 @@ def settle(folder: Path, step: int) -> None:
 
 
 def read(path: Path) -> pa.Table:
-    """One step file as a table of rollout.schema; files of older versions are read too. Raises ValueError."""
-    return check(_of_today(pq.read_table(path)))
+    """One step file as a table of rollout.schema, whose rows are whole (rollout.schema.check_rows); files of older
+    versions are read too. Raises OSError or ValueError (pa.ArrowException)."""
+    return check_rows(check(_of_today(read_table(path))))
+
+
+def read_table(path: Path) -> pa.Table:
+    """A Parquet file that somebody else may have made. Raises OSError or ValueError (pa.ArrowException)."""
+    with opened(path) as stream:
+        file = pq.ParquetFile(stream)
+        _check_size(path, file)
+        table = file.read(use_threads=False)  # as fast for a step's few rows
+        table.validate(full=True)  # offsets, and that text is UTF-8
+        return table
+
+
+def _check_size(path: Path, file: pq.ParquetFile) -> None:
+    """Raises Unreadable for a file whose columns would take more memory than MOST. A few bytes of Parquet may stand for
+    billions of values, or for a long text once for each of many rows."""
+    told = file.metadata
+    columns = range(told.num_columns)
+    chunks = [told.row_group(i).column(j) for i in range(told.num_row_groups) for j in columns]
+    if 8 * sum(one.num_values for one in chunks) > MOST:
+        raise Unreadable(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
+    # No text is longer than its chunk, whose size is that of what is not repeated.
+    if sum(one.num_values * one.total_uncompressed_size for one in chunks if one.physical_type == TEXT) <= MOST:
+        return
+    texts = [told.schema.column(j).path for j in columns if told.schema.column(j).physical_type == TEXT]
+    taken = 0
+    for batch in file.iter_batches(batch_size=64, columns=texts):
+        taken += batch.nbytes
+        if taken > MOST:
+            raise Unreadable(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
 
 
 def steps(folder: Path) -> list[Path]:

@@ -13,12 +13,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from cluster.reading import json_value
 
 VERSION = "3"
 
@@ -142,6 +144,67 @@ def check(table: pa.Table) -> pa.Table:
         if not SCHEMA.field(name).nullable and table.column(name).null_count:
             raise ValueError(f"rollout table: column {name} must not hold nulls, got {table.column(name).null_count}")
     return table
+
+
+def check_rows(table: pa.Table) -> pa.Table:
+    """The table itself if each row is whole, as one that somebody else has written may not be: no null within a list,
+    as many values as tokens, texts of JSON as they must be. Else ValueError."""
+    for field in SCHEMA:
+        if pa.types.is_list(field.type):
+            inner = [chunk.flatten() for chunk in table.column(field.name).chunks]
+            parts = [part for one in inner for part in (one, *_named(one))]
+            if any(part.null_count for part in parts):
+                raise ValueError(f"column {field.name} must hold no nulls in its lists")
+    tokens = pc.list_value_length(table.column("completion_ids"))
+    for name in ("behavior_logprobs", "token_versions", "loss_mask"):
+        if pc.any(pc.not_equal(pc.list_value_length(table.column(name)), tokens)).as_py():
+            raise ValueError(f"column {name} must hold a value for each of completion_ids")
+    for text in table.column("problem").unique().to_pylist():
+        asked_of(text)
+    for text in table.column("messages").unique().to_pylist():
+        said_of(text)
+    return table
+
+
+def _named(values: pa.Array) -> list[pa.Array]:
+    """The names of parts, which must be there."""
+    named = pa.types.is_struct(values.type) and values.type.get_field_index("name") >= 0
+    return [values.field("name")] if named else []
+
+
+class Asked(NamedTuple):
+    """What the column `problem` says. messages: of a chat, or plain text."""
+
+    messages: list[dict[str, Any]] | str
+    columns: dict[str, Any]
+    prefilled: str
+
+
+def asked_of(text: str) -> Asked:
+    """Of a row's `problem`. Raises ValueError."""
+    found = json_value(text, "column problem")
+    if not isinstance(found, dict):
+        raise ValueError(f"column problem must hold a mapping, got {type(found).__name__}")
+    messages, columns, prefilled = found.get("messages"), found.get("columns"), found.get("prefilled", "")
+    if not isinstance(messages, str) and not _are_messages(messages):
+        raise ValueError("column problem must have messages: a text, or a list of mappings")
+    if not isinstance(columns, dict) or not isinstance(prefilled, str):
+        raise ValueError("column problem must have columns, a mapping, and may have prefilled, a text")
+    return Asked(messages, columns, prefilled)
+
+
+def said_of(text: str | None) -> list[dict[str, Any]] | None:
+    """Of a row's `messages`; None of a single completion. Raises ValueError."""
+    if text is None:
+        return None
+    found: list[dict[str, Any]] = json_value(text, "column messages")
+    if not _are_messages(found):
+        raise ValueError("column messages must hold a list of mappings")
+    return found
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:

@@ -4,7 +4,6 @@ The table holds the numbers of each model's public config.json. Parameter counts
 compares them with the classes of transformers.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.memory.windows import windowed_layers
+from cluster.reading import read_mapping
 
 # Kind of layer by `model_type`: (RMS norms of width `hidden` per layer, norms of width `head_dim` per layer).
 NORMS = {
@@ -187,9 +187,7 @@ def shape_of(model: str) -> Shape:
     """
     file = Path(model) / "config.json"
     if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"model: {file} must hold a mapping, got {type(config).__name__}")
+        config = read_mapping(file)
         return Shape.from_config(config, Path(model).name)
     plain = VARIANT.sub("", model.rpartition("/")[2].lower())
     for name, shape in SHAPES.items():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cluster.files import writing
 from cluster.ray_metrics import RayMetrics, metrics_address
+from cluster.reading import read_mapping
 from cluster.trackers.tracker import Sample, TrackedRun
 
 TARGETS = "prometheus.json"  # of the run folder, for Prometheus' file_sd_configs
@@ -95,7 +96,7 @@ class Prometheus:
     def _planned(self) -> dict[str, float]:
         """Bytes of each role in the memory plan, beside `memory/learner_peak` and `memory/generator_peak`."""
         file = self._folder / "plan.json"
-        plan = json.loads(file.read_text()) if file.exists() else {}
+        plan = read_mapping(file) if file.exists() else {}
         found = {f"memory/{role}_planned": plan.get(role, {}).get("planned") for role in ROLES}
         return {name: float(value) for name, value in found.items() if value is not None}
 

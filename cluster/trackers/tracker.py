@@ -1,6 +1,7 @@
 """What a tracker is."""
 
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 from cluster.dotted import dotted
 from cluster.files import writing
+from cluster.reading import Unreadable, read_text
+from cluster.yaml_tree import read_yaml
 
 Sample = Mapping[str, Any]  # of an evaluation: prompt, completion, reward
 ID = "tracker_id"  # of the run folder
+LONGEST = 1000  # bytes of it
 
 
 class TrackedRun(NamedTuple):
@@ -30,13 +34,24 @@ def tracked(folder: Path, finished: int) -> TrackedRun:
     """The run of this folder, with the id that lies there, or a new one; one that began before there were such goes on
     by the digest of its path."""
     file = folder / ID
-    kept = file.read_text().strip() if finished > 0 and file.exists() else ""
+    kept = known_id(folder) if finished > 0 else ""
     if not kept:
         begun = finished > 0 and not file.exists()
         kept = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] if begun else secrets.token_hex(8)
         with writing(file):
             file.write_text(kept + "\n")
     return TrackedRun(folder, kept, finished)
+
+
+def known_id(folder: Path) -> str:
+    """The id that lies in a run's folder, or ''. Raises Unreadable."""
+    try:
+        kept = read_text(folder / ID, LONGEST).strip()
+    except FileNotFoundError:
+        return ""
+    if not re.fullmatch(r"[\w.-]*", kept):
+        raise Unreadable(f"{folder / ID} must hold the run's id, of letters, digits, dots and dashes; take it away")
+    return kept
 
 
 class Tracker(Protocol):
@@ -60,6 +75,4 @@ class Tracker(Protocol):
 
 def run_config(run_dir: Path) -> dict[str, Any]:
     """The configuration of the run, with dots between the parts of a key."""
-    import yaml
-
-    return dotted(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    return dotted(read_yaml(run_dir / "config.yaml"))

@@ -1,8 +1,9 @@
 """metrics.jsonl, read while a run writes it."""
 
-import json
 import os
 from pathlib import Path
+
+from cluster.reading import json_value, lines, opened
 
 Metrics = dict[str, float | None]  # of one step; None: not finite
 
@@ -20,7 +21,7 @@ class MetricsLines:
     def new(self) -> list[Metrics]:
         """What was added since the last call. A line that is still being written is left for the next one."""
         try:
-            with self._path.open("rb") as file:
+            with opened(self._path) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
                     self._inode, self._offset = inode, 0
@@ -30,11 +31,11 @@ class MetricsLines:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        lines = [line for line in whole.splitlines() if line not in self._seen]
-        self._seen.update(lines)
-        return [json.loads(line) for line in lines]
+        added = [line for line in whole.splitlines() if line not in self._seen]
+        self._seen.update(added)
+        return [json_value(line, str(self._path)) for line in added]
 
 
 def rows_of(path: Path) -> list[Metrics]:
     """Every line of the file; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json_value(line, str(path)) for _, line in lines(path)] if path.exists() else []

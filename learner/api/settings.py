@@ -6,13 +6,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from cluster.yaml_tree import ConfigError, check_plain, read_yaml
 from learner.api.errors import InputError
 from learner.api.inputs import Inputs
 from learner.api.plain import plain
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.trl_places import place_of
-from learner.driver.yaml_tree import ConfigError, check_plain, read_yaml
 from rollout.config import OF_HELD_OUT, OF_ITS_PATH
 
 # Of train, evaluate and plan, beside keys of the configuration; what they say of a mistyped one has these, too.

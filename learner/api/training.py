@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.yaml_tree import dump
 from learner.api.errors import InputError, TrainError
 from learner.api.inputs import Inputs
 from learner.api.metrics_lines import Metrics, MetricsLines, rows_of
@@ -13,7 +14,6 @@ from learner.api.plain import is_bool
 from learner.api.process import RunProcess
 from learner.api.result import TrainResult, result_of
 from learner.driver import called_from
-from learner.driver.yaml_tree import dump
 
 if TYPE_CHECKING:
     from learner.config import RunConfig

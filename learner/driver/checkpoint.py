@@ -16,11 +16,15 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from cluster.files import Digest, digest_of, digests_in, fsync, writing
+from cluster.reading import Unreadable, read_mapping
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 TEMPORARY = ".tmp-"
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,36 @@ T = TypeVar("T")
 
 class CheckpointError(RuntimeError):
     """No checkpoint can be had as asked for; the message says what was found and what to do."""
+
+
+Count = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
+
+
+class Place(BaseModel):
+    """Arguments of Cursor.restore."""
+
+    low: Count
+    done: list[Count]
+
+
+class Scored(BaseModel):
+    """What makes a learner.driver.evaluate.Evaluation."""
+
+    step: Count
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+
+
+class State(BaseModel):
+    """state.json: the step, the place in the stream of problems, the evaluations so far. total_steps, problems: that
+    the run was planned for, and of an epoch. None in a checkpoint of a version that did not record them."""
+
+    step: Count | None = None
+    total_steps: Count | None = None
+    problems: Count | None = None
+    cursor: Place
+    dropped_stale: Count = 0
+    evaluations: list[Scored] = []
 
 
 @asynccontextmanager
@@ -201,9 +235,30 @@ def listing(root: Path) -> list[Path]:
     return sorted((f for f in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", f.name)), key=step_of)
 
 
+def read_state(folder: Path) -> State:
+    """state.json of a checkpoint, which says where its run was. Raises CheckpointError."""
+    file = folder / STATE
+    try:
+        return State.model_validate(read_mapping(file))
+    except (Unreadable, FileNotFoundError, ValidationError) as error:
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            said = f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        else:
+            said = str(error)
+        raise CheckpointError(
+            f"resume: the state of a checkpoint must be as gleaner writes it: {said}; give the folder of another "
+            "checkpoint, or this run another name="
+        ) from None
+
+
 def _read(folder: Path) -> tuple[int, dict[str, Digest]]:
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    return int(manifest["step"]), dict(manifest["files"])
+    manifest = read_mapping(folder / MANIFEST)
+    files = dict(manifest["files"])
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:  # what is published is named so, too
+            raise ValueError(f"it names {name[:80]!r}, which lies outside of the checkpoint")
+    return int(manifest["step"]), files
 
 
 def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:

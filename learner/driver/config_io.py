@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ValidationError
 
+from cluster.yaml_tree import ConfigError, dump, parse_value, read_yaml
 from learner.config import RunConfig
 from learner.driver.trl_places import place_of
-from learner.driver.yaml_tree import ConfigError, dump, parse_value, read_yaml
 from rewards.secret_values import masked
 
 __all__ = [
@@ -223,5 +223,6 @@ def _is_model(annotation: Any) -> bool:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration, complete, loadable again."""
-    return dump(config.model_dump(mode="json"))
+    """The resolved configuration, complete, loadable again: free arguments keep their types, which JSON would change
+    (dates, keys that are numbers)."""
+    return dump(config.model_dump())

@@ -11,11 +11,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import Any
 
 from cluster.files import digest_of
+from cluster.reading import Unreadable, read_mapping
 from learner.config import RunConfig
 from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
@@ -43,13 +44,21 @@ class Fingerprints:
     env: Mapping[str, str] = field(default_factory=dict)  # that of the environment
 
     def to_json(self) -> str:
-        """For `from_json`."""
+        """For `read`."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> "Fingerprints":
-        """What `to_json` gave."""
-        return cls(**json.loads(text))
+    def read(cls, file: Path) -> "Fingerprints":
+        """What `to_json` gave, out of a file. Raises FileNotFoundError and Unreadable."""
+        found = read_mapping(file)
+        parts = {one.name for one in fields(cls)}
+        if not {"data", "rewards", "base"} <= found.keys() <= parts or not all(map(_is_part, found.values())):
+            raise Unreadable(f"{file} must hold the digests of {', '.join(sorted(parts))}")
+        return cls(**found)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
 
 
 def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fingerprints:

@@ -1,7 +1,6 @@
 """A run from its first process to its last: start them, run the loop between them, end them whatever happens."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 
@@ -29,7 +28,6 @@ from rewards.service import RewardService
 from rollout.service import RolloutService
 
 CLOSE_S = 20.0
-CONSOLE = "console.log"  # in a run's folder: what was printed after those who read it had gone
 NOT_BEGUN = "before the run began"  # of a CancelledError
 
 
@@ -142,7 +140,7 @@ def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     """From here on the run folder exists, and holds nothing of steps that are taken again."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
-    standard_streams.kept_in(folder / CONSOLE)
+    standard_streams.kept_in(folder / standard_streams.CONSOLE)
     checkpoint.set_aside_after(folder / "checkpoints", prepared.finished_steps)
     with writing(folder / "config.yaml"):
         (folder / "config.yaml").write_text(to_yaml(config))
@@ -166,7 +164,7 @@ def _unscored(prepared: Prepared) -> str:
     config, folder = prepared.config, prepared.resume_from
     if not prepared.heldout or config.data.eval.every == 0 or folder is None:
         return ""
-    scored = [one["step"] for one in json.loads((folder / "state.json").read_text())["evaluations"]]
+    scored = [one.step for one in checkpoint.read_state(folder).evaluations]
     if prepared.finished_steps in scored:
         return ""
     return f"; step {prepared.finished_steps} was not evaluated, which does: gleaner eval --run {config.run_dir}"

@@ -40,7 +40,7 @@ def write(run_dir: Path, step: int, groups: Sequence[pa.Table], mismatch: pa.Arr
 
 def read(path: Path) -> dict[str, list[list[float] | None]]:
     """group_id -> of each of its rows the [T] differences in nats. Raises OSError or ValueError (pa.ArrowException)."""
-    rows = pq.read_table(path)
+    rows = ledger.read_table(path)
     if not rows.schema.equals(SCHEMA):
         raise ValueError(f"{path.name}: columns must be {', '.join(SCHEMA.names)}, got {', '.join(rows.column_names)}")
     found: dict[str, list[list[float] | None]] = {}

@@ -1,7 +1,6 @@
 """Where the wall time of a run goes: each second is of one phase, so the phases add up to the whole."""
 
 import json
-import math
 import os
 import time
 from collections import defaultdict
@@ -10,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import writing
+from cluster.metrics_file import number
+from cluster.reading import MIB, Unreadable, json_value, read_bytes
 from cluster.telemetry import Timeline, seconds, union
 
 FILE = "phases.jsonl"
+MOST = MIB  # bytes of it: a line for each start
 STARTING = ("preflight", "Ray", "processes")
 # Of what goes on at once, the first one counts: with max_staleness above 0, generation is what training waited for.
 KINDS = {
@@ -61,16 +63,19 @@ class Phases:
 
 
 def read(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of a run's folder, oldest first. Without the file, none; one that is being written is left out."""
-    file = run_dir / FILE
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    return [line for line in map(_line, lines) if line is not None]
-
-
-def _line(text: str) -> dict[str, float] | None:
+    """The lines of a run's folder, oldest first. Without the file, none; one that is being written is left out. Raises
+    Unreadable."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        text = read_bytes(run_dir / FILE, MOST)
+    except FileNotFoundError:
+        return []
+    return [line for line in map(_line, text.splitlines()) if line is not None]
+
+
+def _line(text: bytes) -> dict[str, float] | None:
+    try:
+        found = json_value(text, "line")
+    except Unreadable:
         return None
     if not isinstance(found, dict) or not {"at", "wall"} <= found.keys():
         return None
@@ -78,7 +83,7 @@ def _line(text: str) -> dict[str, float] | None:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return (known := number(value)) is not None and known >= 0
 
 
 def sentence(seconds: Mapping[str, float]) -> str:

@@ -11,8 +11,10 @@ from cluster.files import lacks
 from cluster.memory.plan import gib
 from cluster.placement import PlacementError
 from cluster.ray_cluster import in_job
+from cluster.reading import Unreadable, no_regular_file
+from cluster.trackers.tracker import ID, known_id
 from learner.config import RunConfig, roles
-from learner.driver import checkpoint
+from learner.driver import checkpoint, mismatch_files, phases, run_lock, standard_streams
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
@@ -29,13 +31,14 @@ from learner.driver.machine_checks import (
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
 from learner.driver.model_checks import adapter_notes, check_weights, follow_adapter, load_chat
 from learner.driver.prompt_check import check_data_prompts
+from learner.driver.publishing import ADAPTER
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_length import total_steps
 from learner.driver.run_lock import RunFolderInUse
-from learner.driver.step_record import read_policies
+from learner.driver.step_record import POLICIES, read_policies
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
-from learner.model.adapter_config import AdapterError
+from learner.model.adapter_config import MODEL, AdapterError
 from learner.model.reference_config import ReferenceConfigError
 from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
@@ -49,8 +52,14 @@ from rollout.schema import Problem
 PROBLEMS = (
     PreflightError, PlacementError, MachineError, MemoryPlanError, ArchitectureError, RewardError, ChatError,
     ProblemsError, checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError,
-    WeightsError,
+    WeightsError, Unreadable,
 )  # fmt: skip
+# What a run writes in its folder.
+FILES = (
+    run_lock.NAME, standard_streams.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", phases.FILE, POLICIES,
+    "timeline.json", ID,
+)  # fmt: skip
+FOLDERS = ("rollouts", mismatch_files.FOLDER, "checkpoints", ADAPTER, MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,27 @@ def place_output(config: RunConfig) -> RunConfig:
         ) from error
     if not writable:
         raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
+    if there == config.run_dir:
+        _check_files(config.run_dir)
     return config
+
+
+def _check_files(run_dir: Path) -> None:
+    """Whether a run may write what it writes: at a FIFO it would wait for ever, and a link may lead anywhere. Raises
+    PreflightError."""
+    for file in FILES:
+        for path in (run_dir / file, (run_dir / file).with_suffix(".partial")):
+            if (wrong := no_regular_file(path)) is not None:
+                raise PreflightError(f"output_dir: {wrong}; take it away, or give this run another name=")
+    for folder in FOLDERS:
+        if (run_dir / folder).exists() and not (run_dir / folder).is_dir():
+            raise PreflightError(
+                f"output_dir: {run_dir / folder} must be a folder; take it away, or give this run another name="
+            )
+    try:
+        known_id(run_dir)
+    except Unreadable as error:
+        raise PreflightError(f"output_dir: {error}") from None
 
 
 def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:

@@ -4,6 +4,7 @@ What decides which numbers a run produces must be equal; processes and bytes are
 where the content behind them is compared. What is to be different on purpose is named in resume_allow_changed.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.reading import Unreadable, read_text
 from learner.config import RunConfig
 from learner.driver.fingerprints import FILE, Fingerprints, differing
 from learner.driver.publishing import ADAPTER, learned_in
@@ -72,7 +74,7 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
     changes = {
         key: _changed(key, now.get(key), before.get(key))
         for key in dict.fromkeys([*now, *before])
-        if now.get(key) != before.get(key) and not _hidden(key, before.get(key))
+        if not same_value(now.get(key), before.get(key)) and not _hidden(key, before.get(key))
     }
     if recorded is not None:
         changes |= _contents(inputs, recorded)
@@ -95,17 +97,32 @@ def _from(run_dir: Path) -> str:
     return f"model.{'path' if learned.name == MODEL else 'adapter'}={learned}"
 
 
-def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
-    """Settings and inputs that a checkpoint was made with; no inputs in one of a version that did not record them."""
+def config_of(folder: Path) -> RunConfig:
+    """The settings that a checkpoint was made with. Raises ResumeError."""
     try:
-        then = RunConfig.model_validate_json((folder / "config.json").read_text())
+        return RunConfig.model_validate_json(read_text(folder / "config.json"))
     except ValidationError as error:
         raise ResumeError(
             f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
             f"({error.errors()[0]['msg']}); give this run another name="
         ) from None
-    file = folder / FILE
-    return then, Fingerprints.from_json(file.read_text()) if file.exists() else None
+    except (Unreadable, FileNotFoundError) as error:
+        raise ResumeError(_unreadable(error)) from None
+
+
+def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
+    """Settings and inputs that a checkpoint was made with; no inputs in one of a version that did not record them."""
+    then = config_of(folder)
+    try:
+        return then, Fingerprints.read(folder / FILE)
+    except FileNotFoundError:
+        return then, None
+    except Unreadable as error:
+        raise ResumeError(_unreadable(error)) from None
+
+
+def _unreadable(error: Exception) -> str:
+    return f"resume: {error}; give the folder of another checkpoint, or this run another name="
 
 
 def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
@@ -126,6 +143,17 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
     split = held_out.split if by_content else None  # in the versions before, it was no source of its own
     elsewhere = held_out.path is not None or split is not None
     return found | {"data.eval": 0 if elsewhere or held_out.every == 0 else held_out.size}
+
+
+def same_value(one: object, other: object) -> bool:
+    """As ==, but that nan, which free arguments may hold, is the same as nan."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+    return one == other
 
 
 def leaves(key: str, value: object) -> Iterator[tuple[str, object]]:

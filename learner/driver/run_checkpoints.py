@@ -89,21 +89,21 @@ class RunCheckpoints:
                 "evaluations": [e.to_dict() for e in evaluations],
             }
             with writing(folder):
-                (folder / "state.json").write_text(json.dumps(state))
+                (folder / checkpoint.STATE).write_text(json.dumps(state))
                 (folder / "config.json").write_text(self._config.model_dump_json())
                 (folder / FILE).write_text(self._fingerprints.to_json())
 
     async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
         """Restores learner and pipes; returns the step and the evaluations up to it. Before the first step (nothing
         but batches without a reward came before) there are none: as from the start, that step is evaluated anew."""
-        state = json.loads((folder / "state.json").read_text())
+        state = checkpoint.read_state(folder)
         await self._trainer.call(TrainerService.load, self.deadline_s, folder / TRAINER)
-        self._pipes.cursor.restore(**state["cursor"])
-        self._pipes.buffer.dropped_stale = int(state["dropped_stale"])
-        self.saved = int(state["step"])
+        self._pipes.cursor.restore(state.cursor.low, state.cursor.done)
+        self._pipes.buffer.dropped_stale = state.dropped_stale
+        self.saved = checkpoint.step_of(folder) if state.step is None else state.step
         self._pipes.buffer.resume(self.saved)
         self._sinks.progress.note(f"resumed at step {self.saved} from {folder}")
-        return self.saved, [Evaluation(**e) for e in state["evaluations"] if self.saved > 0]
+        return self.saved, [Evaluation(**dict(e)) for e in state.evaluations if self.saved > 0]
 
     @property
     def _root(self) -> Path:

@@ -1,11 +1,11 @@
 """How many steps a run has: as its configuration says, or as many as the problems of its epochs make."""
 
-import json
 import math
 from pathlib import Path
 
 from learner.config import RunConfig
 from learner.driver import checkpoint
+from learner.driver.resume import config_of
 from rollout.data.cursor import Cursor
 
 
@@ -18,19 +18,18 @@ def total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) 
     needed, groups = config.num_problems(num_problems), config.learner.groups_per_step
     if resume_from is None:
         return math.ceil(needed / groups)
-    state = json.loads((resume_from / "state.json").read_text())
-    then = RunConfig.model_validate_json((resume_from / "config.json").read_text())
+    state, then = checkpoint.read_state(resume_from), config_of(resume_from)
     consumed = Cursor()
-    consumed.restore(**state["cursor"])
+    consumed.restore(state.cursor.low, state.cursor.done)
     step, left = checkpoint.step_of(resume_from), needed - consumed.consumed
     if left <= 0:
         return step
-    before = state.get("problems", num_problems)  # of an epoch, by then
+    before = num_problems if state.problems is None else state.problems  # of an epoch, by then
     if (then.learner.groups_per_step, before) == (groups, num_problems):
         planned = then.num_steps or math.ceil(then.num_problems(before) / groups)
-        recorded = state.get("total_steps", planned)
+        recorded = planned if state.total_steps is None else state.total_steps
         if then.num_steps is None and then.epochs == config.epochs:
-            return int(recorded)
+            return recorded
         if recorded == planned:  # nothing had changed before either
             return math.ceil(needed / groups)
     return step + math.ceil(left / groups)

@@ -19,8 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cluster.files import writing
+from cluster.reading import json_value, read_mapping
 
 NAME = ".lock"
+LONGEST = 4096  # bytes of what it says
 MOST_TRIES = 100
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -91,7 +93,7 @@ def _take(path: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(descriptor, 4096, 0)
+            owner = os.pread(descriptor, LONGEST, 0)
             os.close(descriptor)
             raise RunFolderInUse(_refusal(path.parent, owner)) from None
         except OSError as error:
@@ -124,9 +126,9 @@ def is_held(folder: Path) -> bool:
     """Whether a run goes on in the folder, for people: a guess by the process id in its lock file, which a killed
     process leaves behind. Nothing is decided by it."""
     try:
-        owner = json.loads((folder / NAME).read_bytes())
+        owner = read_mapping(folder / NAME, LONGEST)
         gone = owner["host"] == socket.gethostname() and not Path(f"/proc/{int(owner['pid'])}").exists()
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return False
     except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
         return True
@@ -135,7 +137,7 @@ def is_held(folder: Path) -> bool:
 
 def _refusal(folder: Path, owner: bytes) -> str:
     try:
-        found = json.loads(owner)
+        found = json_value(owner, NAME)
         who = f"process {found['pid']} on host {found['host']} since {found['started']}"
     except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
         who = f"a process that has just started, or whose {NAME} was deleted"

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+CONSOLE = "console.log"  # in a run's folder: what was printed after those who read it had gone
+
 _kept: Path | None = None
 _in_file: set[int] = set()  # descriptors that are that file now
 _lost: dict[int, OSError] = {}  # descriptor -> why what was written to it is nowhere

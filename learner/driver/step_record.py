@@ -11,12 +11,14 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.files import writing
+from cluster.reading import MIB, json_value, lines
 from learner.driver import mismatch_files
 from learner.trainer.service import Arithmetic, TrainerService
 from rollout import ledger
 from rollout.types import PolicyId
 
 POLICIES = "policies.jsonl"
+LONGEST = MIB  # bytes of a line
 
 
 class PolicyLine(NamedTuple):
@@ -82,19 +84,21 @@ class StepRecord:
 
 def read_policies(run_dir: Path) -> list[PolicyLine]:
     """Of a run's folder, oldest first; none where a version of gleaner wrote it that kept none. A line that a kill cut
-    short is left out."""
-    file = run_dir / POLICIES
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    return [line for text in lines if (line := _read(text)) is not None]
+    short is left out. Raises Unreadable."""
+    try:
+        return [line for _, text in lines(run_dir / POLICIES, LONGEST) if (line := _read(text)) is not None]
+    except FileNotFoundError:
+        return []
 
 
 def _written(line: PolicyLine) -> str:
     return json.dumps(line._asdict() | {"arithmetic": line.arithmetic._asdict()}) + "\n"
 
 
-def _read(text: str) -> PolicyLine | None:
+def _read(text: bytes) -> PolicyLine | None:
     try:
-        found = json.loads(text)
-        return PolicyLine(**found | {"arithmetic": Arithmetic(**found["arithmetic"])})
+        found = json_value(text, "line")
+        line = PolicyLine(**found | {"arithmetic": Arithmetic(**found["arithmetic"])})
     except (ValueError, TypeError, KeyError):
         return None
+    return line if type(line.step) is int and isinstance(line.sha256, str) else None

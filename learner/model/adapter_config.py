@@ -5,11 +5,11 @@ PEFT loads more kinds of adapters than are trained and served here. A setting th
 something else is refused, by its name in the file.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from cluster.reading import Unreadable, read_mapping
 from learner.config.learner import LoraConfig
 from rollout.data.hub import split
 from rollout.data.weight_files import WEIGHTS_FILE, header
@@ -100,12 +100,9 @@ def read_content(folder: str, key: str) -> dict[str, Any]:
     if not file.is_file():
         raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder}; give one in PEFT's form")
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise AdapterError(f"{key}: {file} must be JSON: {error}; save the adapter again") from None
-    if not isinstance(content, dict):
-        raise AdapterError(f"{key}: {file} must be a JSON object, got {type(content).__name__}; save the adapter again")
-    return content
+        return read_mapping(file)
+    except (OSError, Unreadable) as error:
+        raise AdapterError(f"{key}: {error}; save the adapter again") from None
 
 
 def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:

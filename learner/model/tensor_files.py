@@ -1,10 +1,10 @@
 """In which file of a model each of its tensors lies."""
 
-import json
 from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
+from cluster.reading import read_mapping
 from rollout.data.hub import split
 from rollout.data.weight_files import INDEX, SINGLE, WeightsError, header
 
@@ -16,7 +16,7 @@ def tensor_files(path: str) -> dict[str, Path]:
     """
     index = _file(path, INDEX)
     if index is not None:
-        where: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        where: dict[str, str] = read_mapping(index)["weight_map"]
         files = {name: _file(path, name) for name in sorted(set(where.values()))}
         found = {tensor: files[name] for tensor, name in where.items()}
     else:

@@ -37,6 +37,7 @@ class AsTrained:
         """Into that folder, in the place of a file or link of that name. Raises OSError, with the path in it."""
         partial = folder / f".{GENERATION}.partial"
         with writing(folder / GENERATION):
+            partial.unlink(missing_ok=True)  # in a folder of others it may be a link
             partial.write_text(json.dumps(self.generation, indent=2) + "\n")
             os.replace(partial, folder / GENERATION)
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.files import writing
+from cluster.yaml_tree import read_yaml
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.publishing import ADAPTER, learned_in
-from learner.driver.yaml_tree import read_yaml
 from learner.model.adapter_config import MODEL
 from learner.tools.eval_progress import EvalProgress
 from learner.tools.evaluation import Evaluated, evaluate

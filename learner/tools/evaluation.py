@@ -1,7 +1,6 @@
 """gleaner eval: a model or an adapter on data, by the generators and reward functions of a run."""
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from rewards.text import text_of
 from rollout.data.chat import Chat
 from rollout.data.problems import Renderer, fitting, load, load_whole
 from rollout.data.weight_names import check_model
-from rollout.schema import Problem, failed, whole
+from rollout.schema import Problem, asked_of, failed, said_of, whole
 from rollout.seeds import group_seed
 from rollout.types import Adapter, Sampling, Weights
 
@@ -258,9 +257,9 @@ def said_in(rows: pa.Table) -> list[str]:
     """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered. Behind the
     tag that its prompt ends in, since an answer may be what stands in that."""
     columns = (rows.column(name).to_pylist() for name in ("completion", "messages", "problem"))
-    opened = {problem: json.loads(problem).get("prefilled", "") for problem in set(rows.column("problem").to_pylist())}
+    opened = {problem: asked_of(problem).prefilled for problem in set(rows.column("problem").to_pylist())}
     return [
-        opened[problem] + (text if turns is None else text_of(json.loads(turns)))
+        opened[problem] + (text if turns is None else text_of(said_of(turns) or []))
         for text, turns, problem in zip(*columns, strict=True)
     ]
 

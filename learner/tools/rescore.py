@@ -1,7 +1,6 @@
 """Scores saved rollouts with a reward, as training would, and draws the distribution: try a reward before a run."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from rewards.memory import DEFAULT
 from rewards.pool import RewardPool, Scores
 from rollout import ledger
 from rollout.config import parse_size
-from rollout.schema import groups_of, rewards_of, whole
+from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole
 
 BINS = 10
 WIDTH = 40
@@ -52,6 +51,8 @@ def rescore(
     if not files:
         raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
     groups = [whole(group) for file in files for group in groups_of(_read(file))]
+    if not groups:
+        raise RescoreError(f"--rollouts: the step files of {folder} hold no completions; give others")
     try:
         memory_bytes = size_of(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))
@@ -99,10 +100,10 @@ async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes:
 
 def group_of(rows: pa.Table) -> Group:
     """What a reward function was given for this group."""
-    problem = json.loads(rows.column("problem")[0].as_py())
+    problem = asked_of(rows.column("problem")[0].as_py())
     texts, ids, said = (rows.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
-    group = Group.of(problem["messages"], texts, ids, problem["columns"], problem.get("prefilled", ""))
-    played = [group.completions[i] if row is None else json.loads(row) for i, row in enumerate(said)]
+    group = Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled)
+    played = [group.completions[i] if row is None else said_of(row) for i, row in enumerate(said)]
     return replace(group, completions=played)
 
 

@@ -1,7 +1,6 @@
 """gleaner rollouts show: completions out of a run's ledger, chosen and shown."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from cluster.metrics_file import number
 from learner.tools import rollout_view
 from rollout import ledger
-from rollout.schema import parts_of, whole
+from rollout.schema import asked_of, parts_of, said_of, whole
 
 COLUMNS = ("group_id", "problem_id", "sample", "completion", "reward", "reward_status", "finish_reason", "worker")
 
@@ -57,6 +57,8 @@ def run(asked: Asked) -> int:
 
 def chosen(rows: Sequence[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
     """Those that were asked for. Raises RolloutsError where there are none."""
+    if not rows:
+        raise RolloutsError("DIR: the step holds no completions; give another --step")
     if asked.best and asked.worst:
         raise RolloutsError("--best: does not go with --worst; give one of them")
     found = [row for row in rows if asked.problem in (None, row["problem_id"])]
@@ -114,17 +116,18 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
-    problem, said = json.loads(row["problem"]), row["messages"]
-    asks = problem["messages"]
+    problem = asked_of(row["problem"])
+    asks = problem.messages
     return {name: row[name] for name in COLUMNS} | {
-        "parts": {name: None if value is None or math.isnan(value) else value for name, value in parts.items()},
+        "reward": number(row["reward"]),
+        "parts": {name: number(value) for name, value in parts.items()},
         "tokens": len(row["completion_ids"])
         if row["loss_mask"] is None
         else sum(row["loss_mask"]),  # that were sampled
         "versions": [row["policy_version_min"], row["policy_version_max"]],
         "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
-        "answer": problem["columns"].get("answer"),
-        "messages": None if said is None else json.loads(said),
+        "answer": problem.columns.get("answer"),
+        "messages": said_of(row["messages"]),
         "error": row["reward_error"],
-        "turn_rewards": [turn["reward"] for turn in row["turns"]],
+        "turn_rewards": [number(turn["reward"]) for turn in row["turns"]],
     }

@@ -14,7 +14,7 @@ from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.model_checks import check_lora
 from learner.driver.publishing import ADAPTER, learned_in
-from learner.model.adapter_config import CONFIG_FILE, MODEL, served
+from learner.model.adapter_config import CONFIG_FILE, MODEL, AdapterError, read_content, served
 from learner.tools.as_trained import as_trained
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts
@@ -181,8 +181,10 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
 
 def _targets(adapter: Path) -> list[str]:
     """The last part of the names of the layers that it changes."""
-    config = json.loads((adapter / CONFIG_FILE).read_text())
-    return sorted({name.rpartition(".")[2] for name in config["target_modules"]})
+    names = read_content(str(adapter), "RUN").get("target_modules")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise AdapterError(f"RUN: target_modules of {adapter / CONFIG_FILE} must be a list of layers; save it again")
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _with_experts(model: str) -> bool:

@@ -1,9 +1,9 @@
 """Tokenizer and JSON files of a model, from a folder or from the hub."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from cluster.reading import Unreadable, read_mapping
 from rollout.data.chat_error import ChatError
 from rollout.data.hub import split
 
@@ -104,10 +104,6 @@ def read_json(path: str, name: str) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ChatError(f"model.path: {file} cannot be read as JSON: {said}; copy it again") from error
-    if not isinstance(content, dict):
-        raise ChatError(f"model.path: {file} must hold a mapping, got {type(content).__name__}; copy it again")
-    return content
+        return read_mapping(file)
+    except (OSError, Unreadable) as error:
+        raise ChatError(f"model.path: {error}; copy it again") from error

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from huggingface_hub import try_to_load_from_cache
 
+from cluster.reading import Unreadable, opened, read_mapping
 from rollout.data.hub import split
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # of a PEFT adapter
@@ -97,8 +98,8 @@ def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
 def header(file: Path, key: str) -> dict[str, Stored]:
     """The tensors of a safetensors file whose size is right. Raises WeightsError, which names `key`."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = int.from_bytes(first, "little")
             if first == b"version ":  # how a pointer of git-lfs begins
@@ -111,6 +112,8 @@ def header(file: Path, key: str) -> dict[str, Stored]:
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except OSError as error:
         raise WeightsError(f"{key}: {file} cannot be read: {error.strerror}; copy it again") from error
+    except Unreadable as error:
+        raise WeightsError(f"{key}: {error}; copy it again") from None
     except WeightsError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
@@ -130,9 +133,9 @@ def _entry(entry: Any, file: Path, data: int) -> Stored:
 
 def _sharded(index: Path, key: str) -> dict[str, Stored]:
     try:
-        where = dict(json.loads(index.read_bytes())["weight_map"])
+        where = dict(read_mapping(index)["weight_map"])
         names: Iterable[str] = sorted({Path(name).name for name in where.values()})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{key}: {index} has no readable weight_map; copy it again") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from cluster.installed import version_of
 from cluster.memory.plan import gib
+from cluster.metrics_file import number
+from cluster.yaml_tree import dump
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
-from learner.driver.yaml_tree import dump
 from learner.tools.as_trained import GENERATION, AsTrained
 from learner.tools.export.card_header import header, named
 from learner.tools.export.markdown import fenced, table
@@ -190,18 +191,23 @@ def _training(source: Source) -> str:
 
 def _measured(run: Run, step: int) -> dict[str, str]:
     """What the metrics up to this step and the plan say."""
-    facts, steps = {}, sum(one <= step for one in run.steps)
+    facts, steps = {}, sum(one <= step for one in run.steps)  # of those that a page shows
+    last = next(run.file.rows([step])) if run.file is not None and step in run.file else {}
     for label, name in TRAINED.items():
         known = [value for value in run.metrics.get(name, ())[:steps] if value is not None]
         if known:
-            facts[label] = f"{known[0]:.3g} in the first step, {known[-1]:.3g} in the last"
-    seconds = sum(value for value in run.metrics.get("time/step", ())[:steps] if value is not None)
+            end = number(last.get(name))
+            facts[label] = f"{known[0]:.3g} in the first step, {known[-1] if end is None else end:.3g} in the last"
+    seconds = 0.0 if run.file is None else run.file.seconds(step)
     if seconds:
         facts["time of all steps"] = f"{seconds:.0f} s"
     for role in ("learner", "generator"):
-        part = run.plan.get(role) or {}
-        if part.get("planned") and part.get("measured"):
-            facts[f"memory of a {role}"] = f"{gib(part['planned'])} planned, {gib(part['measured'])} measured"
+        part = run.plan.get(role)
+        planned, measured = (
+            number(part.get(name)) if isinstance(part, dict) else None for name in ("planned", "measured")
+        )
+        if planned and measured:
+            facts[f"memory of a {role}"] = f"{gib(planned)} planned, {gib(measured)} measured"
     return facts
 
 
@@ -213,7 +219,7 @@ def _run(source: Source) -> Run | None:
 
 
 def _reproduce(config: RunConfig) -> str:
-    tree = config.model_dump(mode="json", exclude_defaults=True, exclude={"cluster": {"deadlines", "address"}})
+    tree = config.model_dump(exclude_defaults=True, exclude={"cluster": {"deadlines", "address"}})
     kept = {name: value for name, value in tree.items() if name not in LEFT_OUT}
     text = dump(_without_folders(kept))
     return (

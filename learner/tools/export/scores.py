@@ -1,10 +1,10 @@
 """What `gleaner eval --json` printed, for the model card."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.reading import read_json
 from learner.driver.checkpoint import files_of
 from learner.driver.publishing import ADAPTER_FILES, TRAINER
 from learner.tools.eval_scores import Estimate
@@ -30,7 +30,7 @@ class Scores:
 def read_scores(file: Path) -> Scores:
     """Raises ExportError."""
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
         told = {"problems": found["problems"] - found.get("unscored", 0)}  # earlier versions: of all alike
         metrics = {str(name): Estimate(**told | one) for name, one in found["metrics"].items()}
         return Scores(

@@ -1,11 +1,11 @@
 """What is exported: a whole checkpoint of a run, which may still be going on."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from cluster.reading import read_text
 from learner.config import RunConfig
 from learner.driver import checkpoint
 from learner.driver.evaluate import Evaluation
@@ -59,11 +59,10 @@ def find(run: Path, step: int | None, model: str | None = None) -> Source:
         raise ExportError(f"RUN: must be a run folder such as runs/demo-seed0, got {run}; check the path")
     folder = _checkpoint(run / "checkpoints", step)
     try:
-        config = RunConfig.model_validate_json((folder / "config.json").read_text())
-        inputs = Fingerprints.from_json((folder / FILE).read_text())
-        state = json.loads((folder / "state.json").read_text())
-        evaluations = [Evaluation(**one) for one in state["evaluations"]]
-    except (ValidationError, OSError, ValueError, KeyError, TypeError) as error:
+        config = RunConfig.model_validate_json(read_text(folder / "config.json"))
+        inputs = Fingerprints.read(folder / FILE)
+        evaluations = [Evaluation(**dict(one)) for one in checkpoint.read_state(folder).evaluations]
+    except (ValidationError, OSError, ValueError, checkpoint.CheckpointError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise ExportError(
             f"RUN: {folder} was made by another version of gleaner, of which this one cannot read all ({first}); "

@@ -23,7 +23,7 @@ NOT_A_CAUSE = ("time/", "memory/", "buffer/", "reward/ms", "rollout/tokens_per_s
 def bisect(folder: Path, metric: str, *, as_json: bool) -> int:
     """Prints it. Exit code: 0, also where nothing broke. Raises ReplayError."""
     try:
-        run = read_run(folder)
+        run = read_run(folder, every=True)
     except ReportError as error:
         raise ReplayError(str(error)) from None
     steps, values = _values(run, metric)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from learner.config import RunConfig
-from learner.driver.resume import FIXED, leaves
+from learner.driver.resume import FIXED, leaves, same_value
 from learner.tools.replay.recorded import ReplayError
 
 REWARDS = "rewards"
@@ -21,7 +21,8 @@ Changes = dict[str, tuple[Any, Any]]  # dotted key -> the run's value, and the r
 def changes_of(then: RunConfig, now: RunConfig) -> Changes:
     """What differs."""
     old, new = (dict(_leaves(one)) for one in (then, now))
-    return {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)}
+    keys = dict.fromkeys([*old, *new])
+    return {key: (old.get(key), new.get(key)) for key in keys if not same_value(old.get(key), new.get(key))}
 
 
 def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> Changes:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from cluster.metrics_file import MetricsFile, number
+from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.driver import checkpoint, config_io
 from learner.driver.fingerprints import FILE, Fingerprints, differing, fingerprints_of
@@ -28,14 +30,24 @@ class Step:
 
     Attributes:
         file: its rollouts.
-        metrics: its line of metrics.jsonl, without what was not finite.
+        lines: metrics.jsonl of the run.
         policy: the line of the policy that it led to; None where the run recorded none.
     """
 
     number: int
     file: Path
-    metrics: dict[str, float]
+    lines: MetricsFile
     policy: PolicyLine | None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Its line of metrics.jsonl, without what was not finite. Raises ReplayError."""
+        row = next(self.lines.rows([self.number]))
+        if not row:
+            raise ReplayError(
+                f"step {self.number}: its line in metrics.jsonl cannot be read; choose others by --from and --to"
+            )
+        return {name: known for name, value in row.items() if name != "step" and (known := number(value)) is not None}
 
     def counted(self) -> dict[str, float]:
         """The metrics that count the groups which the step consumed and did not learn from."""
@@ -105,7 +117,10 @@ class Recorded:
         known = [one / FILE for one in reversed(_kept(self.folder / "checkpoints")) if (one / FILE).exists()]
         if not known:
             return
-        then = Fingerprints.from_json(known[0].read_text())
+        try:
+            then = Fingerprints.read(known[0])
+        except Unreadable as error:
+            raise ReplayError(f"RUN: {error}; take that checkpoint away") from None
         now = fingerprints_of(self.config.model_copy(update={"rewards": [], "env": EnvConfig()}), ())
         pairs = [("model.path", now.base, then.base)]
         if own_loss:
@@ -125,13 +140,14 @@ def read_recorded(folder: Path) -> Recorded:
     except ReportError as error:
         raise ReplayError(str(error)) from None
     config = load_config(folder, ())
-    policies = {line.step: line for line in read_policies(folder)}
+    try:
+        policies = {line.step: line for line in read_policies(folder)}
+    except Unreadable as error:
+        raise ReplayError(f"RUN: {error}; take it away") from None
     files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
-    steps = {}
-    for place, number in enumerate(run.steps):
-        if number > 0 and number in files:
-            line = {name: value for name, column in run.metrics.items() if (value := column[place]) is not None}
-            steps[number] = Step(number, files[number], line, policies.get(number))
+    lines = run.file
+    known = [] if lines is None else [step for step in sorted(files) if step > 0 and step in lines]
+    steps = {step: Step(step, files[step], lines, policies.get(step)) for step in known if lines is not None}
     if not steps:
         raise ReplayError(
             f"RUN: {folder} has no step with both its rollouts and its line in metrics.jsonl yet; wait for the first"

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.reading import printable
 from learner.algo.advantage import ADVANTAGES
 from learner.tools.report.completions import read_step
 from learner.tools.report.packing import Block, packed
@@ -43,13 +44,16 @@ def head_of(runs: Sequence[Run], words: Words) -> dict[str, Any]:
 
 def title_of(runs: Sequence[Run]) -> str:
     """Names of the runs."""
-    return " against ".join(run.name for run in runs)
+    return printable(" against ".join(run.name for run in runs))
 
 
 def model_of(run: Run) -> str | None:
     """Where the run's tokenizer is."""
     model = run.config.get("model")
-    return joined(str(model["path"]), model.get("revision")) if isinstance(model, dict) and model.get("path") else None
+    if not isinstance(model, dict) or not model.get("path"):
+        return None
+    revision = model.get("revision")
+    return joined(str(model["path"]), None if revision is None else str(revision))
 
 
 def advantage_of(run: Run) -> str | None:
@@ -59,11 +63,11 @@ def advantage_of(run: Run) -> str | None:
         return None
     loss = learner.get("loss")
     kind = loss.get("advantage") if isinstance(loss, dict) else None
-    return kind if kind in ADVANTAGES else None
+    return kind if isinstance(kind, str) and kind in ADVANTAGES else None
 
 
 def trained_of(run: Run) -> int | None:
     """How many groups of a step's file were trained on, the first; None if the configuration does not say."""
     learner = run.config.get("learner")
     count = learner.get("groups_per_step") if isinstance(learner, dict) else None
-    return count if type(count) is int else None
+    return count if type(count) is int and count > 0 else None

@@ -16,7 +16,7 @@ from learner.driver import mismatch_files
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.run_folder import ReportError
 from rollout import ledger
-from rollout.schema import groups_of, lasts, rewards_of
+from rollout.schema import asked_of, groups_of, lasts, rewards_of, said_of
 
 SHOWN = 160  # characters of a prompt in the list
 LOGPROB_PARTS = 100  # a logprob is kept in hundredths of a nat, as a whole number
@@ -74,12 +74,12 @@ def _group(
     mismatch: Mismatch,
 ) -> dict[str, Any]:
     rows = table.to_pylist()
-    problem = _json(rows[0]["problem"], {})
+    problem = asked_of(rows[0]["problem"])
     samples = [row["sample"] for row in rows]
     made = [_completion(rows[i], tokens) | {"rows": samples.count(rows[i]["sample"])} for i in whole]
     if advantages is not None:
         for one, value in zip(made, advantages.tolist(), strict=True):
-            one["advantage"] = round(value, 3)
+            one["advantage"] = round(value, 3) if math.isfinite(value) else None  # of a reward that is not finite
     first = rows[0]
     if len(differences := mismatch.get(first["group_id"], ())) == len(rows):
         for i, one in zip(whole, made, strict=True):
@@ -87,7 +87,7 @@ def _group(
                 one["mismatch"] = [_finite(value, 2) for value in values]
     return {
         "id": first["group_id"], "problem": first["problem_id"], "epoch": first["epoch"], "attempt": first["attempt"],
-        "prompt": problem.get("messages", ""), "columns": problem.get("columns", {}), "completions": made,
+        "prompt": _packable(problem.messages), "columns": _packable(problem.columns), "completions": made,
     }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
     if row["reward_error"] is not None:
         made["error"] = row["reward_error"]
     if row["messages"] is not None:
-        made["messages"] = _json(row["messages"], [])
+        made["messages"] = _packable(said_of(row["messages"]))
     if row["turns"]:
         made["turns"] = [_turn(turn) for turn in row["turns"]]
     if row["env_metrics"]:
@@ -149,12 +149,13 @@ def _line(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _json(text: str, otherwise: Any) -> Any:
-    try:
-        found = json.loads(text, parse_constant=str)  # a column may hold NaN, which JSON has not
-    except ValueError:
-        return otherwise
-    return found if type(found) is type(otherwise) else otherwise
+def _packable(value: Any) -> Any:
+    """A column may hold NaN, which JSON has not: as text, as Python writes it in JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return {key: _packable(one) for key, one in value.items()}
+    return [_packable(one) for one in value] if isinstance(value, list) else value
 
 
 def _finite(value: float | None, digits: int = 5) -> float | None:

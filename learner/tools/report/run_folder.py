@@ -1,17 +1,21 @@
 """What a run folder says of its run, also while the run still writes to it: metrics, configuration, plan, rollouts."""
 
-import json
+import datetime
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from cluster.metrics_file import MetricsFile, number
+from cluster.reading import Unreadable, json_value, read_text
+from cluster.yaml_tree import ConfigError, check_plain, mapping_of
 from learner.driver import phases, run_lock
 from rollout import ledger
 
 REPLAY = "replay.json"  # in the folder of a replay
+MOST = 2**19  # bytes of config.yaml, plan.json and replay.json
+SHOWN = 2000  # steps of a curve: more than a screen has columns
 Column = list[float | None]
 
 
@@ -21,11 +25,12 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run folder, as far as it can be read. Letters: S steps in metrics.jsonl.
+    """One run folder, as far as it can be read. Letters: S steps that are shown.
 
     Attributes:
         name: of the folder, behind those above it where another run of the report has the same.
-        steps: [S] ascending, each once.
+        file: all steps of metrics.jsonl; None where there is no such file.
+        steps: [S] ascending, each once: all of them, or of a long run some that lie evenly, with first and last.
         metrics: name -> [S] values, None where a step has none or it was not finite. `at` is seconds since 1970.
         config: config.yaml; plan: plan.json; replay: replay.json. Empty where the file is missing or not whole.
         rollouts: the step files, oldest first.
@@ -34,6 +39,7 @@ class Run:
     """
 
     name: str
+    file: MetricsFile | None
     steps: list[int]
     metrics: dict[str, Column]
     config: dict[str, Any]
@@ -44,9 +50,10 @@ class Run:
     remarks: list[str]
 
     @property
-    def of(self) -> Any:
+    def of(self) -> int | None:
         """Its last step, as far as one knows before: a run by epochs does not say."""
-        return self.replay.get("to", self.config.get("steps"))
+        of = self.replay.get("to", self.config.get("steps"))
+        return of if type(of) is int else None
 
 
 def begun(folder: Path) -> bool:
@@ -66,8 +73,9 @@ def read_runs(folder: Path, against: Path | None) -> list[Run]:
     return runs  # one run against itself
 
 
-def read_run(folder: Path) -> Run:
-    """Raises ReportError if the folder is not one of a run that has begun."""
+def read_run(folder: Path, *, every: bool = False) -> Run:
+    """every: each step counts as shown, however many they are. Raises ReportError if the folder is not one of a run
+    that has begun."""
     if not folder.is_dir():
         raise ReportError(f"run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
     if not begun(folder):
@@ -76,14 +84,13 @@ def read_run(folder: Path) -> Run:
         )
     remarks: list[str] = []
     rollouts = ledger.steps(folder / "rollouts")
-    rows = _rows(folder / "metrics.jsonl", remarks)
-    steps = sorted(rows)
-    names = sorted({name for row in rows.values() for name in row} - {"step"})
-    metrics = {name: [_number(rows[step].get(name)) for step in steps] for name in names}
+    file = _file(folder / "metrics.jsonl", remarks)
+    steps, metrics = ([], {}) if file is None else _curves(file, remarks, every=every)
     replayed = (folder / REPLAY).exists()
     config, replay = _mapping(folder / "config.yaml", remarks), _mapping(folder / REPLAY, remarks) if replayed else {}
     plan = {} if replayed else _mapping(folder / "plan.json", remarks)  # a replay makes none
-    run = Run(folder.resolve().name, steps, metrics, config, plan, replay, rollouts, phases.read(folder), remarks)
+    spent = _phases(folder, remarks)
+    run = Run(folder.resolve().name, file, steps, metrics, config, plan, replay, rollouts, spent, remarks)
     if replayed:
         remarks.append(_replayed(run))
     elif not run_lock.is_held(folder):
@@ -101,50 +108,94 @@ def _replayed(run: Run) -> str:
 def _early(run: Run) -> list[str]:
     """Of a run that goes on no longer."""
     done, of = run.steps[-1] if run.steps else 0, run.of
-    if not isinstance(of, int) or done >= of:
+    if of is None or done >= of:
         return []
     where = f"at step {done} of {of}" if done else "before its first step"
     how = "The same command goes on from its newest checkpoint, or begins again where there is none."
     return [f"The run ended {where}: it failed or was stopped, which its last lines in the terminal told. {how}"]
 
 
-def _rows(file: Path, remarks: list[str]) -> dict[int, dict[str, Any]]:
-    """Step -> its line. A line that is none of a step (the last one, while it is being written) is left out."""
-    if not file.exists():
-        remarks.append(f"{file.name} is missing: no curves.")
-        return {}
-    rows: dict[int, dict[str, Any]] = {}
-    bad = []
-    lines = file.read_text(errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and type(found.get("step")) is int:
-            rows[found["step"]] = found
-        else:
-            bad.append(number)
-    if bad:
-        remarks.append(f"{file.name}: {len(bad)} of {len(lines)} lines hold no whole step (first: line {bad[0]}).")
-    return rows
+def _file(path: Path, remarks: list[str]) -> MetricsFile | None:
+    """Lines that are none of a step (the last one, while it is being written) are counted."""
+    try:
+        file = MetricsFile(path)
+    except FileNotFoundError:
+        remarks.append(f"{path.name} is missing: no curves.")
+        return None
+    except Unreadable as error:
+        remarks.append(f"{path.name} cannot be read: {error}.")
+        return None
+    if file.bad:
+        told = f"{file.bad} of {file.total} lines hold no whole step (first: line {file.first_bad})"
+        remarks.append(f"{path.name}: {told}.")
+    return file
 
 
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+def _curves(file: MetricsFile, remarks: list[str], *, every: bool) -> tuple[list[int], dict[str, Column]]:
+    chosen = file.steps if every else _evenly(file.steps, file.evaluated())
+    steps, metrics = list[int](), dict[str, Column]()
+    for step, row in zip(chosen, file.rows(chosen), strict=True):
+        if not row:
+            continue
+        for name in row.keys() - metrics.keys() - {"step"}:
+            metrics[name] = [None] * len(steps)
+        steps.append(step)
+        for name, column in metrics.items():
+            column.append(number(row.get(name)))
+    if len(chosen) < len(file.steps):
+        told = f"{len(chosen):,} of {len(file.steps):,} steps are drawn, evenly spread"
+        remarks.append(f"{told}; metrics.jsonl has them all.")
+    if len(steps) < len(chosen):
+        remarks.append(f"metrics.jsonl: {len(chosen) - len(steps)} of {len(chosen)} lines cannot be read.")
+    return steps, dict(sorted(metrics.items()))
+
+
+def _evenly(steps: list[int], evaluated: list[int]) -> list[int]:
+    """At most about SHOWN of the steps, and as many of those with an evaluation, with the first two and the last of
+    each, ascending. Which ones goes by their own numbers, so that a page stays as it is while its run goes on."""
+    chosen = set()
+    for some in (steps, evaluated):
+        every = 1
+        while len(some) > SHOWN * every:
+            every *= 2
+        chosen |= {*some[:2], *some[-1:], *some[::every]}
+    return sorted(chosen)
+
+
+def _phases(folder: Path, remarks: list[str]) -> list[dict[str, float]]:
+    try:
+        return phases.read(folder)
+    except Unreadable as error:
+        remarks.append(f"{phases.FILE} cannot be read: {error}.")
+        return []
 
 
 def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:
-    """A YAML or JSON file (which is YAML, too) that holds a mapping."""
-    if not file.exists():
+    """A YAML or JSON file that holds a mapping, as JSON may have it."""
+    try:
+        text = read_text(file, MOST)
+        found = json_value(text, file.name) if file.suffix == ".json" else mapping_of(text)
+        if not isinstance(found, dict):
+            raise Unreadable(f"it must hold a mapping, got {type(found).__name__}")
+        check_plain(found)
+    except FileNotFoundError:
         remarks.append(f"{file.name} is missing.")
         return {}
-    try:
-        text = file.read_text()
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
-        remarks.append(f"{file.name} cannot be read; it may be half written.")
+    except (Unreadable, ConfigError) as error:
+        remarks.append(f"{file.name} cannot be read; it may be half written ({error}).")
         return {}
-    return found
+    shown: dict[str, Any] = _shown(found)
+    return shown
+
+
+def _shown(value: Any) -> Any:
+    """As JSON may have it: keys are text, and so is what is no finite number, or is of YAML alone, such as a date."""
+    if isinstance(value, Mapping):
+        return {str(key): _shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(one) for one in value]
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, float) and not math.isfinite(value):
+        return f".{value}".replace(".-", "-.")  # as YAML writes it
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)

@@ -9,6 +9,7 @@ from learner.tools.report.completions import Step
 from learner.tools.report.packing import Block
 from learner.tools.report.run_folder import ReportError
 
+MOST_COMPLETIONS = 2**14  # of a page: to read and pack them takes seconds, and nobody reads them all
 MOST_ERRORS = 50  # different sentences of what failed
 
 
@@ -40,13 +41,14 @@ def spread(steps: Sequence[int]) -> list[int]:
 
 
 def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], limit: int) -> Sample:
-    """As many steps as `limit` bytes of blocks hold; of a first one that is larger than all of it, the first groups.
+    """As many steps as `limit` bytes of blocks hold, until they have MOST_COMPLETIONS; of a first one that is larger
+    than all of it, the first groups.
 
     read: a file and how many groups of it, None for all (completions.read_step).
     """
     kept: list[Step] = []
     made = Sample()
-    room = limit
+    room, completions = limit, 0
     by_step = {int(file.stem.removeprefix("step-")): file for file in files}
     for number in spread(sorted(by_step)):
         try:
@@ -56,10 +58,12 @@ def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], lim
         except ReportError as error:
             made.remarks.append(f"{error}.")
             continue
-        if len(step.block) > room:
+        completions += sum(len(line["rewards"]) for line in step.lines)
+        if len(step.block) > room or (completions > MOST_COMPLETIONS and kept):
+            limits = f"--limit ({limit / 2**20:.3g} MiB)" if len(step.block) > room else f"{MOST_COMPLETIONS:,}"
             made.remarks.append(
                 f"Completions of {len(kept)} of {len(files)} steps are shown, evenly spread: all of them would be more "
-                f"than --limit ({limit / 2**20:.3g} MiB)."
+                f"than {limits}; gleaner rollouts show has the others."
             )
             break
         room -= len(step.block)

@@ -14,11 +14,11 @@ class Start(NamedTuple):
 
 def starts_of(run: Run) -> list[Start]:
     """Oldest first."""
-    ends = list(zip(run.steps, run.metrics.get("at", ()), strict=False))
+    ends = [] if run.file is None else [(step, run.file.time(step)) for step in run.file.steps if step]
     found = []
     for line in run.phases:
         begun = line["at"] - line["wall"]
-        steps = [step for step, at in ends if step and at is not None and begun <= at <= line["at"]]
+        steps = [step for step, at in ends if begun <= at <= line["at"]]
         phases = {name: round(spent, 3) for name, spent in line.items() if name not in ("at", "wall")}
         found.append(Start(_told(steps), phases))
     return found

@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from cluster.dotted import dotted
+from cluster.metrics_file import number
 from learner.tools.report.figures import figures
 from learner.tools.report.run_folder import Run
 from learner.tools.report.starts import starts_of
@@ -25,7 +26,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
     model, learner = _part(run.config, "model"), _part(run.config, "learner")
-    seconds = sum(value for value in run.metrics.get("time/step", []) if value is not None)
+    seconds = 0.0 if run.file is None else run.file.seconds()
     facts = {
         "model": _last_part(model.get("path")),
         "algorithm": learner.get("algorithm"),
@@ -55,12 +56,14 @@ def _change(run: Run, name: str, label: str) -> dict[str, Any] | None:
 
 def _memory(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Bytes that were planned for each role, by part, and its measured peak."""
-    roles = [(name, _part(plan, name)) for name in ("learner", "generator")]
-    return [
-        {"role": name, "planned": role.get("planned"), "measured": role.get("measured"), "parts": role.get("parts")}
-        for name, role in roles
-        if role.get("planned") or role.get("measured")
-    ]
+    found = []
+    for name in ("learner", "generator"):
+        role = _part(plan, name)
+        planned, measured = number(role.get("planned")), number(role.get("measured"))
+        parts = {part: size for part, value in _part(role, "parts").items() if (size := number(value)) is not None}
+        if planned or measured:
+            found.append({"role": name, "planned": planned, "measured": measured, "parts": parts or None})
+    return found
 
 
 def _part(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

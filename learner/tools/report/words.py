@@ -11,6 +11,7 @@ from learner.tools.report.token_bytes import bytes_of
 from rollout.data.hub import split
 
 FILE = "tokenizer.json"
+MOST = 2**28  # bytes: the largest that are published have a tenth
 
 
 class Words:
@@ -54,8 +55,11 @@ class Words:
 
 def _file_of(model: str) -> Path | None:
     file = Path(model) / FILE
-    if file.is_file():
-        return file
+    try:
+        if file.is_file():
+            return file if file.stat().st_size <= MOST else None
+    except (OSError, ValueError):  # what no file is called
+        return None
     try:
         name, revision = split(model)
         cached = try_to_load_from_cache(name, FILE, revision=revision)

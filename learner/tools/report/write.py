@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.files import writing
 from learner.driver import run_lock
+from learner.driver.terminal_text import escaped
 from learner.tools.report.build import blocks_of
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.page import page
@@ -29,12 +30,13 @@ def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int
     partial = target.with_name(target.name + ".partial")
     try:
         with writing(partial):
-            with partial.open("w", encoding="utf-8", newline="\n") as file:
+            partial.unlink(missing_ok=True)  # in a folder of others it may be a link, or a FIFO
+            with partial.open("x", encoding="utf-8", newline="\n") as file:
                 file.writelines(page(title, blocks))
             os.replace(partial, target)
     except OSError as error:
         return _failed(f"--out: {target} cannot be written ({error.strerror}); give another file", 1)
-    print(f"report   {target}")
+    print(f"report   {escaped(str(target))}")
     return 0
 
 
@@ -70,5 +72,5 @@ def _wait_for_first_step(run: Path) -> None:
 
 
 def _failed(error: object, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {escaped(str(error))}", file=sys.stderr)
     return code

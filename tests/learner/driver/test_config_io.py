@@ -227,6 +227,34 @@ print(json.dumps([code, loaded]))
 """
 
 
+FREE = [
+    "rewards.1.args={cap: .inf, per: {low: [-.inf, {x: .nan}], 3: three}, since: 2025-02-03}", "data.args.q=-.INF",
+    "env.use=t.py:make", "env.args={a: [[.NaN]]}", "data.chat_template_kwargs={z: .inf}", "learner.push=adapter",
+]  # fmt: skip
+
+
+def test_free_arguments_come_back_from_the_file_of_a_run_as_they_were(tmp_path: Path) -> None:
+    """By default pydantic writes null for what is not finite, and text for a date or a key that is a number."""
+    config = load(None, [*NEEDED, *FREE])
+    again = load(str(write(tmp_path, to_yaml(config))), [])
+    assert repr(again.model_dump()) == repr(config.model_dump())
+    assert repr(again.rewards[1].args) == (
+        "{'cap': inf, 'per': {'low': [-inf, {'x': nan}], 3: 'three'}, 'since': datetime.date(2025, 2, 3)}"
+    )
+    stored = RunConfig.model_validate_json(config.model_dump_json())  # as a checkpoint has it
+    assert repr(
+        [stored.rewards[1].args["cap"], stored.data.args, stored.env.args, stored.data.chat_template_kwargs]
+    ) == ("[inf, {'q': -inf}, {'a': [[nan]]}, {'z': inf}]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: " + "1:" * 50_000 + "1", "a: 0." + "7" * 5000, "- " * 3000 + "a", "a: " + "[" * 60_000, "a: &b {c: *b}"],
+)
+def test_a_file_that_would_take_minutes_or_the_process_is_refused(tmp_path: Path, text: str) -> None:
+    assert len(refusal(path=write(tmp_path, text))) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [

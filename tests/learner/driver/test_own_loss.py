@@ -86,5 +86,6 @@ def test_a_checkpoint_remembers_the_content_of_the_file(here: Path) -> None:
         check_same_run(config_of("my_loss.py:yours"), found, folder)
 
 
-def test_a_checkpoint_of_before_has_no_loss_of_its_own() -> None:
-    assert Fingerprints.from_json('{"data": {}, "rewards": {}, "base": {}}').loss == {}
+def test_a_checkpoint_of_before_has_no_loss_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "inputs.json").write_text('{"data": {}, "rewards": {}, "base": {}}')
+    assert Fingerprints.read(tmp_path / "inputs.json").loss == {}

@@ -11,7 +11,7 @@ import yaml
 
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig
-from learner.driver import config_io, launch, preflight, run_lock
+from learner.driver import checkpoint, config_io, launch, preflight, run_lock
 from learner.driver.fingerprints import FILE, Fingerprints
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.main import main
@@ -63,6 +63,32 @@ def test_the_refusal_names_every_difference_with_both_values_and_what_to_do(tmp_
         f"this run another name= (and model.adapter={tmp_path}/adapter to start from what was learned), or allow it: "
         "resume_allow_changed=[seed, rewards.1.weight, learner.learning_rate, learner.schedule.kind, data, base]"
     )
+
+
+def test_numbers_that_are_not_finite_are_told_apart_and_nan_is_nan(tmp_path: Path) -> None:
+    def given(value: Any) -> RunConfig:
+        args = {"cap": float("nan"), "low": [float("-inf"), {"x": value}]}
+        return configure(rewards=[{"use": "rewards.py:ok", "args": args}, {"use": "format"}])
+
+    folder = saved(tmp_path, given(float("nan")))
+    assert check_same_run(given(float("nan")), SAME, folder) == []
+    for other in (float("inf"), None, 0.0):
+        assert "another rewards.0.args.low; give the same" in refusal(given(other), SAME, folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 30_000, '{"step": 3, "cursor": {"low": -1, "done": []}, "evaluations": []}', "3"]
+)
+def test_the_state_of_a_checkpoint_is_a_state_or_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / checkpoint.STATE).write_text(text)
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.read_state(tmp_path)
+    assert str(caught.value).startswith("resume: the state of a checkpoint must be as gleaner writes it: ")
+    (tmp_path / "step-000003").mkdir()
+    outside = json.dumps({"step": 3, "files": {"trainer/../../../x": {"bytes": 1, "sha256": ""}}})
+    for manifest in (text, outside):
+        (tmp_path / "step-000003" / checkpoint.MANIFEST).write_text(manifest)
+        assert "is not usable" in str(checkpoint.verify(tmp_path / "step-000003"))
 
 
 def test_what_is_allowed_by_name_passes_and_is_told_and_the_rest_does_not(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_n
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     trained = {"trainer/adapter_config.json", "trainer/adapter_model.safetensors"}
     assert found == trained | {"config.json", "inputs.json", "manifest.json", "state.json"}
-    assert Fingerprints.from_json((folder / "inputs.json").read_text()) == Fingerprints({}, {}, {})
+    assert Fingerprints.read(folder / "inputs.json") == Fingerprints({}, {}, {})
 
     fresh = build(tmp_path, configure(), 9, resume_step=5)
     assert await fresh.checkpoints.load(folder) == (5, loop.evaluations)
@@ -82,7 +82,7 @@ async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_
     assert await checkpoints.load(folder) == (4, evaluations)
     assert learner.asked == [("sees", 42), ("save", 41), ("load", 41)]
     assert json.loads((folder / "config.json").read_text()) == config.model_dump(mode="json")
-    assert Fingerprints.from_json((folder / "inputs.json").read_text()) == inputs
+    assert Fingerprints.read(folder / "inputs.json") == inputs
     loop.sinks.timeline.close()
     span = json.loads((tmp_path / "timeline.json").read_text())[0]
     assert (span["name"], span["tid"], span["args"]) == ("checkpoint", "loop", {"step": 4})

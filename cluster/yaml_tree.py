@@ -7,6 +7,10 @@ from typing import Any
 
 import yaml
 
+from cluster.reading import MIB, Unreadable, read_text
+
+MOST = MIB // 2  # bytes of a file: PyYAML takes seconds for it
+LONGEST_NUMBER = 400  # letters: to base 60, which YAML knows, its time goes by their square
 MAX_DEPTH = 32  # of nested lists and mappings
 MAX_VALUES = 100_000  # an alias counts as often as it is used: a few lines may stand for billions
 MAX_INT = 2**63
@@ -30,6 +34,12 @@ class _Loader(yaml.SafeLoader):
             raise ConfigError(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+            raise ConfigError(f"a number must have at most {LONGEST_NUMBER} letters (line {node.start_mark.line + 1})")
+        found: str = super().construct_scalar(node)
+        return found
+
 
 class _Dumper(yaml.SafeDumper):
     """Writes text that _Loader would take for a number in quotes."""
@@ -48,18 +58,24 @@ def dump(tree: Any) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """One YAML mapping; an empty file is an empty mapping. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        raise ConfigError(f"--config {path}: {_unreadable(error)}") from None
-    try:
-        tree = _parse(text)
-        check_plain(tree)
+        return mapping_of(read_text(path, MOST))
+    except Unreadable as error:
+        raise ConfigError(f"--config: {error}; give a YAML file, such as those in configs/") from None
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        said = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--config {path}: {said}; the ready-made ones are in configs/") from None
+
+
+def mapping_of(text: str) -> dict[str, Any]:
+    """The mapping that a YAML text holds; an empty text is an empty mapping. Raises ConfigError."""
+    tree = _parse(text)
+    check_plain(tree)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path}: must be a mapping of keys, got {type(tree).__name__}")
+        raise ConfigError(f"must be a mapping of keys, got {type(tree).__name__}")
     return tree
 
 
@@ -121,12 +137,3 @@ def _check_text(text: str) -> None:
 
 def _too_deep() -> str:
     return f"lists and mappings must be nested at most {MAX_DEPTH} deep; take levels out"
-
-
-def _unreadable(error: OSError | ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        byte = error.object[error.start]
-        return f"must be UTF-8 text, got the byte 0x{byte:02x} at {error.start}; save it as UTF-8"
-    if isinstance(error, OSError):
-        return f"{error.strerror}; the ready-made ones are in configs/"
-    return f"{error}; check the path"
