@@ -57,7 +57,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise Unreadable(f"{path} must be a regular file")
-        yield file  # type: ignore[misc]  # typeshed: FileIO is no BinaryIO
+        yield file
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:

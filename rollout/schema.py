@@ -185,7 +185,8 @@ def asked_of(text: str) -> Asked:
     found = json_value(text, "column problem")
     if not isinstance(found, dict):
         raise ValueError(f"column problem must hold a mapping, got {type(found).__name__}")
-    messages, columns, prefilled = found.get("messages"), found.get("columns"), found.get("prefilled", "")
+    messages: Any = found.get("messages")
+    columns, prefilled = found.get("columns"), found.get("prefilled", "")
     if not isinstance(messages, str) and not _are_messages(messages):
         raise ValueError("column problem must have messages: a text, or a list of mappings")
     if not isinstance(columns, dict) or not isinstance(prefilled, str):

@@ -55,8 +55,8 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("name: \xe9t\xe9\n".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at 6; save it as UTF-8"),
-        (b"steps: " + b"9" * 10_000, "not YAML: Exceeds the limit"),
+        ("name: \xe9t\xe9\n".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at 6; give a YAML file"),
+        (b"steps: " + b"9" * 10_000, "a number must have at most 400 letters"),
         (b"data: " + b"[" * 5000 + b"]" * 5000, "lists and mappings must be nested at most 32 deep"),
         (b"data: " + b"[" * 40 + b"]" * 40, "lists and mappings must be nested at most 32 deep"),
         (b"data: {args: &all {again: *all}}", "lists and mappings must be nested at most 32 deep"),

@@ -173,7 +173,14 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
 
 @pytest.mark.parametrize(("scored", "told"), [([0, 4], ""), ([0, 2], "; step 4 was not evaluated, which ")])
 def test_a_finished_run_says_what_was_not_evaluated(tmp_path: Path, scored: list[int], told: str) -> None:
-    (tmp_path / "state.json").write_text(json.dumps({"evaluations": [{"step": step} for step in scored]}))
+    (tmp_path / "state.json").write_text(
+        json.dumps(
+            {
+                "cursor": {"low": 0, "done": []},
+                "evaluations": [{"step": step, "metrics": {}, "samples": []} for step in scored],
+            }
+        )
+    )
     prepared: Any = SimpleNamespace(config=config_of("m"), heldout=[1], resume_from=tmp_path, finished_steps=4)
     assert launch._unscored(prepared).startswith(told)
     assert bool(launch._unscored(prepared)) == bool(told)

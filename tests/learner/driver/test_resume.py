@@ -195,7 +195,9 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         files = {
             "config.json": prepared.config.model_dump_json(),
             FILE: prepared.fingerprints.to_json(),
-            "state.json": json.dumps({"evaluations": [{"step": 0}]}),
+            "state.json": json.dumps(
+                {"cursor": {"low": 0, "done": []}, "evaluations": [{"step": 0, "metrics": {}, "samples": []}]}
+            ),
             "trainer/adapter_config.json": "{}",
             "trainer/adapter_model.safetensors": f"weights {step}",
         }

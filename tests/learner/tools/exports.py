@@ -41,7 +41,9 @@ async def _commit(run: Path, config: RunConfig, scale: float) -> None:
     inputs = Fingerprints({"rows": "d" * 64}, {"good of my.py": "e" * 64}, content_of(config.model.path))
     async with checkpoint.commit(run / "checkpoints", STEP, keep=2) as folder:
         save(moved_policy(config, scale), folder / TRAINER, config.model.path)
-        (folder / "state.json").write_text(json.dumps({"step": STEP, "evaluations": HELD_OUT}))
+        (folder / "state.json").write_text(
+            json.dumps({"step": STEP, "cursor": {"low": 0, "done": []}, "evaluations": HELD_OUT})
+        )
         (folder / "config.json").write_text(config.model_dump_json())
         (folder / FILE).write_text(inputs.to_json())
 
