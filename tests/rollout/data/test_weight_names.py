@@ -227,7 +227,10 @@ def test_two_sets_of_weights(model: Path) -> None:
     assert check_model(str(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn],
+)
 def test_numbers_that_are_not_finite_are_found_wherever_they_stand(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
