@@ -148,8 +148,8 @@ class Updates:
             self._pipes.cursor.finish(group_position(group)[0])
 
     def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
-        """Counts a batch that is not learned from, and frees its slots. of_step: all that was generated since the last update,
-        which is kept for the ledger of the next."""
+        """Counts a batch that is not learned from, and frees its slots. of_step: all that was generated since the last
+        update, which is kept for the ledger of the next."""
         self._finish(of_step[: len(of_step) - len(self._passed)])
         self._passed = of_step
         self._in_a_row += 1

@@ -102,10 +102,9 @@ def _tell_of_others(folder: Path, splits: Mapping[str, Sequence[str]], names: Na
     ]
     if others:
         log.warning(
-            "%s: of the folder %s only the splits %s are read, and %s %s no part of them; name a pattern such as %s/*%s "
-            "if they are meant",
-            names.path, folder, ", ".join(splits), ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
-            "are" if len(others) > 1 else "is", folder, Path(others[0]).suffix,
+            "%s: the folder %s is read as %s, without %s; to read others name a file, or a pattern such as %s/*%s",
+            names.path, folder, ", ".join(splits), ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""), folder,
+            Path(others[0]).suffix,
         )  # fmt: skip
 
 

@@ -126,8 +126,10 @@ def test_what_is_asked_of_a_csv_file_goes_before() -> None:
 
 NAMED = {
     "jsonl": (
-        '{"question": "a", "answer": "2024-01-05"}\n{"question": "00712", "answer": null}\n'
-        '{"question": "NA", "answer": 123456789012345678901}\n',
+        (
+            '{"question": "a", "answer": "2024-01-05"}\n{"question": "00712", "answer": null}\n'
+            '{"question": "NA", "answer": 123456789012345678901}\n'
+        ),
         [("a", "2024-01-05"), ("00712", None), ("NA", 123456789012345678901)],
     ),
     "csv": ("question,answer\na,2024-01-05\nNA,00712\n1e3,\n", [("a", "2024-01-05"), ("NA", "00712"), ("1e3", None)]),
@@ -166,7 +168,8 @@ def test_what_of_a_folder_is_not_read_is_said(caplog: pytest.LogCaptureFixture) 
         Path("folder", name).write_bytes(LINES if name == "more.jsonl" else as_csv())
     assert [*read("folder", "train", {}, None, 0)] == ROWS
     assert (
-        "splits train are read, and more.jsonl is no part of them; name a pattern such as folder/*.jsonl" in caplog.text
+        "data.path: the folder folder is read as train, without more.jsonl; to read others name a file, or a pattern"
+        in caplog.text
     )
     caplog.clear()
     assert [*read("folder", "train", {"data_files": "train.csv"}, None, 0)] == ROWS
