@@ -109,7 +109,10 @@ class Updates:
         async with self._turns.learner():
             groups, spent = await self._reward_models.score(batch.groups, self.step + 1)
             learned = await self._train(groups, batch.useless, tasks)
-        return None if learned is None else (learned[0] | spent, learned[1])
+        if learned is None:
+            self._pipes.buffer.pass_over(len(groups))  # behind the learner's turn, in which generators sleep
+            return None
+        return learned[0] | spent, learned[1]
 
     async def _train(
         self, groups: Sequence[pa.Table], useless: Sequence[pa.Table], tasks: asyncio.TaskGroup
@@ -148,12 +151,11 @@ class Updates:
             self._pipes.cursor.finish(group_position(group)[0])
 
     def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
-        """Counts a batch that is not learned from, and frees its slots. of_step: all that was generated since the last
+        """Counts a batch that is not learned from. of_step: all that was generated since the last
         update, which is kept for the ledger of the next."""
         self._finish(of_step[: len(of_step) - len(self._passed)])
         self._passed = of_step
         self._in_a_row += 1
-        self._pipes.buffer.pass_over(len(groups))
         if not self._warned and self._failing is None:
             self._warned = True
             self._metrics.note(

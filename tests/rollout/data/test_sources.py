@@ -155,7 +155,6 @@ def test_a_file_has_the_same_values_however_it_is_named(kind: str) -> None:
         (file, "train", {}), ("folder", "train", tabs), (f"fold*/*.{kind}", "train", {}), ("packed", "train", tabs),
         ("zipped", "train", tabs), (builder, "train", {"data_files": file} | tabs),
         (builder, "held", {"data_files": splits} | tabs), ("folder", "train", {"data_files": f"*.{kind}"} | tabs),
-        (".", "train", {"data_dir": "folder"} | tabs),
     ]  # fmt: skip
     for path, split, args in named:
         assert [*read(path, split, args, None, 0)] == wanted, (path, split)
@@ -164,8 +163,8 @@ def test_a_file_has_the_same_values_however_it_is_named(kind: str) -> None:
 
 def test_what_of_a_folder_is_not_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
     Path("folder").mkdir()
-    for name in ("train.csv", "more.jsonl", "dataset_infos.json"):
-        Path("folder", name).write_bytes(LINES if name == "more.jsonl" else as_csv())
+    for name, content in (("train.csv", as_csv()), ("more.jsonl", LINES), ("dataset_infos.json", b"{}")):
+        Path("folder", name).write_bytes(content)
     assert [*read("folder", "train", {}, None, 0)] == ROWS
     assert (
         "data.path: the folder folder is read as train, without more.jsonl; to read others name a file, or a pattern"

@@ -22,7 +22,7 @@ WORDS = [
     "is",
     "\u00e9",
     "\ufdfa",
-    "x" * 40,
+    "q" * 40,
     "1+1",
     "\u2028",
     "a\tb",
@@ -51,7 +51,7 @@ def chat(kind: str) -> Counting:
     if kind == "digits":  # texts that differ in more than letter case and white space are one prompt
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[0-9]"), "0")
     if kind == "longer":  # a word has more tokens than bytes
-        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "?!" * 9)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("q", "?!" * 9)
     return Counting(tokenizer, EOS_IDS, VOCAB_SIZE)
 
 
@@ -59,7 +59,7 @@ def rows() -> list[dict[str, str]]:
     draw = random.Random(0)
     texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 9))) + f" {i % 90}" for i in range(150)]
     alike = [change(text) for text in texts[:40] for change in (str.upper, lambda text: text.replace(" ", "  "), str)]
-    return [{"question": text} for text in texts + alike]
+    return [{"question": text} for text in ["1 or", "2 or", *texts, *alike]]
 
 
 @pytest.mark.parametrize("system", [None, "Answer with a number."])
@@ -78,7 +78,7 @@ def test_the_same_problems_as_if_all_had_been_tokenised(
         found.append(([problems.at(place) for place in range(len(problems))], held_out))
     assert found[0] == found[1]
     fitting, held_out = found[0]
-    assert 50 < len(fitting) < 270 - 9
+    assert 50 < len(fitting) < 272 - 9
     assert {problem.prompt_ids for problem in fitting}.isdisjoint(problem.prompt_ids for problem in held_out)
 
 
@@ -98,9 +98,9 @@ def test_a_prompt_that_is_longer_than_was_held_to_be_ends_by_a_sentence(
     """The first prompts told nothing of a word that this tokenizer makes many tokens of."""
     monkeypatch.setattr(stock, "FIRST", 20)
     file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"question": "x" if i == 90 else "a"}) + "\n" for i in range(91)))
-    problems, _ = load(DataConfig(path=str(file), eval=EvalConfig(every=0)), chat("longer"), 16, seed=0)
-    with pytest.raises(ProblemsError, match=r"^rollout.max_prompt_length: .* into 16 tokens, and train-90 has \d\d"):
+    file.write_text("".join(json.dumps({"question": "q" if i == 90 else "a"}) + "\n" for i in range(91)))
+    problems, _ = load(DataConfig(path=str(file), eval=EvalConfig(every=0)), chat("longer"), 25, seed=0)
+    with pytest.raises(ProblemsError, match=r"^rollout.max_prompt_length: .* into 25 tokens, and train-90 has \d\d"):
         [problems.at(place) for place in range(len(problems))]
 
 
