@@ -251,7 +251,8 @@ def test_numbers_that_are_not_finite_are_found_wherever_they_stand(
         return ""
 
     assert wrong({}) == ""
-    for value in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+    values = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    for value in values[~values.to(dtype).float().isfinite()].tolist():  # of which F8_E4M3 has two
         for place in (0, 31, 62):
             bad = plain.clone()
             bad[place] = value
