@@ -86,7 +86,8 @@ class DataConfig(Frozen):
     save_to_disk, or a reasoning_gym task `rg:<task>`."""
 
     path: str
-    """The training problems: a hub name, a file, a folder of save_to_disk, or a reasoning_gym task, `rg:<task>`."""
+    """The training problems: a hub name, a file, a pattern of files (`data/*.jsonl`), a folder, or a reasoning_gym
+    task, `rg:<task>`."""
     split: str = "train"
     """Which split, or a part of it: `train[:100]`. Take a part to try things out."""
     prompt: str = "question"

@@ -17,16 +17,16 @@ class RewardsFailing(RunEnded):
     """Reward functions fail on most completions, or nobody scores any: such a run must not go on silently."""
 
 
-def check_failing(groups: Sequence[pa.Table]) -> None:
-    """Raises RewardsFailing if reward functions, or environments, failed on more than half of the completions."""
+def failing(groups: Sequence[pa.Table]) -> RewardsFailing | None:
+    """What ends a run if reward functions, or environments, failed on more than half of the completions."""
     ends = whole(pa.concat_tables(groups))
     status, lost = Counter(ends.column("reward_status").to_pylist()), failed(ends)
     if lost.mean() <= 0.5:
-        return
+        return None
     advice = "Try the functions alone: gleaner rewards try FILE:FUNCTION --rollouts runs/<name>/rollouts"
     if 2 * status[FAULT] > lost.sum():
         advice = "Mend the environment, or what a sentence names: docs/environments.md has the outcomes"
-    raise RewardsFailing(
+    return RewardsFailing(
         f"{int(lost.sum())} of {len(ends)} completions of this batch have no reward ({dict(status)}); the sentences "
         f"are in the log above. {advice}"
     )

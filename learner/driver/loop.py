@@ -108,7 +108,7 @@ class Loop:
                 break
             learned = await self.updates.learn(batch, tasks)
             if learned is None:  # nobody scored it
-                if failing := self.updates.too_many_unscored():
+                if (failing := self.updates.ends_with()) is not None:
                     await self._save()
                     raise failing
                 continue

@@ -48,10 +48,8 @@ def check_weights(config: RunConfig, *, adapters: bool) -> None:
     found.of(check_model, model.source)
     if model.reference is not None and config.learner.mode == "full" and _is_model(model.reference, model.source):
         found.of(check_model, model.reference, "model.reference")
-    if adapters and config.learner.mode == "lora":
-        for key, folder in (("model.adapter", model.adapter), ("model.reference", model.reference)):
-            if folder is not None:
-                found.of(check_lora, folder, key, model.source)
+    for key, folder in adapters_in(config) if adapters else ():
+        found.of(check_lora, folder, key, model.source)
     found.finish()
 
 
@@ -61,6 +59,14 @@ def _is_model(reference: str, path: str) -> bool:
     except ReferenceConfigError:  # said by follow_adapter
         return False
     return True
+
+
+def adapters_in(config: RunConfig) -> list[tuple[str, str]]:
+    """Setting and folder of each adapter of the base that a run begins with."""
+    if config.learner.mode == "full":  # where model.reference is a whole model
+        return []
+    named = (("model.adapter", config.model.adapter), ("model.reference", config.model.reference))
+    return [(key, folder) for key, folder in named if folder is not None]
 
 
 def check_lora(folder: str, key: str, base: str | None) -> None:

@@ -29,7 +29,7 @@ from learner.driver.machine_checks import (
     machine_notes,
 )
 from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
-from learner.driver.model_checks import adapter_notes, check_weights, follow_adapter, load_chat
+from learner.driver.model_checks import adapter_notes, adapters_in, check_weights, follow_adapter, load_chat
 from learner.driver.prompt_check import check_data_prompts
 from learner.driver.publishing import ADAPTER
 from learner.driver.resume import ResumeError, check_allowed, check_same_run
@@ -172,7 +172,8 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     found.of(check_weights, config, adapters=followed is not None)
     if chat is not None:
         found.of(check_unquantised, chat.config, config.model.path)
-        notes += found.of(adapter_notes, config.model.adapter, "model.adapter", config.model.path, chat) or ()
+        for key, folder in adapters_in(config):
+            notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
     found.of(check_scored_adapters, config)
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)

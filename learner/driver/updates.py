@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from cluster.actor import Actor
 from cluster.buffer import Batch
-from learner.driver.batch_metrics import RewardsFailing, batch_metrics, check_failing, unscored
+from learner.driver.batch_metrics import RewardsFailing, batch_metrics, failing, unscored
 from learner.driver.card_turns import CardTurns
 from learner.driver.reward_models import RewardModels
 from learner.driver.step_metrics import StepMetrics
@@ -51,6 +51,7 @@ class Updates:
         self._under_way: asyncio.Task[tuple[dict[str, float], Push] | None] | None = None
         self._passed: list[pa.Table] = []  # groups of batches without a reward, since the last update
         self._in_a_row, self._warned = 0, False
+        self._failing: RewardsFailing | None = None
 
     async def begin(self, step: int) -> None:
         """The run goes on from that step; what later ones left is deleted, since those will be taken again."""
@@ -66,9 +67,8 @@ class Updates:
 
     async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
         """The metrics of the update, and its policy; None where the batch was passed over, since none of its
-        completions has a reward. An update that has begun is finished even if the caller is cancelled.
-
-        Raises RewardsFailing if reward functions fail on most completions.
+        completions has a reward, or reward functions failed on most (`ends_with`). An update that has begun is finished
+        even if the caller is cancelled.
         """
         self._under_way = asyncio.create_task(self._learn(batch, tasks))
         return await asyncio.shield(self._under_way)
@@ -88,9 +88,12 @@ class Updates:
         """Whether batches were, since the last update."""
         return bool(self._passed)
 
-    def too_many_unscored(self) -> RewardsFailing | None:
-        """What ends the run once MOST_UNSCORED batches in a row were passed over. Their problems count as consumed, so
-        that a checkpoint which is written now lets the run go on behind them."""
+    def ends_with(self) -> RewardsFailing | None:
+        """What ends the run: reward functions failed on most completions of a batch, or MOST_UNSCORED batches in a row
+        were passed over. Their problems count as consumed, so that a checkpoint which is written now lets the run go on
+        behind them: the same batch would end it again."""
+        if self._failing is not None:
+            return self._failing
         if self._in_a_row < MOST_UNSCORED:
             return None
         completions = sum(map(len, self._passed))
@@ -120,8 +123,8 @@ class Updates:
         of_step = [*generated, *self._passed]
         at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, of_step))
         try:
-            check_failing(generated)
-            if unscored(groups):
+            self._failing = failing(generated)
+            if self._failing is not None or unscored(groups):
                 await at_rest
                 self._pass_over(groups, of_step)
                 return None
@@ -148,12 +151,12 @@ class Updates:
             self._pipes.cursor.finish(group_position(group)[0])
 
     def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
-        """Counts a batch without a reward. of_step: all that was generated since the last update, which is kept for the
-        ledger of the next."""
+        """Counts a batch that is not learned from. of_step: all that was generated since the last
+        update, which is kept for the ledger of the next."""
         self._finish(of_step[: len(of_step) - len(self._passed)])
         self._passed = of_step
         self._in_a_row += 1
-        if not self._warned:
+        if not self._warned and self._failing is None:
             self._warned = True
             self._metrics.note(
                 f"step {self.step + 1}: none of the {sum(map(len, groups))} completions of a batch has a reward (each "

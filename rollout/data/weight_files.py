@@ -28,8 +28,12 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST_HEADER = 100 * 10**6  # bytes; the limit of the safetensors library
 SHOWN = 3  # names in a message
 # Of a floating-point number with all bits of its exponent set, which is inf or nan, the bits as a whole number are at
-# least this without the sign. So the largest signed and the largest unsigned one of a tensor tell of all.
-EXPONENTS = {"F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F32": (4, 0x7F800000), "F64": (8, 0x7FF0 << 48)}
+# least this without the sign; of the seven of F8_E4M3, which has no inf, nan alone has all set. So the largest signed
+# and the largest unsigned one of a tensor tell of all.
+EXPONENTS = {
+    "F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F32": (4, 0x7F800000), "F64": (8, 0x7FF0 << 48),
+    "F8_E5M2": (1, 0x7C), "F8_E4M3": (1, 0x7F),
+}  # fmt: skip
 PIECE = 2**20  # bytes that are looked at at once: they stay in a core's cache
 SEGMENT = 2**26  # of a tensor, for one thread
 THREADS = 4

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from learner.config import RunConfig
-from learner.driver.batch_metrics import RewardsFailing, batch_metrics, check_failing, unscored
+from learner.driver.batch_metrics import RewardsFailing, batch_metrics, failing, unscored
 from learner.driver.publishing import TRAINER
 from learner.tools.replay.recorded import ReplayError, Step
 
@@ -114,7 +114,8 @@ class Learner:
         groups = [*trained, *others]
         if self._scoring is not None:
             groups = await self._scoring(trainer, groups)
-        check_failing(groups)
+        if (wrong := failing(groups)) is not None:
+            raise wrong
         if unscored(groups[: len(trained)]):
             raise RewardsFailing(
                 f"step {step.number}: no completion of its batch has a reward, so nothing can be learned from it; give "

@@ -2,15 +2,18 @@
 JSON or CSV, the files that it has found are read here, as one that is named by itself: the library would make dates of
 texts that look like some, numbers of 007, and nothing of NA."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.data.files import FORMATS, LINES, Names, cut, packing_of, read_json
+from rollout.data.files import FORMATS, LINES, Names, cut, is_file_name, packing_of, read_json
 from rollout.data.hub import switched_off
 from rollout.data.tables.csv_rows import CsvFile, csv_rows
 from rollout.data.tables.rows import Packed, Row, Table
+
+log = logging.getLogger("rollout")
 
 # Arguments of load_dataset that say how a data set is loaded, not which.
 OF_LOADING = ("verification_mode", "keep_in_memory", "save_infos", "num_proc", "trust_remote_code", "streaming")
@@ -34,7 +37,7 @@ def read_data_set(path: str, split: str, args: Mapping[str, Any], size: int | No
     import datasets
 
     datasets.disable_progress_bars()  # job logs are no terminal
-    raw = None if args.get("streaming") else _raw(path, args)
+    raw = None if args.get("streaming") else _raw(path, args, names)
     if raw is None:
         return Table(datasets.load_dataset(path, split=split, **args), size)
     mentioned = [part.partition("[")[0].strip() for part in split.split("+")]
@@ -59,7 +62,7 @@ def _joined(parts: Sequence[Sequence[Row]], size: int | None) -> Sequence[Row]:
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
-def _raw(path: str, args: Mapping[str, Any]) -> _Raw | None:
+def _raw(path: str, args: Mapping[str, Any], names: Names) -> _Raw | None:
     """None of what is neither JSON nor CSV, or is to be read with settings that only the library has."""
     import datasets
     from datasets.packaged_modules.csv.csv import Csv, CsvConfig
@@ -69,15 +72,40 @@ def _raw(path: str, args: Mapping[str, Any]) -> _Raw | None:
     path, given = _downloaded(path, given)
     builder: Any = datasets.load_dataset_builder(path, **given)
     files = builder.config.data_files
-    if not files or getattr(builder.config, "features", None) is not None:
+    if not files:
         return None
     splits = {str(name): [str(file) for file in own] for name, own in files.items()}
+    if not {"data_files", "data_dir"} & given.keys():
+        _tell_of_others(Path(path), splits, names)
+    if getattr(builder.config, "features", None) is not None:
+        return None
     if isinstance(builder, Json):
         options = _changed(builder.config, JsonConfig(), OF_ITS_READER)
         return _Raw("json", splits, options, builder) if options.keys() <= {"field"} else None
     if isinstance(builder, Csv):
         return _Raw("csv", splits, _changed(builder.config, CsvConfig(), ("chunksize", "column_names")), builder)
     return None
+
+
+def _tell_of_others(folder: Path, splits: Mapping[str, Sequence[str]], names: Names) -> None:
+    """Which files of a folder without a card are read in no split. The library takes those whose names have a split in
+    them (train, test), else those of the kind of which there are most, and says nothing of the others."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    if not folder.is_dir() or (folder / "README.md").is_file():
+        return
+    taken = {Path(file).resolve() for own in splits.values() for file in own}
+    others = [
+        str(file.relative_to(folder))
+        for file in sorted(folder.rglob("*"))
+        if is_file_name(file.name) and file.name not in FILES_TO_IGNORE and file.resolve() not in taken
+    ]
+    if others:
+        log.warning(
+            "%s: the folder %s is read as %s, without %s; to read others name a file, or a pattern such as %s/*%s",
+            names.path, folder, ", ".join(splits), ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""), folder,
+            Path(others[0]).suffix,
+        )  # fmt: skip
 
 
 def _changed(config: Any, usual: Any, without: Sequence[str]) -> dict[str, Any]:

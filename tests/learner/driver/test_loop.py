@@ -158,22 +158,22 @@ async def test_epochs_count_the_problems_that_were_replaced_and_the_end_is_that_
     assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / f"step-{loop.step:06d}"
 
 
-def nobody_scores(positions: Callable[[int], bool]) -> type[Worker]:
-    """A worker whose reward functions give None for every completion of the problems at these positions."""
+def nobody_scores(positions: Callable[[int], bool], status: str = "none") -> type[Worker]:
+    """A worker whose reward functions give None for every completion of the problems at these positions, or fail."""
 
     class Selective(Worker):
         async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
             group = await super().rollout(problem, sampling, attempt)
             if group is None or sampling.n == 1 or not positions(problem.position):
                 return group
-            return with_none(group)
+            return with_none(group, status)
 
     return Selective
 
 
-def with_none(group: pa.Table) -> pa.Table:
+def with_none(group: pa.Table, status: str) -> pa.Table:
     columns = {name: group.column(name).to_pylist() for name in group.column_names}
-    columns |= {"reward": [None] * len(group), "reward_status": ["none"] * len(group)}
+    columns |= {"reward": [None] * len(group), "reward_status": [status] * len(group)}
     columns["reward_parts"] = [[{"name": "odd", "value": None}]] * len(group)
     return build_group(columns)
 
@@ -229,6 +229,25 @@ async def test_a_run_that_nobody_scores_ends_with_a_checkpoint_and_goes_on_behin
     assert written[steps_before + 1]["rollout/unscored_groups"] == 2 * PER_STEP
     assert "eval/accuracy" in written[0]
     assert resumed.pipes.cursor.low == last_none + 2 * PER_STEP
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("status", ["error", "timeout", "environment"])
+async def test_a_run_that_ends_by_failing_rewards_does_not_meet_the_same_batch_when_it_goes_on(
+    tmp_path: Path, steps_before: int, status: str
+) -> None:
+    bad = range(steps_before * PER_STEP, (steps_before + 1) * PER_STEP)
+    workers = [Local("generator-0", nobody_scores(bad.__contains__, status), [0.0, None])]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(build(tmp_path, configure(), steps_before + 2, workers=workers))
+    assert re.match(rf"6 of 6 completions of this batch have no reward \({{'{status}': 6}}\)", str(first(caught.value)))
+    newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest == tmp_path / "checkpoints" / f"step-{steps_before:06d}"
+
+    resumed = build(tmp_path, configure(), steps_before + 2, resume_step=steps_before, workers=workers)
+    await finish(resumed, newest)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(steps_before + 3))
+    assert resumed.pipes.cursor.low == bad.stop + 2 * PER_STEP
 
 
 async def test_epochs_that_batches_without_a_reward_use_up_end_with_an_evaluation(tmp_path: Path) -> None:

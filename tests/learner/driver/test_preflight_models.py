@@ -117,8 +117,9 @@ def test_an_adapter_of_another_base_or_template_is_said(
         said(tmp_path / "other")
     (line,) = said("Qwen/Qwen2.5-0.5B")
     assert line.startswith(f"model.adapter: {adapter} was trained on Qwen/Qwen2.5-0.5B (base_model_name_or_path of its")
-    code, out, _ = check(config, "--dry-run", f"model.adapter={adapter}", capsys=capsys)
-    assert (code, line in out) == (0, True)
+    both = f"model.adapter={adapter}", f"model.reference={adapter}", "learner.loss.beta=0.1"
+    code, out, _ = check(config, "--dry-run", *both, capsys=capsys)
+    assert (code, line in out, line.replace("model.adapter", "model.reference", 1) in out) == (0, True, True)
     (adapter / "tokenizer_config.json").write_text((model / "tokenizer_config.json").read_text())
     shutil.copy(model / "chat_template.jinja", adapter)
     assert said(model) == ()

@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from rollout.data import files, pace, sources
 from rollout.data.sources import ProblemsError, read
+from rollout.data.tables import rows as tables
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": 2 * i} for i in range(20)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -120,6 +122,121 @@ def test_what_is_asked_of_a_csv_file_goes_before() -> None:
     rows = read("a.csv", "train", asked, None, 0)
     assert [[*row.values()] for row in rows] == [[1.1, "7", "007", 7], [None, "8", "008", 8]]
     assert [*read("a.csv", "train", {"dtype": "str", "usecols": ["n"]}, None, 0)] == [{"n": "7"}, {"n": "8"}]
+
+
+NAMED = {
+    "jsonl": (
+        (
+            '{"question": "a", "answer": "2024-01-05"}\n{"question": "00712", "answer": null}\n'
+            '{"question": "NA", "answer": 123456789012345678901}\n'
+        ),
+        [("a", "2024-01-05"), ("00712", None), ("NA", 123456789012345678901)],
+    ),
+    "csv": ("question,answer\na,2024-01-05\nNA,00712\n1e3,\n", [("a", "2024-01-05"), ("NA", "00712"), ("1e3", None)]),
+    "tsv": ("question\tanswer\na, b\t007\nc\t7.10\n", [("a, b", "007"), ("c", "7.10")]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_file_has_the_same_values_however_it_is_named(kind: str) -> None:
+    text, cells = NAMED[kind]
+    wanted = [dict(zip(("question", "answer"), row, strict=True)) for row in cells]
+    for folder, written in (("folder", text.encode()), ("packed", gzip.compress(text.encode()))):
+        Path(folder).mkdir()
+        Path(folder, f"train.{kind}{'.gz' * (folder == 'packed')}").write_bytes(written)
+    Path("zipped").mkdir()
+    with zipfile.ZipFile("zipped/train.zip", "w") as archive:
+        archive.writestr(f"train.{kind}", text)
+    file, builder = f"folder/train.{kind}", "json" if kind == "jsonl" else "csv"
+    tabs = {"sep": "\t"} if kind == "tsv" else {}
+    splits = {"train": "none.txt", "held": [file]}
+    Path("none.txt").write_text("")
+    named: list[tuple[str, str, dict[str, Any]]] = [
+        (file, "train", {}), ("folder", "train", tabs), (f"fold*/*.{kind}", "train", {}), ("packed", "train", tabs),
+        ("zipped", "train", tabs), (builder, "train", {"data_files": file} | tabs),
+        (builder, "held", {"data_files": splits} | tabs), ("folder", "train", {"data_files": f"*.{kind}"} | tabs),
+    ]  # fmt: skip
+    for path, split, args in named:
+        assert [*read(path, split, args, None, 0)] == wanted, (path, split)
+        assert [*read(path, f"{split}[1:]", args, 1, 0)] == wanted[1:2], (path, split)
+
+
+def test_what_of_a_folder_is_not_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    Path("folder").mkdir()
+    for name, content in (("train.csv", as_csv()), ("more.jsonl", LINES), ("dataset_infos.json", b"{}")):
+        Path("folder", name).write_bytes(content)
+    assert [*read("folder", "train", {}, None, 0)] == ROWS
+    assert (
+        "data.path: the folder folder is read as train, without more.jsonl; to read others name a file, or a pattern"
+        in caplog.text
+    )
+    caplog.clear()
+    assert [*read("folder", "train", {"data_files": "train.csv"}, None, 0)] == ROWS
+    Path("folder/more.jsonl").rename("folder/test.csv")
+    Path("folder/test.csv").write_bytes(as_csv())
+    assert [*read("folder", "train", {}, None, 0)] == ROWS
+    assert not caplog.text
+
+
+MISFITS = {
+    "the first row has one more": ("Add 1, then 2,3\nb,4\n", "line 2 must have 2 fields as its header, got 3"),
+    "all rows have one more": ("Add 1, then 2,3\nAdd 4, then 5,9\n", "line 2 must have 2 fields .* got 3"),
+    "one has fewer": ("a,1\nb\n", "line 3 must have 2 fields as its header, got 1: 'b'"),
+    "a row behind a quoted line end": ('"a\nb, c",1\nd,2,3\n', "line 4 must have 2 fields as its header, got 3"),
+    "an empty field more": ("a,1,\nb,2,\n", "line 2 must have 2 fields as its header, got 3"),
+    "a space before the quote": ('a, "x, y"\n', "line 2 must have 2 fields as its header, got 3"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_row_that_does_not_fit_its_header_is_refused_by_its_line(case: str) -> None:
+    written, sentence = MISFITS[case]
+    Path("folder").mkdir()
+    Path("folder/train.csv").write_text("question,answer\n" + written)
+    Path("a.csv.gz").write_bytes(gzip.compress(("question,answer\r\n" + written.replace("\n", "\r\n")).encode()))
+    for path in ("folder/train.csv", "folder", "fold*/*.csv", "a.csv.gz"):
+        with pytest.raises(ProblemsError, match=rf"^data\.path: .*{sentence}.*; put a field that holds the separator"):
+            read(path, "train", {}, None, 0)
+
+
+def test_a_header_names_each_column_once_and_files_that_are_read_together_have_one() -> None:
+    Path("a.csv").write_text("question,answer,answer\na,1,2\n")
+    with pytest.raises(
+        ProblemsError, match=r"^data\.path: a\.csv line 1 must name each column once, got 'answer' twice"
+    ):
+        read("a.csv", "train", {}, None, 0)
+    Path("a.csv").write_text("question,answer\na,1\n")
+    Path("b.csv").write_text("question,gold\nb,2\n")
+    with pytest.raises(
+        ProblemsError, match=r"b\.csv has the columns question, gold, and another file question, answer"
+    ):
+        read("*.csv", "train", {}, None, 0)
+    Path("b.csv").write_text("answer,question\n2,b\n")
+    assert [*read("*.csv", "train", {}, None, 0)] == [{"question": "a", "answer": 1}, {"question": "b", "answer": 2}]
+    Path("c.jsonl").write_bytes(LINES)
+    for pattern, told in (("[bc].*", "must be of one kind, got b.csv and c.jsonl"), ("*.parquet", "none fits")):
+        with pytest.raises(ProblemsError, match=rf"^data\.path: .*{told}"):
+            read(pattern, "train", {}, None, 0)
+
+
+def test_rows_are_read_by_their_positions_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory or in a file, in blocks or behind them, with the columns of all."""
+    monkeypatch.setattr(tables, "MEMORY", 1000)
+    given: list[dict[str, Any]] = [
+        {"a": i} if i % 3 else {"b": [i, None, "\u00e9"], "c": {"d": 10**30}} for i in range(200)
+    ]
+    wanted = [{"b": None, "c": None, "a": None} | row for row in given]
+    packed = tables.Packed()
+    for row in given:
+        packed.add(row)
+    assert [*packed] == wanted == [packed[i] for i in range(200)]
+    assert [*packed[0]] == ["b", "c", "a"]
+    assert (packed[-1], packed[120:131], len(packed)) == (wanted[-1], wanted[120:131], 200)
+    assert [*packed.part(1, 3)] == given[1:3]
+    packed[5]["a"] = "changed"
+    assert packed[5] == wanted[5]
+    with pytest.raises(IndexError):
+        packed[200]
 
 
 def nested(depth: int) -> bytes:
