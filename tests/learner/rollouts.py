@@ -38,7 +38,7 @@ def make_group(
             "position": [position] * n,
             "attempt": [0] * n,
             "sample": samples or list(range(n)),
-            "problem": ["{}"] * n,
+            "problem": ['{"messages": "?", "columns": {}}'] * n,
             "completion": empty,
             "prompt_ids": [prompt] * n,
             "completion_ids": completions,
