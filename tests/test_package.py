@@ -53,6 +53,7 @@ def environment(wheel: Path) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.long
 def test_the_sdist_is_the_repository_and_the_wheel_its_packages(sdist: Path, wheel: Path) -> None:
     tracked = set(told("git", "ls-files", cwd=ROOT).splitlines())
     with tarfile.open(sdist) as files:
@@ -63,6 +64,7 @@ def test_the_sdist_is_the_repository_and_the_wheel_its_packages(sdist: Path, whe
     assert {name for name in tracked if name.startswith(OURS)} - installed == set()
 
 
+@pytest.mark.long
 def test_the_commands_before_a_first_run(environment: Path, tmp_path: Path) -> None:
     """`make package` goes on to the run itself, with dependencies that pip has chosen."""
     gleaner = environment / "gleaner"

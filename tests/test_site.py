@@ -26,6 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_reader_s_browser_fetches_nothing_from_elsewhere(site: Path) -> None:
     pages = {page: page.read_text() for page in site.rglob("*.html")}
     assert {"index.html", "trl.html", "SECURITY.html"} <= {page.name for page in pages}
@@ -38,6 +39,7 @@ def test_a_reader_s_browser_fetches_nothing_from_elsewhere(site: Path) -> None:
     assert fetched == []
 
 
+@pytest.mark.long
 def test_a_page_without_a_place_and_a_link_to_nowhere_fail(tmp_path: Path) -> None:
     for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)

@@ -128,6 +128,7 @@ def _agents(run: Run) -> list[psutil.Process]:
     return [] if raylet is None else psutil.Process(raylet).children()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_warnings_to_all_and_sigterm_to_the_group_of_a_run_that_nobody_reads_are_one_request(
     tmp_path: Path, model: Path

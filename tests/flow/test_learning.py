@@ -15,6 +15,7 @@ from tests.flow.run import environment
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_demo_learns_from_rewards_that_stay_with_their_completions(tmp_path: Path) -> None:
     overrides = ["steps=20", "data.eval.size=100", "data.eval.every=20", f"output_dir={tmp_path}", "trackers=[]"]

@@ -37,15 +37,12 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("process", "said"),
     [
         ("gcs_server", r"Ray's gcs_server \(pid {pid} on {node}\) has ended \(signal 9\), and no process of the run"),
-        pytest.param(
-            "ray::DashboardAgent",
-            r"Ray's raylet .* has ended \(exit code 0, as its dashboard_agent had\), and no",
-            marks=pytest.mark.long,
-        ),
+        ("ray::DashboardAgent", r"Ray's raylet .* has ended \(exit code 0, as its dashboard_agent had\), and no"),
     ],
 )
 def test_the_loss_of_a_process_of_ray_is_named_within_seconds(process: str, said: str) -> None:

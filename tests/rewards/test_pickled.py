@@ -129,6 +129,7 @@ def test_so_it_is_of_cached_functions_tensors_and_models(old: str, new: str) -> 
     assert digest(cell(CACHED)["scored"]) != digest(cell(CACHED.replace(old, new))["scored"])
 
 
+@pytest.mark.long
 def test_its_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Sets of texts are in another order there."""
     code = (

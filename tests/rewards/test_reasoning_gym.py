@@ -238,6 +238,7 @@ def test_a_number_that_is_none_is_no_complex_number(said: str, strict: bool) -> 
     assert scores_of("complex_arithmetic", said, gold_of("complex_arithmetic"), strict=strict) == [0.0, 1.0]
 
 
+@pytest.mark.long
 def test_the_gold_answer_of_every_task_scores_as_the_task_says() -> None:
     _ = gym.create_dataset
     wrong = {}

@@ -94,6 +94,7 @@ def test_only_what_is_lent_is_there_and_only_while_it_is(monkeypatch: pytest.Mon
     assert "B_KEY" not in os.environ
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_small_model_runs_within_the_default_cap(reward: Any) -> None:
     assert _scores(reward("small_model", timeout_s=100)).reward == [1.0]

@@ -87,13 +87,14 @@ def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(ppo.peak, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "policy", "dtype"),
     [
-        pytest.param("Llama-3.2-1B", "full", "bfloat16", marks=pytest.mark.long),
+        ("Llama-3.2-1B", "full", "bfloat16"),
         ("Qwen2.5-0.5B", "none", "bfloat16"),
-        pytest.param("Qwen2.5-0.5B", "none", "float32", marks=pytest.mark.long),
-        pytest.param("Qwen2.5-0.5B", 2, "float32", marks=pytest.mark.long),
+        ("Qwen2.5-0.5B", "none", "float32"),
+        ("Qwen2.5-0.5B", 2, "float32"),
     ],
 )
 def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +110,13 @@ def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pyt
     assert planned == pytest.approx(fake.peak, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "policy", "dtype"),
     [
         ("Qwen2.5-0.5B", "none", "float16"),
-        pytest.param("SmolLM2-1.7B", "none", "float16", marks=pytest.mark.long),
-        pytest.param("Llama-3.2-1B", "mlp", "float32", marks=pytest.mark.long),
+        ("SmolLM2-1.7B", "none", "float16"),
+        ("Llama-3.2-1B", "mlp", "float32"),
     ],
 )
 def test_on_a_card_without_flash_attention(name: str, policy: Checkpointing, dtype: str) -> None:
@@ -155,9 +157,8 @@ def test_full_fine_tuning(
     assert predicted == pytest.approx(fake.peak, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"), [("Llama-3.2-1B", "none"), pytest.param("SmolLM2-1.7B", "full", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "policy"), [("Llama-3.2-1B", "none"), ("SmolLM2-1.7B", "full")])
 def test_completions_that_end_early_under_long_prompts(name: str, policy: Checkpointing) -> None:
     """They gather more keys per token than those the plan is made for: the model is still the step, and what is
     stated as the bound holds."""

@@ -17,6 +17,7 @@ GIB = 2**30
 PUBLISHED = Workload(generations=4, prompt=256, completion=786)
 
 
+@pytest.mark.long
 def test_every_model_gets_a_plan_that_fits_or_advice_that_works() -> None:
     for shape in SHAPES.values():
         found = plan(shape, 16 * GIB, PUBLISHED, Wish())

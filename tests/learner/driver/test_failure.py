@@ -290,6 +290,7 @@ def test_a_disk_that_fills_costs_no_checkpoint_that_is_there(tmp_path: Path) -> 
     assert [re.sub(full, "full", line) for line in said] == [f"full{AGAIN}", "True [] []"] * 3
 
 
+@pytest.mark.long
 def test_a_limit_on_files_and_a_folder_that_is_gone_are_told_once(tmp_path: Path) -> None:
     limit, gone = ended(tmp_path, "limit", "gone")
     assert re.match(r"error: D/limit/\S+ cannot be written \(File too large\); raise .* \(ulimit -f, [\d.]+ KiB", limit)

@@ -51,6 +51,7 @@ def test_the_file_is_named_by_its_whole_path(here: Path) -> None:
     assert absolute(config_of("clip")).learner.loss.ratio == "clip"
 
 
+@pytest.mark.long
 def test_preflight_tries_it(here: Path) -> None:
     make_tiny_model(here / "tiny")
     Path("data.jsonl").write_text("".join(json.dumps({"question": f"Say {i}"}) + "\n" for i in range(20)))

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 from learner.model.bitsandbytes_import import left_out
@@ -17,6 +19,7 @@ print(AdamW8bit.__name__)
 """
 
 
+@pytest.mark.long
 def test_a_learner_without_4_bit_layers_does_not_import_it_and_8_bit_states_still_can() -> None:
     run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert run.stdout.splitlines() == ["peft.tuners.lora.layer False", "AdamW8bit"], run.stderr

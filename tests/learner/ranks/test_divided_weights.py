@@ -81,14 +81,13 @@ async def raised(trainer: Any, folder: Path) -> Failed:
     return Failed("ValueError", str(error.value))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tied", "settings", "ranks"),
     [
-        pytest.param(False, {"checkpointing": "full"}, 3, marks=pytest.mark.long),
-        pytest.param(True, {}, 2, marks=pytest.mark.long),
-        pytest.param(
-            False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2, marks=pytest.mark.long
-        ),
+        (False, {"checkpointing": "full"}, 3),
+        (True, {}, 2),
+        (False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2),
         (False, {"checkpointing": "mlp", "updates_per_batch": 2, "loss": LossConfig(ratio="clip")}, 2),
     ],
     ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates"],

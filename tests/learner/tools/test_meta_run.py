@@ -39,7 +39,15 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any], list[tuple[int, li
 }  # fmt: skip
 
 
-LONG = ("mlp twice, two targets", "some layers twice", "bfloat16", "bfloat16, nothing twice", "reference")
+LONG = (
+    "mlp twice, two targets",
+    "some layers twice",
+    "bfloat16",
+    "bfloat16, nothing twice",
+    "reference",
+    "capped",
+    "layers twice, two groups",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
