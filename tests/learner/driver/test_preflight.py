@@ -92,7 +92,10 @@ WRONG = {
     "context that is too short": (["rollout.max_completion_length=4000"], "context of 512"),
     "output that is no folder": (["output_dir=data.jsonl"], "output_dir: .*not a writable folder"),
     "output on a disk that is not there": (["output_dir=away"], "output_dir: .*away is a link to /no/such/disk, which"),
-    "output where no folder can be made": (["output_dir=/proc/runs"], "output_dir: /proc/runs is no folder for run "),
+    "output where no folder can be made": (
+        ["output_dir=/proc/runs"],
+        "output_dir: /proc/runs(/run cannot be| is no folder)",
+    ),
     "name that is too long": (["name=" + "n" * 300, "output_dir=new"], "no folder for n+ .File name too long.; give"),
     "accuracy that is not there": (["data.eval.reward=truth"], "data.eval.reward: must be one of ok, got truth"),
     "more GPUs than there are": (["cluster.gpus.learner=1"], "needs .*1 GPU"),

@@ -124,7 +124,7 @@ def test_what_is_asked_of_a_csv_file_goes_before() -> None:
     assert [*read("a.csv", "train", {"dtype": "str", "usecols": ["n"]}, None, 0)] == [{"n": "7"}, {"n": "8"}]
 
 
-NAMED = {
+NAMED: dict[str, tuple[str, list[tuple[Any, ...]]]] = {
     "jsonl": (
         (
             '{"question": "a", "answer": "2024-01-05"}\n{"question": "00712", "answer": null}\n'
