@@ -1,99 +1,74 @@
-"""Whether a generator grows: one in this process, asked for what the demo asks of it, step after step.
+"""A generator's memory over a long run on a CPU, beside its plan: what grows after the start, and where it ends.
 
-    PYTHONPATH=. .venv/bin/python -m benchmarks.engine.generator_memory [--steps 10000] [--kernels 1024]
+    PYTHONPATH=. .venv/bin/python -m benchmarks.engine.generator_memory [--workloads demo ragged] [--steps 60]
 
-A step is four groups of eight completions, whole weights that arrive and are proven by a probe, and in each tenth an
-evaluation of 96 problems. Resident memory is the process's own (Private_Clean and Private_Dirty). --kernels: how many
-of its kernels oneDNN keeps (its own default is 1024).
+A workload is a whole run as a user starts it. demo: configs/local_cpu.yaml with one generator, which gets the
+adapters of a 0.4M model. merged: the same with whole weights pushed (learner.push: merged).
+ragged: a 25M model in float32, long completions of all lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import dataclasses
-import gc
-import os
-import re
-import time
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from rollout.vllm.environment import required_env
+from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
+from benchmarks.system.system_run import command
+from benchmarks.system.workloads import Tree, add_ragged_options, demo_of_one, ragged
 
-KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-MODEL = "examples/tiny-arithmetic"
-GROUPS, GENERATIONS, LENGTH, EVERY = 4, 8, 64, 10
-
-
-def own_mib() -> float:
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return sum(int(found) for found in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+)", text, re.MULTILINE)) / 1024
+MB = 10**6
+SHOWN = (1, 10, 30, 60, 120, 250, 500, 1000, 2000)  # steps
 
 
-async def measured(steps: int, look_every: int) -> list[dict[str, float]]:
-    import torch
-    from safetensors.torch import load_file
+def measured(tree: Tree, limit_s: float) -> dict[str, Any]:
+    """The plan of a generator by part, and its peak after each step, in bytes."""
+    with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as folder:
+        command(tree | {"name": "run", "output_dir": folder}, ["-m", "learner.main", "--config"], [], limit_s)
+        run = Path(folder) / "run"
+        planned = json.loads((run / "plan.json").read_text())["generator"]["parts"]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    peaks = {line["step"]: line["memory/generator_peak"] for line in lines if "memory/generator_peak" in line}
+    return {"planned": planned, "peaks": peaks}
 
-    from learner.driver import config_io
-    from learner.driver.evaluate import greedy
-    from learner.driver.preflight import prepare
-    from learner.driver.processes import worker_spec
-    from rollout.safetensors_stream import Source
-    from rollout.types import Sampling
-    from rollout.weights_file import WeightsFile
-    from rollout.worker import RolloutWorker
 
-    prepared: Any = await asyncio.to_thread(lambda: prepare(config_io.load("configs/local_cpu.yaml", ["name=grows"])))
-    spec = dataclasses.replace(worker_spec(prepared.config, 0, prepared.budgets), rewards=())
-    worker: Any = await asyncio.to_thread(RolloutWorker, spec)
-    base = {name: weight.float() for name, weight in load_file(f"{MODEL}/model.safetensors").items()}
-    file, found, begun = WeightsFile(), [], time.monotonic()
-    for step in range(steps + 1):
-        torch.manual_seed(step)
-        moved = {name: Source.of(weight + 1e-3 * torch.randn_like(weight)) for name, weight in base.items()}
-        await worker.take_policy(file.pack(step, moved, torch.float32))
-        await worker.probe(list(range(3, 67)))
-        first = GROUPS * step
-        await asyncio.gather(
-            *(
-                worker.rollout(prepared.problems.at(at), Sampling(GENERATIONS, LENGTH, 1.0, GENERATIONS * at), 0)
-                for at in range(first, first + GROUPS)
-            )
-        )
-        if step % EVERY == 0:
-            for start in range(0, 96, 16):
-                some = prepared.heldout[start : start + 16]
-                await worker.rollouts(some, [greedy(prepared.config)] * len(some), 0)
-        if step % look_every == 0:
-            gc.collect()
-            found.append({"step": step, "mib": own_mib(), "seconds": time.monotonic() - begun})
-            print(f"step {step}: {found[-1]['mib']:.0f} MiB, {found[-1]['seconds']:.0f} s", flush=True)
-    await worker.close()
-    return found
+def report(found: dict[str, dict[str, Any]], measured_how: str) -> str:
+    rows = []
+    for name, one in found.items():
+        planned, peaks = sum(one["planned"].values()), one["peaks"]
+        last = max(peaks)
+        shown = [str(round(peaks[step] / MB)) if step in peaks else "" for step in SHOWN if step <= last]
+        shown += [""] * (len(SHOWN) - len(shown))
+        rows.append([name, str(round(planned / MB)), *shown, str(last), f"{peaks[last] / planned - 1:+.0%}"])
+    header = ["run", "planned, MB", *(f"step {step}" for step in SHOWN), "last step", "last against plan"]
+    return (
+        f"# A generator's peak resident memory over a long run on a CPU, MB\n\n{as_table(header, rows)}\n\n"
+        f"{measured_how}\n"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--every", type=int, default=500, help="steps from one look to the next")
-    parser.add_argument("--kernels", type=int, default=None)
+    add_ragged_options(parser)
+    parser.add_argument("--workloads", nargs="+", choices=("demo", "merged", "ragged"), default=["demo", "ragged"])
+    parser.add_argument("--demo-steps", type=int, default=500)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for one run")
     options = parser.parse_args()
-    os.environ |= required_env(cuda=False)  # before anything imports torch
-    if options.kernels is not None:
-        os.environ[KERNELS] = str(options.kernels)
-    found = asyncio.run(measured(options.steps, options.every))
-    from benchmarks.common import as_table, as_text, conditions, save  # here: it imports torch
-
-    told = conditions()
-    rows = [[f"{one['step']:.0f}", f"{one['mib']:.0f}"] for one in found]
-    middle = min(found, key=lambda one: abs(one["step"] - options.steps / 2))
-    text = (
-        f"# A generator of the demo over {options.steps} steps, where oneDNN keeps {os.environ[KERNELS]} kernels\n\n"
-        f"{as_table(['step', 'MiB of its own'], rows)}\n\nFrom step {middle['step']:.0f} to {found[-1]['step']:.0f}: "
-        f"{found[-1]['mib'] - middle['mib']:+.1f} MiB.\n\nConditions: {as_text(told)}\n"
-    )
-    save(f"generator_memory_{os.environ[KERNELS]}", {"conditions": told, "found": found}, text)
+    told = conditions(ENGINE_PACKAGES)
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.workloads:
+            if name == "ragged":
+                tree = ragged(Path(folder), options) | {"checkpoint": {"every": 1000}}
+                tree["model"]["dtype"] = options.dtype[0]
+            else:
+                tree = demo_of_one(options.demo_steps, every=0)
+                tree["learner"] |= {"push": "merged"} if name == "merged" else {}
+            found[name] = measured(tree, options.limit)
+            print(name, sum(found[name]["planned"].values()), list(found[name]["peaks"].items())[-1], flush=True)
+    save("generator_memory", {"conditions": told, "runs": found}, report(found, under(told, "Peaks of whole runs")))
 
 
 if __name__ == "__main__":
