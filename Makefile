@@ -127,9 +127,9 @@ docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build
 	echo "docs: build/site/index.html"
 
-# Every command of the documents that needs no card, hub or network, the long ones too (a quarter of an hour).
+# Every command of the documents that needs no card, hub or network (half an hour).
 test-docs: setup
-	@DOCUMENTED=all $(BIN)/pytest -n 0 -p no:cacheprovider tests/documented
+	@$(BIN)/pytest -n 0 -p no:cacheprovider tests/documented
 
 # The wheel by the three commands of docs/install.md, in an environment of its own (2.7 GB), and two steps from there.
 package: setup

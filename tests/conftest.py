@@ -13,6 +13,7 @@ import pytest
 from jaxtyping import install_import_hook
 from xdist.scheduler import LoadScopeScheduling
 
+from learner.driver.end_requests import ENDS
 from rollout.vllm.environment import required_env
 
 os.environ.update(required_env(cuda=Path("/dev/nvidiactl").exists()))
@@ -20,11 +21,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Signals that are ignored here, under nohup or as a job in the background, would be ignored by every run that a test
 # starts; one with a handler is its default again in a new program.
-for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+for number in ENDS:
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, lambda *_: None)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)
 
 # The shapes that annotations name are checked in every call; not in mutants, whose wrappers have no annotations.
 if "MUTANT_UNDER_TEST" not in os.environ:

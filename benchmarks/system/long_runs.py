@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +20,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.common import MIB, as_table, conditions, save, under
+from benchmarks.processes import spent
 from benchmarks.system.report_page import MODEL, group
 from rollout import ledger
 
 GROUPS, TOKENS, DIFFERENT = 8, 30, 16  # groups of a step, mean tokens of a completion, step files that are not copies
 METRICS = 58  # of a step, as in the demo
-# VmHWM: ru_maxrss would be this process's, which the child has been until it became another.
-REPORT = (
-    "import re, sys, time\nfrom learner.tools.cli import main\ncode = main(sys.argv[1:])\n"
-    "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
-    "print('spent', time.process_time(), peak)\nsys.exit(code)\n"
-)
 
 
 def make_metrics(folder: Path, lines: int) -> None:
@@ -65,17 +57,11 @@ def make_run(folder: Path, steps: int, *, rollouts: bool) -> None:
 
 
 def measure(what: str, folder: Path) -> dict[str, Any]:
-    begin = time.perf_counter()
-    ran = subprocess.run(
-        [sys.executable, "-c", REPORT, "report", str(folder)], capture_output=True, text=True, check=True
-    )
-    wall = time.perf_counter() - begin
-    cpu, peak = ran.stdout.rpartition("spent ")[2].split()
+    used = spent("learner.tools.cli", "report", str(folder))
     size = (folder / "report.html").stat().st_size
     metrics = (folder / "metrics.jsonl").stat().st_size
     return {
-        "what": what, "cpu_s": float(cpu), "wall_s": wall, "peak_bytes": int(peak) * 1024, "page_bytes": size,
-        "metrics_bytes": metrics,
+        "what": what, **used._asdict(), "page_bytes": size, "metrics_bytes": metrics,
     }  # fmt: skip
 
 

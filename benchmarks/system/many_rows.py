@@ -11,19 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.common import as_table, conditions, save, under
-
-DRIVER = (
-    "import re, sys, time\nfrom learner.main import main\ncode = main(sys.argv[1:])\n"
-    "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
-    "print('spent', time.process_time(), peak)\nsys.exit(code)\n"
-)
+from benchmarks.processes import spent
 
 
 def main() -> None:
@@ -44,13 +36,9 @@ def main() -> None:
                 "data.args={}", "data.size=null", "data.eval.every=0", "rewards=[{use: number}]",
                 "rollout.num_generations=64",
             ]  # fmt: skip
-            begun = time.monotonic()
-            done = subprocess.run([sys.executable, "-c", DRIVER, *words], text=True, capture_output=True)
-            wall = time.monotonic() - begun
-            assert done.returncode == 0, done.stdout + done.stderr
-            _, cpu, peak = done.stdout.splitlines()[-1].split()
-        found[count] = {"cpu_s": float(cpu), "wall_s": wall, "peak_mb": int(peak) / 1000}
-        cells.append([f"{count:,}", f"{float(cpu):.1f}", f"{wall:.1f}", f"{int(peak) / 1000:.0f}"])
+            used = spent("learner.main", *words)
+        found[count] = {"cpu_s": used.cpu_s, "wall_s": used.wall_s, "peak_mb": used.peak_bytes / 10**6}
+        cells.append([f"{count:,}", f"{used.cpu_s:.1f}", f"{used.wall_s:.1f}", f"{used.peak_bytes / 10**6:.0f}"])
         print(cells[-1], flush=True)
     table = as_table(["rows", "CPU-s", "wall s", "peak MB"], cells)
     text = f"# Before the start of a run over many rows\n\n{table}\n\n{under(told, 'CPU and wall time')}\n"

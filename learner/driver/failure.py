@@ -43,11 +43,7 @@ def sentence_of(error: BaseException, again: str = GOES_ON) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    bare = (
-        not isinstance(error, FolderGone)
-        and type(error).__module__ == "builtins"
-        and not isinstance(error, RuntimeError | TimeoutError | ValueError)
-    )
+    bare = type(error).__module__ == "builtins" and not isinstance(error, RuntimeError | TimeoutError | ValueError)
     return f"{type(error).__name__}: {lines[0]}" if bare else lines[0]
 
 

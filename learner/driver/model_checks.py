@@ -7,7 +7,7 @@ from learner.config.learner import LoraConfig
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import same_base
 from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content
-from learner.model.reference_config import ReferenceConfigError, check_reference
+from learner.model.reference_config import check_reference
 from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
@@ -41,24 +41,17 @@ def _check_context(config: RunConfig, context: int | None) -> None:
         )
 
 
-def check_weights(config: RunConfig, *, adapters: bool) -> None:
+def check_weights(config: RunConfig, *, followed: bool) -> None:
     """Whether the files of base and adapters are whole and hold what they must, of finite numbers. A hub model is
-    looked for in the cache alone."""
+    looked for in the cache alone. followed: whether follow_adapter took adapters and reference; of one that it refused
+    all is said."""
     found, model = Findings((WeightsError, ChatError)), config.model
     found.of(check_model, model.source)
-    if model.reference is not None and config.learner.mode == "full" and _is_model(model.reference, model.source):
+    if model.reference is not None and config.learner.mode == "full" and followed:
         found.of(check_model, model.reference, "model.reference")
-    for key, folder in adapters_in(config) if adapters else ():
+    for key, folder in adapters_in(config) if followed else ():
         found.of(check_lora, folder, key, model.source)
     found.finish()
-
-
-def _is_model(reference: str, path: str) -> bool:
-    try:
-        check_reference(reference, path)
-    except ReferenceConfigError:  # said by follow_adapter
-        return False
-    return True
 
 
 def adapters_in(config: RunConfig) -> list[tuple[str, str]]:

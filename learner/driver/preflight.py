@@ -169,7 +169,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     followed = found.of(follow_adapter, absolute(config))
     config, notes = followed or (absolute(config), ())
     chat = found.of(load_chat, config)
-    found.of(check_weights, config, adapters=followed is not None)
+    found.of(check_weights, config, followed=followed is not None)
     if chat is not None:
         found.of(check_unquantised, chat.config, config.model.path)
         for key, folder in adapters_in(config):

@@ -23,9 +23,10 @@ from rollout.data.chat_error import ChatError
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_files import WeightsError, model_weights
 from rollout.data.weight_names import check_model, sizes_of
+from rollout.vllm.served import SERVER
 
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # where the user's environment does not say
-VLLM_SERVER, OWN_SERVER = "vllm.entrypoints.openai.api_server", "rollout.vllm.served"
+CHECKED_SERVER = "rollout.vllm.served"
 CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
 
 
@@ -155,7 +156,7 @@ def _server(config: RunConfig, learned: Path) -> list[str]:
         known = model_weights(model) is None or sizes_of(read_json(model, CONFIG)) is not None
     except (WeightsError, ChatError):  # said by _check_weights
         known = True
-    return [VLLM_SERVER] if known else [OWN_SERVER, model]
+    return [SERVER] if known else [CHECKED_SERVER, model]
 
 
 def _model(config: RunConfig, learned: Path) -> list[str]:

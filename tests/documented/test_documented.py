@@ -1,7 +1,4 @@
-"""Every command and block of code in the documents works as it stands, or exceptions.yaml says why it is not run.
-
-DOCUMENTED=all (`make test-docs`) runs the long ones, too.
-"""
+"""Every command and block of code in the documents works as it stands, or exceptions.yaml says why it is not run."""
 
 import os
 import re
@@ -14,18 +11,17 @@ import yaml
 
 from learner.driver.config_io import validated
 from tests.documented.blocks import ROOT, Block, blocks, commands_of
-from tests.documented.exceptions import LONG, NOT_RUN, PYTHON
+from tests.documented.exceptions import NOT_RUN, PYTHON
 from tests.documented.harmless import Refused, check, harm
 from tests.documented.workspace import Workspace
 
-ALL = os.environ.get("DOCUMENTED") == "all"
 QUICKSTART = "docs/quickstart.md"
 COMMANDS = {block.page: commands_of(block.page) for block in blocks("bash")}
 PAGES = [page for page in COMMANDS if page not in (QUICKSTART, "CONTRIBUTING.md")]
 
 
 def is_run(command: str) -> bool:
-    return not command.startswith("make ") and command not in NOT_RUN and (ALL or command not in LONG)
+    return not command.startswith("make ") and command not in NOT_RUN
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +40,18 @@ def test_the_first_five_minutes(first_run: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600 if ALL else 600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page(page: str, first_run: Path, tmp_path: Path) -> None:
-    once = [command for command in filter(is_run, COMMANDS[page]) if ALL or page == _first_page_of(command)]
-    if once:
+    if wanted := list(filter(is_run, COMMANDS[page])):
         space = Workspace(tmp_path, first_run)
-        for command in once:
+        for command in wanted:
             assert not (said := space.run(command)), said
-
-
-def _first_page_of(command: str) -> str:
-    return next(page for page, found in COMMANDS.items() if command in found)
 
 
 def test_the_reasons_are_of_commands_that_are_documented() -> None:
     documented = {command for found in COMMANDS.values() for command in found}
-    assert (LONG | NOT_RUN.keys()) - documented == set()
+    assert NOT_RUN.keys() - documented == set()
     named = {block.page: block for block in blocks("python")}
     assert {page for page, _ in PYTHON} <= named.keys()
     told = " ".join([*NOT_RUN.values(), *PYTHON.values()])

@@ -3,6 +3,7 @@ is read by its position."""
 
 import marshal
 import tempfile
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -19,7 +20,23 @@ class ProblemsError(ValueError):
     """Problems that cannot be trained on; one line that says which, why, and what to do."""
 
 
-class Packed(Sequence[Row]):
+class _ByPosition(Sequence[Row], ABC):
+    """Rows of which `_at` gives one."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        places = range(len(self))[index]
+        return self._at(places) if isinstance(places, int) else list(map(self._at, places))
+
+    @abstractmethod
+    def _at(self, place: int) -> Row:
+        """The row at a place from 0 to len - 1."""
+
+
+class Packed(_ByPosition):
     """Rows of JSON's types. A row that lacks columns which others have holds None there.
 
     What becomes of the file that they were read from does not matter: this is a copy.
@@ -67,15 +84,9 @@ class Packed(Sequence[Row]):
     def __len__(self) -> int:
         return (len(self._ends) - 1) * BLOCK + len(self._last)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        block, place = divmod(range(len(self))[index], BLOCK)
-        return self._whole(self._block(block)[place])
+    def _at(self, place: int) -> Row:
+        block, within = divmod(place, BLOCK)
+        return self._whole(self._block(block)[within])
 
     def __iter__(self) -> Iterator[Row]:
         return map(self._whole, self._raw())
@@ -98,7 +109,7 @@ class Packed(Sequence[Row]):
         return row if len(row) == len(self._columns) else {name: row.get(name) for name in self._columns}
 
 
-class Table(Sequence[Row]):
+class Table(_ByPosition):
     """The first rows, or all, of a data set of Hugging Face's library, which maps its files into memory."""
 
     def __init__(self, found: Any, size: int | None) -> None:
@@ -107,14 +118,8 @@ class Table(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return dict(self._found[self._places[index]])
+    def _at(self, place: int) -> Row:
+        return dict(self._found[self._places[place]])
 
     def __iter__(self) -> Iterator[Row]:
         return (dict(row) for row in self._found.select(self._places))

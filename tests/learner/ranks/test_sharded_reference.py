@@ -138,7 +138,7 @@ def test_files_that_cannot_be_read_in_parts_are_found_at_the_start(tiny_path: st
             "memory": {"base": "sharded"},
         }
     )
-    check_weights(config, adapters=True)
+    check_weights(config, followed=True)
     assert wrong_with(config) == []
     file = reference / "model.safetensors"
     save_file({f"other.{name}": weight for name, weight in load_file(file).items()}, file)
@@ -147,4 +147,4 @@ def test_files_that_cannot_be_read_in_parts_are_found_at_the_start(tiny_path: st
     assert holds.startswith(f"model.reference: {reference} holds 26 tensors that the model of its config.json")
     file.unlink()
     with pytest.raises(PreflightError, match=r"^model.reference: .* must hold model.safetensors"):
-        check_weights(config, adapters=True)
+        check_weights(config, followed=True)
