@@ -17,7 +17,7 @@ _math_verify = importlib.import_module("math_verify")
 _errors = importlib.import_module("math_verify.errors")
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off: ours is on
 # math-verify has its own limit in whole seconds only.
-_within = partial(within, error=_errors.TimeoutException)
+_within = partial(within, error=_errors.TimeoutException, computing=True)
 _NUMBER = re.compile(r"[0-9]+(?:[.,/][0-9]+)*")
 
 
@@ -26,15 +26,15 @@ def math(
     *,
     column: str = "answer",
     tag: str = "answer",
-    seconds: int = 2,
+    seconds: float = 2,
     **columns: Sequence[Any],
 ) -> list[float]:
     r"""1.0 if the answer equals the gold answer, 0.0 if not, nan where math-verify gives up (an error, or `seconds`).
 
     The answer is what stands in the last `<tag>...</tag>`, or the whole text if there is no such tag (math-verify then
-    looks for the last \boxed{...} or expression). `seconds` bounds each of the two steps, reading and comparing, per
-    sample; once two samples of a group were late, an eighth of it. Must run in the main
-    thread of its process: it uses SIGALRM.
+    looks for the last \boxed{...} or expression). `seconds` of CPU time bound each of the two steps, reading and
+    comparing, per sample; once two samples of a group were late, an eighth of it. Must run in the main thread of its
+    process: it uses SIGPROF.
     Raises ValueError if the column is missing or a gold answer cannot be read.
     """
     check_tag(tag)
@@ -61,7 +61,7 @@ def math(
     return scores
 
 
-def _gold(gold: object, seconds: int, column: str) -> tuple[list[Any], bool]:
+def _gold(gold: object, seconds: float, column: str) -> tuple[list[Any], bool]:
     """The readings of a gold answer, and whether it begins with a relation."""
     plain = "" if gold is None else gold_text(gold)
     asked = None if gold is None else written(plain, prose=False)
