@@ -20,7 +20,7 @@ from benchmarks.system.system_run import command
 from benchmarks.system.workloads import Tree, add_ragged_options, demo_of_one, ragged
 
 MB = 10**6
-SHOWN = (1, 10, 30, 60, 120, 250, 500, 1000, 2000)  # steps
+SHOWN = (1, 10, 30, 60, 120, 250, 500, 1000, 2000, 5000, 10000)  # steps
 
 
 def measured(tree: Tree, limit_s: float) -> dict[str, Any]:
