@@ -61,19 +61,25 @@ PROCESSES = (
 )
 
 
-class InThree(LoadScopeScheduling):  # type: ignore[misc]
-    """Three processes (`-n 3 --dist loadscope`): runs and ranks, which wait for processes a good part of the time; the
-    learner; the rest. Each keeps the order of one process, in which what a test leaves behind is known to do no harm.
+DRIVER = ("tests/learner/api/", "tests/learner/driver/", "tests/learner/tools/")
+
+
+class InFour(LoadScopeScheduling):  # type: ignore[misc]
+    """Four shares for three processes (`-n 3 --dist loadscope`), of which the first to be free takes the last: runs and
+    ranks, which wait for processes a good part of the time; the driver; the learner; the rest. Each keeps the order of
+    one process, in which what a test leaves behind is known to do no harm.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(PROCESSES):
             return "processes"
+        if nodeid.startswith(DRIVER):
+            return "the driver"
         return "the learner" if nodeid.startswith("tests/learner/") else "the rest"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InThree:
-    return InThree(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InFour:
+    return InFour(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
