@@ -2,10 +2,14 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PATIENT, _HURRIED = 2, 1 / 8
+_OF_THE_REST = 1 / 4  # of the time that a call has left, for one completion
+_LEAST_S = 0.01
+_ends: list[float] = []  # of time.monotonic, by when the call that this process answers must be over
 
 
 class Late(BaseException):
@@ -13,40 +17,69 @@ class Late(BaseException):
 
 
 @contextmanager
-def within(
-    seconds: float, error: type[BaseException] = Late, again_s: float | None = None, computing: bool = False
-) -> Iterator[None]:
+def answering(seconds: float | None) -> Iterator[None]:
+    """A call that must be over in so many seconds by the clock on the wall (None: whenever it is): `computing` inside
+    leaves others their part of them."""
+    if seconds is not None:
+        _ends.append(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        if seconds is not None:
+            _ends.pop()
+
+
+@contextmanager
+def within(seconds: float, error: type[BaseException] = Late, again_s: float | None = None) -> Iterator[None]:
     """Raises `error` inside, after `seconds` and again after each `again_s` (None: seconds), since code may catch it.
 
-    computing: seconds of this process's CPU time, so that a busy machine makes nothing late that only computes; what
-    waits has no limit then. By SIGALRM, or SIGPROF: what computes in C without asking for signals is not interrupted
-    (regular expressions are). Without a limit in any thread but the main one, which is where reward processes call
-    their functions.
+    By SIGALRM: what computes in C without asking for signals is not interrupted (regular expressions are). Without a
+    limit in any thread but the main one, which is where reward processes call their functions.
     """
+    with _alarms({signal.ITIMER_REAL: (seconds, again_s or seconds)}, error):
+        yield
+
+
+@contextmanager
+def computing(seconds: float, error: type[BaseException] = Late) -> Iterator[None]:
+    """As `within`, but of this process's CPU time: a busy machine makes nothing late that only computes. On the wall a
+    quarter of what its call has left, so that however many are late, and on whatever machine, the call is not."""
+    timers = {signal.ITIMER_PROF: (seconds, seconds)}
+    if _ends:
+        rest = max(_LEAST_S, (_ends[-1] - time.monotonic()) * _OF_THE_REST)
+        timers[signal.ITIMER_REAL] = rest, rest
+    with _alarms(timers, error):
+        yield
+
+
+@contextmanager
+def _alarms(timers: dict[int, tuple[float, float]], error: type[BaseException]) -> Iterator[None]:
+    """timers: seconds to the first alarm of each, and between others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    timer, number = (signal.ITIMER_PROF, signal.SIGPROF) if computing else (signal.ITIMER_REAL, signal.SIGALRM)
     over = False
 
     def late(_number: int, _frame: object) -> None:
         if not over:
             raise error
 
-    before = signal.signal(number, late)
-    signal.setitimer(timer, seconds, again_s or seconds)
+    signals = {signal.ITIMER_REAL: signal.SIGALRM, signal.ITIMER_PROF: signal.SIGPROF}
+    before = {timer: signal.signal(signals[timer], late) for timer in timers}
     try:
+        for timer, (first, others) in timers.items():
+            signal.setitimer(timer, first, others)
         yield
     finally:
-        over = True  # before the timer is stopped: a busy machine may have had the next alarm by now
-        signal.setitimer(timer, 0)
-        signal.signal(number, before)
+        over = True  # before the timers are stopped: a busy machine may have had the next alarm by now
+        for timer, handler in before.items():
+            signal.setitimer(timer, 0)
+            signal.signal(signals[timer], handler)
 
 
 class Patience:
-    """Of a group: each completion may compute for `seconds`; once two were late, the others an eighth of it, so that
-    the group has its scores before its own deadline."""
+    """Of a group: each completion may compute for `seconds`; once two were late, the others an eighth of it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -61,7 +94,7 @@ class Patience:
     def with_one(self) -> Iterator[None]:
         """Raises Late inside once its time is over, and counts that."""
         try:
-            with within(self.seconds, computing=True):
+            with computing(self.seconds):
                 yield
         except Late:
             self.late += 1

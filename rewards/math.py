@@ -8,7 +8,7 @@ from functools import partial
 from math import nan
 from typing import Any
 
-from rewards.deadline import Patience, within
+from rewards.deadline import Patience, computing
 from rewards.math_text import Written, written
 from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 
@@ -16,8 +16,9 @@ from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 _math_verify = importlib.import_module("math_verify")
 _errors = importlib.import_module("math_verify.errors")
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off: ours is on
+_math_verify.parse(r"$\frac{x^2}{2}$", parsing_timeout=None)  # the first one builds tables, for a quarter of a second
 # math-verify has its own limit in whole seconds only.
-_within = partial(within, error=_errors.TimeoutException, computing=True)
+_within = partial(computing, error=_errors.TimeoutException)
 _NUMBER = re.compile(r"[0-9]+(?:[.,/][0-9]+)*")
 
 

@@ -142,7 +142,7 @@ class Slot:
         """Of a process that has loaded the reward. Raises BrokenProcessPool where that ended before pebble had noted
         that it took the task."""
         try:
-            return await self._run(worker.score, (call.use, call.args, call.env, group), call.timeout_s)
+            return await self._run(worker.score, (call.use, call.args, call.env, group, call.timeout_s), call.timeout_s)
         except TimeoutError:
             self._sweep()
             return failed("timeout", size, f"no answer within {call.timeout_s:g} s, so its process was killed")

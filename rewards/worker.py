@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.confinement import limit
 from cluster.process_tree import MARK
-from rewards import call, environment, memory
+from rewards import call, deadline, environment, memory
 from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load
 
@@ -83,9 +83,13 @@ def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[
     return os.getpid(), ""
 
 
-def score(use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes) -> call.Verdict:
-    """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe."""
-    return scores([(use, args, env, group)], None)[0]
+def score(
+    use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes, timeout_s: float | None = None
+) -> call.Verdict:
+    """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe.
+    timeout_s: after which this process is ended."""
+    with deadline.answering(timeout_s):
+        return scores([(use, args, env, group)], None)[0]
 
 
 def scores(
@@ -94,11 +98,12 @@ def scores(
     """What `score` says of each, in order. Calls of one asynchronous function that stand together are made at once,
     each within timeout_s."""
     found = []
-    for (use, args, env), together in groupby(asked, key=lambda one: one[:3]):
-        groups: list[call.Group] = [pickle.loads(group) for *_, group in together]
-        with environment.lent(env):
-            reward = _loaded(use)
-            found += call.scores(reward, groups, args, built_in=use in BUILT_INS, timeout_s=timeout_s)
+    with deadline.answering(timeout_s):
+        for (use, args, env), together in groupby(asked, key=lambda one: one[:3]):
+            groups: list[call.Group] = [pickle.loads(group) for *_, group in together]
+            with environment.lent(env):
+                reward = _loaded(use)
+                found += call.scores(reward, groups, args, built_in=use in BUILT_INS, timeout_s=timeout_s)
     return _HELD.told(found)
 
 

@@ -48,6 +48,31 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file: OneOf
     assert scores.status == ["error", "error"]
 
 
+@pytest.mark.parametrize(
+    ("use", "args", "right", "slow"),
+    [
+        ("math", {}, "<answer>4</answer>", r"$9^{9^{9^{9^9}}}$"),
+        ("math", {}, "<answer>4</answer>", r"<answer>2^{3^{4^{5^{6}}}} - 2^{3^{4^{5^{6}}}}+1</answer>"),
+        ("regex", {"pattern": "^(a+)+$"}, "aaa", "a" * 60 + "!"),
+        ("json_schema", {}, '"aaa"', '"' + "a" * 60 + '!"'),
+    ],
+)  # fmt: skip
+def test_late_completions_take_no_reward_of_their_group_however_little_time_it_has(
+    use: str, args: dict[str, str], right: str, slow: str
+) -> None:
+    """As on a busy machine, where a second of computing takes many on the wall."""
+    columns = {"answer": "4", "schema": {"type": "string", "pattern": "^(a+)+$"}}
+    texts = [slow] * 4 + [right] * 4
+
+    async def main() -> Scores:
+        async with RewardPool([RewardConfig(use=use, args=args, timeout_s=1.5)]) as pool:
+            return await pool.score(Group.of("?", texts, [[1]] * 8, columns))
+
+    scores = asyncio.run(main())
+    assert scores.parts[use][4:] == [1.0] * 4, scores
+    assert all(value is not None and not value > 0 for value in scores.parts[use][:4])
+
+
 def test_weights_status_and_conversations(rewards_file: OneOf) -> None:
     rewards = [rewards_file("spoken", weight=2.0), rewards_file("later", weight=-1.0), rewards_file("none")]
     chat = [{"role": "user", "content": "?"}]
