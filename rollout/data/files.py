@@ -116,9 +116,11 @@ def read_files(
         found = ((file, packing_of(file.name), _format(file.name) in LINES) for file in files)
         return part_of(read_json(found, names, size if split == "train" else None), split, size, names)
     if "csv" in kinds:
-        tabs = {"sep": "\t"} if all(_format(file.name) == ".tsv" for file in files) else {}
-        of_csv = [CsvFile(file, packing_of(file.name), f"{names.path}: {file}") for file in files]
-        return part_of(csv_rows(of_csv, {**tabs, **args}), split, size, names)
+        of_csv = [
+            CsvFile(file, packing_of(file.name), f"{names.path}: {file}", _format(file.name) == ".tsv")
+            for file in files
+        ]
+        return part_of(csv_rows(of_csv, args), split, size, names)
     import datasets
 
     data_files = [glob.escape(str(file)) for file in files]

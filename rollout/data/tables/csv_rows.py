@@ -33,11 +33,16 @@ OF_CELLS = (
 
 class CsvFile(NamedTuple):
     """A file to be read. packing: of json_rows.PACKED, or nothing. named: the key of the configuration and the file,
-    for messages."""
+    for messages. tabs: whether its name says that they stand between fields."""
 
     file: Path
     packing: str
     named: str
+    tabs: bool = False
+
+    def separated(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments for this file."""
+        return {"sep": "\t", **args} if self.tabs and not {"sep", "delimiter"} & args.keys() else args
 
 
 def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list[Row]:
@@ -50,11 +55,19 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
     Raises ProblemsError: a row has more or fewer fields than the header, or two columns have one name; and what pandas
     raises.
     """
+    if args.get("index_col") is not None and args["index_col"] is not False:
+        raise ProblemsError(
+            f"data.args: index_col is not taken, since rows have no index, got {args['index_col']!r}; leave it out: a "
+            "column that nothing names does no harm"
+        )
     asked = args.get("dtype", {})
     kinds, found, header = _Kinds(), Packed(), None
     for one in files:
-        if _is_plain(args):
-            _check_fields(one, args)
+        own = one.separated(args)
+        if _is_plain(own):
+            _check_fields(one, own)
+        else:
+            _check_by_pandas(one, own)
         for table in _tables(one, args):
             if header is None:
                 header = list(table.columns)
@@ -73,7 +86,7 @@ def _tables(one: CsvFile, args: Mapping[str, Any]) -> Iterator[Any]:
     import pandas
 
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "compression": COMPRESSIONS[one.packing]}
-    options |= args
+    options |= one.separated(args)
     asked = options.setdefault("dtype", {})
     if isinstance(asked, Mapping):
         options["dtype"] = defaultdict(lambda: str, asked)
@@ -194,7 +207,7 @@ def _check_fields(one: CsvFile, args: Mapping[str, Any]) -> None:
             newline="",
         ) as text,
     ):
-        reader = csv.reader(_after(text, skipped), **_dialect(args))
+        reader = csv.reader(_after(text, skipped), **_dialect(args), strict=True)
         before, place = skipped, 0
         try:
             for record in reader:
@@ -221,7 +234,34 @@ def _check_fields(one: CsvFile, args: Mapping[str, Any]) -> None:
                 'as UTF-8, or say what it is (data.args: {encoding: "..."})'
             ) from None
         except csv.Error as error:
-            raise ProblemsError(f"{one.named} line {before + 1} cannot be read: {error}; correct it") from None
+            raise ProblemsError(
+                f"{one.named} line {before + 1} cannot be read: {error}; correct it: a quote within quotes is written "
+                "twice, or say that quotes are plain characters (data.args: {quoting: 3})"
+            ) from None
+
+
+def _check_by_pandas(one: CsvFile, args: Mapping[str, Any]) -> None:
+    """Raises ProblemsError: a row has fewer fields than the header, of lines that only pandas can divide. Its parser in
+    Python alone tells a field that is not there from an empty one."""
+    import pandas
+
+    divided = {name: value for name, value in args.items() if name not in OF_CELLS}
+    if "column_names" in divided:
+        divided["names"] = divided.pop("column_names")
+    cells = {"dtype": str, "keep_default_na": False, "na_values": [], "index_col": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pandas.errors.ParserWarning)  # of longer rows, which is raised as rows are read
+        table = pandas.read_csv(
+            one.file, **divided | cells | {"engine": "python", "compression": COMPRESSIONS[one.packing]}
+        )
+    short = table.isna().any(axis=1)
+    if short.any():
+        row = int(short.to_numpy().argmax())
+        fields = [str(cell) for cell in table.iloc[row] if isinstance(cell, str)]
+        raise ProblemsError(
+            f"{one.named} row {row + 1} must have {table.shape[1]} fields as its header, got {len(fields)}: "
+            f"{_shown(fields)}; correct the row"
+        )
 
 
 def _line_of(one: CsvFile, encoding: str) -> int:

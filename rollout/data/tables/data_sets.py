@@ -139,7 +139,7 @@ def _rows(raw: _Raw, split: str, names: Names) -> Packed | list[Row]:
     if raw.kind == "json":
         files = ((file, packing, _suffix(name) in LINES) for file, packing, name in found)
         return read_json(files, names, None, raw.options.get("field"))
-    of_csv = [CsvFile(file, packing, f"{names.path}: {name}") for file, packing, name in found]
+    of_csv = [CsvFile(file, packing, f"{names.path}: {name}", _suffix(name) == ".tsv") for file, packing, name in found]
     return csv_rows(of_csv, raw.options)
 
 

@@ -148,13 +148,12 @@ def test_a_file_has_the_same_values_however_it_is_named(kind: str) -> None:
     with zipfile.ZipFile("zipped/train.zip", "w") as archive:
         archive.writestr(f"train.{kind}", text)
     file, builder = f"folder/train.{kind}", "json" if kind == "jsonl" else "csv"
-    tabs = {"sep": "\t"} if kind == "tsv" else {}
     splits = {"train": "none.txt", "held": [file]}
     Path("none.txt").write_text("")
     named: list[tuple[str, str, dict[str, Any]]] = [
-        (file, "train", {}), ("folder", "train", tabs), (f"fold*/*.{kind}", "train", {}), ("packed", "train", tabs),
-        ("zipped", "train", tabs), (builder, "train", {"data_files": file} | tabs),
-        (builder, "held", {"data_files": splits} | tabs), ("folder", "train", {"data_files": f"*.{kind}"} | tabs),
+        (file, "train", {}), ("folder", "train", {}), (f"fold*/*.{kind}", "train", {}), ("packed", "train", {}),
+        ("zipped", "train", {}), (builder, "train", {"data_files": file}), (builder, "held", {"data_files": splits}),
+        ("folder", "train", {"data_files": f"*.{kind}"}),
     ]  # fmt: skip
     for path, split, args in named:
         assert [*read(path, split, args, None, 0)] == wanted, (path, split)
@@ -197,6 +196,38 @@ def test_a_row_that_does_not_fit_its_header_is_refused_by_its_line(case: str) ->
     for path in ("folder/train.csv", "folder", "fold*/*.csv", "a.csv.gz"):
         with pytest.raises(ProblemsError, match=rf"^data\.path: .*{sentence}.*; put a field that holds the separator"):
             read(path, "train", {}, None, 0)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"comment": "#"}, {"engine": "python"}, {"on_bad_lines": "skip"}, {"sep": "[,]", "engine": "python"},
+        {"skiprows": [1]},
+    ],
+)  # fmt: skip
+def test_nor_does_one_pass_whose_lines_pandas_alone_can_divide(args: dict[str, Any]) -> None:
+    Path("a.csv").write_text('question,answer\n#x,0\nb,1\nc\nd,2\n"e",\n')
+    with pytest.raises(ProblemsError, match=r"^data\.path: a\.csv row \d must have 2 fields .*, got 1: 'c'; correct"):
+        read("a.csv", "train", args, None, 0)
+    Path("a.csv").write_text("question,answer\n#x,0\nb,1\nd,\nc,2\n")
+    rows = [*read("a.csv", "train", args, None, 0)]
+    assert rows[-3:-1] == [{"question": "b", "answer": 1}, {"question": "d", "answer": None}]
+
+
+@pytest.mark.parametrize("written", ['a,"1\nb,"2"\n', 'a,"5"" tall" or so\n'])
+def test_quotes_that_end_within_a_field_are_refused_and_may_be_said_to_be_none(written: str) -> None:
+    """pandas makes one row of the first two."""
+    Path("a.csv").write_text("question,answer\n" + written)
+    with pytest.raises(ProblemsError, match=r"^data\.path: a\.csv line 2 cannot be read: .*; correct it: a quote"):
+        read("a.csv", "train", {}, None, 0)
+    assert read("a.csv", "train", {"quoting": 3}, None, 0)[0]["answer"] == written.split("\n")[0].partition(",")[2]
+
+
+@pytest.mark.parametrize("index", [0, "question"])
+def test_a_row_has_no_index_into_which_a_field_could_go(index: Any) -> None:
+    Path("a.csv").write_text("question,answer\nAdd 1, then 2,3\n")
+    with pytest.raises(ProblemsError, match=r"^data\.args: index_col is not taken, .* got .*; leave it out"):
+        read("a.csv", "train", {"index_col": index}, None, 0)
 
 
 def test_a_header_names_each_column_once_and_files_that_are_read_together_have_one() -> None:
