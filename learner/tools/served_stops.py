@@ -10,7 +10,10 @@ from typing import Any
 
 VARIABLE = "GLEANER_STOP"  # a JSON list
 MOST = 4  # strings that a request may have (OpenAI, and so vLLM)
-KEYS = {"/completions": "stop", "/chat/completions": "stop", "/messages": "stop_sequences"}
+KEYS = {
+    "/completions": "stop", "/chat/completions": "stop", "/chat/completions/batch": "stop", "/responses": "stop",
+    "/messages": "stop_sequences",
+}  # fmt: skip
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -146,6 +146,8 @@ def test_requests_are_sampled_as_the_training_was_and_not_as_the_base_advises(ti
         ("/v1/completions", {"prompt": "a"}, {"stop": ["</a>"], "include_stop_str_in_output": True}),
         ("/v1/chat/completions", {"stop": []}, {"stop": ["</a>"], "include_stop_str_in_output": True}),
         ("/v1/chat/completions", {"stop": "x", "n": 2}, {}),
+        ("/v1/chat/completions/batch", {"n": 1}, {"stop": ["</a>"], "include_stop_str_in_output": True}),
+        ("/v1/responses", {"input": "a"}, {"stop": ["</a>"], "include_stop_str_in_output": True}),
         ("/v1/completions", {"include_stop_str_in_output": False}, {"stop": ["</a>"]}),
         ("/v1/messages", {"stop_sequences": None}, {"stop_sequences": ["</a>"]}),
         ("/v1/models", {"prompt": "a"}, {}),
