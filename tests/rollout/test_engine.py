@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,26 @@ def test_the_required_environment_passes_its_own_check(cuda: bool) -> None:
     for name in required_env(cuda):
         with pytest.raises(EngineEnvError, match=name):
             check_env(cuda, {k: v for k, v in required_env(cuda).items() if k != name})
+
+
+PRODUCTS = """
+import torch
+def product(rows):
+    torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 8), torch.ones(8, 8), None, "none", [], "")
+for rows in (1, *range(2, 300), 1):
+    product(rows)
+"""
+
+
+def test_a_generator_on_a_cpu_does_not_keep_a_kernel_for_each_number_of_tokens_that_it_has_met() -> None:
+    """oneDNN's own words: the first shape has to be made anew after hundreds of others, whose memory is free again."""
+    environment = os.environ | required_env(cuda=False) | {"ONEDNN_VERBOSE": "profile_create"}
+    said = subprocess.run(
+        [sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    made = [line for line in said.splitlines() if "create:cache" in line]
+    assert len(made) == 300
+    assert "create:cache_miss" in made[-1]
 
 
 def test_the_environment_may_differ_where_that_is_harmless() -> None:
