@@ -57,7 +57,8 @@ class OrdinaryText:
 
     def ids(self, rendered: str) -> list[int]:
         """The ids of what a template made of covered messages. Raises ChatError where a text cannot be written without
-        a special token."""
+        a special token, or the template changes letters of texts, and so the words in them."""
+        self._check_words(rendered)
         wanted = self._special_in([self._ids[name] for name in self._token.findall(rendered)])
         text = self._uncovered(rendered)
         if not any(match[0] == self._word_for_all(match) for match in self._word.finditer(rendered)):
@@ -71,6 +72,15 @@ class OrdinaryText:
                 f"{text!r:.80} without them; take them out"
             )
         return found
+
+    def _check_words(self, rendered: str) -> None:
+        left, secret = "".join(self._word.sub("", rendered).split()).lower(), self._mark[1:-1]
+        if secret in left or secret[::-1] in left:
+            raise ChatError(
+                "model.path: the chat template must write what tools and environments say as it is, and it changes "
+                "letters or their order (a filter such as upper or wordwrap), so that a special token in it could not "
+                "be told from the template's own; take the filter out of the template"
+            )
 
     def _special_in(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._special]

@@ -187,6 +187,19 @@ def test_a_text_that_a_template_would_complete_to_a_special_token_makes_none() -
         assert chat.decode(ids, special=True) == f"<{text}_call><|stop|><|start|>"
 
 
+@pytest.mark.parametrize("written", ["upper", "title", "reverse", "wordwrap(7)"])
+def test_a_template_that_changes_letters_of_texts_is_refused_and_no_word_of_ours_is_left_in_a_prompt(
+    written: str,
+) -> None:
+    tokenizer = MAKERS["byte-level"]()
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content | {written} }}}}<|stop|>{{% endfor %}}<|start|>"
+    chat = Chat(tokenizer, [tokenizer.eos_token_id], 1000)
+    with pytest.raises(ChatError, match="must write what tools and environments say as it is, and it changes letters"):
+        chat.converse([{"role": "user", "content": "a <|stop|> b"}])
+    ids = chat.converse([{"role": "user", "content": "4 + 4"}])
+    assert names_in(chat, ids) == ["<|stop|>", "<|start|>"]
+
+
 @pytest.mark.parametrize("kind", ["unigram", "word-level"])
 def test_a_letter_that_the_vocabulary_lacks_is_its_unknown_token_and_no_name_of_it_is(kind: str) -> None:
     tokenizer = MAKERS[kind]()
