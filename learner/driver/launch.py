@@ -98,7 +98,7 @@ async def _attempt(
             inputs = _inputs(prepared, processes.weights_stay)
             loop, _ = wire(inputs, processes.generators, processes.learner, sinks)
             loop.stop = stop
-            end_requests.stopped(stop, progress.note)
+            end_requests.stopped(stop, lambda said: progress.note(f"{said}; {_if_it_is_killed(prepared.config)}"))
             patience = Patience.of(prepared.config.cluster.deadlines)
             try:
                 kept = [kept_answering(one, patience) for one in processes.rewards]
@@ -174,5 +174,16 @@ def _where_it_goes_on(config: RunConfig) -> str:
     newest, _ = checkpoint.newest(config.run_dir / "checkpoints")
     if newest is None:
         return "the run ends before its first checkpoint"
-    again = "the same command" if config.resume == "auto" else "the same command with resume=auto"
-    return f"the run ends; {again} goes on from its checkpoint of step {checkpoint.step_of(newest)}"
+    return f"the run ends; {_again(config)} goes on from its checkpoint of step {checkpoint.step_of(newest)}"
+
+
+def _if_it_is_killed(config: RunConfig) -> str:
+    """Said before it may be: who has asked for the end mostly kills next, and Ray's part of this process ends it
+    without a word where Ray's own processes end first."""
+    there = checkpoint.listing(config.run_dir / "checkpoints")
+    behind = f"goes on from the checkpoint of step {checkpoint.step_of(there[-1])}" if there else "begins again"
+    return f"if it is killed before, {_again(config)} {behind}"
+
+
+def _again(config: RunConfig) -> str:
+    return "the same command" if config.resume == "auto" else "the same command with resume=auto"

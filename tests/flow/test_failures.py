@@ -163,7 +163,7 @@ def test_sigterm_to_all_processes_ends_the_run_which_can_go_on(tmp_path: Path, m
         os.kill(pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
     assert process.returncode in (0, 1), output
-    assert "the same command goes on from" in output
+    assert "the same command goes on from" in output  # Ray may end this process before it says more
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
 
