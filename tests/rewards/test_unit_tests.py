@@ -128,6 +128,9 @@ BESIDE = {
                           "cannot be derived from one of the answer's"),
     "a module of the test": ("def name(m): return m.__name__", "import json\nassert name(json) == 'json'",
                              "a module of the test cannot be handed to the answer"),
+    "an assert that they should catch": ("def f(g):\n try: g()\n except AssertionError: return 1",
+                                         "def g(): assert False\nassert f(g) == 1",
+                                         "an AssertionError of a test ended within the answer"),
 }  # fmt: skip
 
 
