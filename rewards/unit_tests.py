@@ -64,12 +64,8 @@ async def unit_tests(
     names = column_of(columns, entry_column) if entry_column is not None else None
     if names is not None:
         tests = [["\n".join([*one, f"check({name})"])] for one, name in zip(tests, names, strict=True)]
-    elif idle := next((test for one in tests for test in one if _only_defines(test)), None):
-        raise ValueError(
-            "args.column: a test must assert or call something when it runs, else every answer passes it, got "
-            f"{idle[:LONGEST]!r}, which only defines; call what it defines, or put its assert at the top level; what "
-            "other tests need belongs into args.setup_column"
-        )
+    else:
+        _check_that_they_test(tests)
     before = [_joined(value) for value in column_of(columns, setup_column)] if setup_column is not None else [""] * size
     limits = Limits(seconds=seconds, memory_bytes=round(memory * 2**30))
     places = asyncio.Semaphore(parallel)
@@ -154,6 +150,15 @@ def _tests(value: Any) -> list[str]:
 
 def _joined(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(value or ())
+
+
+def _check_that_they_test(tests: Sequence[Sequence[str]]) -> None:
+    if idle := next((test for one in tests for test in one if _only_defines(test)), None):
+        raise ValueError(
+            "args.column: a test must assert or call something when it runs, else every answer passes it, got "
+            f"{idle[:LONGEST]!r}, which only defines; call what it defines, or put its assert at the top level; what "
+            "other tests need belongs into args.setup_column"
+        )
 
 
 def _only_defines(test: str) -> bool:
