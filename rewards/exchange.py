@@ -220,9 +220,9 @@ class Values:
 
     def _known_node(self, value: Any) -> Node:
         """What the other side finds in a library by its name."""
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
             return None
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             return None
         theirs = self.guarded and module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"}

@@ -101,10 +101,11 @@ def facts_of(value: Any) -> dict[str, Any]:
     homes = {name: next((one for one in kind.__mro__ if name in vars(one)), object) for name in sorted(SPECIAL)}
     special = {name: home for name, home in homes.items() if home is not object and getattr(kind, name) is not None}
     base = next((one for one in kind.__mro__ if one in _PLAIN), None)
+    misses = base is dict and hasattr(kind, "__missing__")  # which says what the plain type's operator does not
     return {
         "name": kind.__name__,
         "special": list(special),
-        "own": [name for name, home in special.items() if home is not base],
+        "own": [n for n, home in special.items() if home is not base or (n == "__getitem__" and misses)],
         "base": None if base is None else base.__name__,
         "hashable": kind.__hash__ is not None,
         "awaited": isinstance(value, types.CoroutineType),
