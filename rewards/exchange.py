@@ -149,6 +149,7 @@ class Values:
     def __init__(self, *, guarded: bool) -> None:
         self.guarded = guarded
         self.distrusted: list[str] = []  # operators whose word was not taken
+        self.crossed = 0  # errors of asserts of this side that the other could have caught
         self.mine: dict[int, Any] = {}  # what the other side refers to
         self._numbers: dict[int, int] = {}
         self._theirs: dict[int, Any] = {}
@@ -219,9 +220,9 @@ class Values:
 
     def _known_node(self, value: Any) -> Node:
         """What the other side finds in a library by its name."""
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
             return None
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             return None
         theirs = self.guarded and module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"}
@@ -235,6 +236,7 @@ class Values:
         if isinstance(value, type) and (number := vars(value).get("_remote")) is not None:
             return ["yours", number]
         if isinstance(value, BaseException):
+            self._note(value)
             return self._error_node(value)
         if self.guarded and not may_be_shown(value):
             raise NotHanded(f"a {type(value).__name__} of the test cannot be handed to the answer")
@@ -246,6 +248,12 @@ class Values:
         number = self._numbers.setdefault(id(value), len(self._numbers))
         self.mine[number] = value
         return number
+
+    def _note(self, error: BaseException) -> None:
+        """Counts an error of an assert of this side that goes to the other."""
+        known = vars(error)
+        if isinstance(error, AssertionError) and error.__traceback__ and not {"_heard", "_remote_error"} & known.keys():
+            self.crossed += 1
 
     def _error_node(self, error: BaseException) -> Node:
         if (number := vars(error).get("_remote_error")) is not None:
@@ -375,6 +383,7 @@ class Values:
                 error = kind(*given)
         except Exception:  # of such as want other arguments than they keep
             error = RuntimeError(text)
+        vars(error)["_heard"] = True
         if lineage[0][0] is not None:
             vars(error).update(_remote_error=number, _text=str(text))
         return error
@@ -445,6 +454,7 @@ class Peer(Values):
         except (Gone, Untrusted):
             raise
         except BaseException as error:
+            self._note(error)
             error.__traceback__ = error.__context__ = error.__cause__ = None  # whose frames have references
             return "raised", self._error_node(error)
 

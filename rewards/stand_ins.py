@@ -4,6 +4,8 @@ A stand-in's class has the operators of the object's class. Where that is derive
 and says nothing of its own, the operator works on the plain value, here. All else is asked for there. The side of the
 tests does not take what an operator of the answer's own class says of a value of the test, since such a class can say
 that it equals all: not its `==`, not its order against such a value, and no number that came of one by arithmetic.
+Nor does it ask such a class what Python knows of the plain value (its length, `endswith`, `items`), unless the test has
+called the class itself, which is then what it tests (`class LRUCache(OrderedDict)` and its `get`).
 """
 
 from __future__ import annotations
@@ -35,6 +37,20 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     bytearray: lambda value: bytearray.__getitem__(value, slice(None)),
 }
 _CHANGEABLE = (list, dict, set, bytearray)
+_NUMBER = (int, float, complex)
+_READ_ONLY: dict[type, Sequence[str]] = {
+    list: ("copy", "count", "index"), dict: ("copy", "get", "items", "keys", "values"), set: dir(frozenset),
+    bytearray: dir(bytes),
+}  # fmt: skip
+# Methods of the plain types that change nothing.
+_READS = {
+    kind: frozenset(
+        name
+        for name in _READ_ONLY.get(kind, dir(kind))
+        if name[0] != "_" and type(vars(kind).get(name)) is types.MethodDescriptorType
+    )
+    for kind in _PLAIN
+}
 
 
 def _special(names: str, kinds: Sequence[str] = ("",)) -> frozenset[str]:
@@ -50,6 +66,7 @@ _COMBINES = _CHANGES - _special("setitem delitem") | _special(
     "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor", ("", "r")
 )
 _NUMBERS = _special("bool int float index complex round trunc floor ceil abs neg pos invert")
+_DECIDES = _COMPARES | _COMBINES | _CHANGES  # where what an own class says has rules of its own
 SPECIAL = (
     _COMPARES
     | _CHANGES
@@ -84,22 +101,24 @@ def facts_of(value: Any) -> dict[str, Any]:
     homes = {name: next((one for one in kind.__mro__ if name in vars(one)), object) for name in sorted(SPECIAL)}
     special = {name: home for name, home in homes.items() if home is not object and getattr(kind, name) is not None}
     base = next((one for one in kind.__mro__ if one in _PLAIN), None)
+    misses = base is dict and hasattr(kind, "__missing__")  # which says what the plain type's operator does not
     return {
         "name": kind.__name__,
         "special": list(special),
-        "own": [name for name, home in special.items() if home is not base],
+        "own": [n for n, home in special.items() if home is not base or (n == "__getitem__" and misses)],
         "base": None if base is None else base.__name__,
         "hashable": kind.__hash__ is not None,
         "awaited": isinstance(value, types.CoroutineType),
+        "class": isinstance(value, type),
     }
 
 
 class _State:
-    """Of a stand-in. tainted: it came of an operator with a value of the test. plain: what is plain of it, once that is
-    known, unless it can change."""
+    """Of a stand-in. tainted: it came of an operator with a value of the test. made: the test called its class, or it
+    came of such an object by an operator. plain: what is plain of it, once that is known, unless it can change."""
 
     def __init__(self, peer: Values, number: int) -> None:
-        self.peer, self.number, self.tainted = peer, number, False
+        self.peer, self.number, self.tainted, self.made = peer, number, False, False
         self.plain: Any = None
 
 
@@ -107,7 +126,8 @@ class Remote:
     """A stand-in for an object of the other side; its subclasses have the operators of that object's class."""
 
     __slots__ = ("_of_exchange",)
-    _is_plain = False
+    _is_plain = _is_class = False
+    _reads: frozenset[str] = frozenset()
 
     def __init__(self, peer: Values, number: int) -> None:
         object.__setattr__(self, "_of_exchange", _State(peer, number))
@@ -116,7 +136,10 @@ class Remote:
         raise NotHanded("a class of the test cannot be derived from one of the answer's")
 
     def __getattr__(self, name: str) -> Any:
-        return _asked(self, "get", name)
+        found = _asked(self, "get", name)
+        if name in type(self)._reads and callable(found) and not state_of(self).made:  # no field that is called so
+            return _method_of_plain(name, self)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         _asked(self, "set", name, value)
@@ -158,8 +181,9 @@ def kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
     """The class of stand-ins for objects of a class with these facts."""
     base = next((kind for kind in _PLAIN if kind.__name__ == facts["base"]), None)
     changes = base in _CHANGEABLE
-    members: dict[str, Any] = {"__slots__": (), "_is_plain": base is not None}
+    members: dict[str, Any] = {"__slots__": (), "_is_plain": base is not None, "_is_class": facts["class"]}
     if base is not None:
+        members["_reads"] = _READS[base] if guarded else frozenset()
         members["__class__"] = property(lambda self: base)  # by which isinstance goes
     for name in SPECIAL.intersection(facts["special"]):
         if not guarded:
@@ -171,11 +195,13 @@ def kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
         elif name in _COMPARES:
             members[name] = _compared(name)
         elif name in _COMBINES:
-            members[name] = _combined(name)
+            members[name] = _combined(name, own=name in facts["own"])
         elif name in _NUMBERS:
             members[name] = _number(name)
         else:
             members[name] = _forwarded(name)
+        if guarded and name in facts["own"] and name not in _DECIDES and (plain := _plain_operator(name, base)):
+            members[name] = _unless_made(plain, members[name])
     if not facts["hashable"]:
         members["__hash__"] = None
     elif "__eq__" in members and "__hash__" not in members:
@@ -186,7 +212,10 @@ def kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
 def _forwarded(name: str) -> Callable[..., Any]:
     def forwarded(self: Remote, *arguments: Any, **named: Any) -> Any:
         if name == "__call__":
-            return state_of(self).peer.called(state_of(self).number, arguments, named)
+            found = state_of(self).peer.called(state_of(self).number, arguments, named)
+            if type(self)._is_class and isinstance(found, Remote):
+                state_of(found).made = True
+            return found
         return _asked(self, "special", name, *arguments, **named)
 
     return forwarded
@@ -201,11 +230,31 @@ def _of_plain(name: str, base: type) -> Callable[..., Any]:
     return of_plain
 
 
+def _method_of_plain(name: str, value: Remote) -> Callable[..., Any]:
+    def method(*arguments: Any, **named: Any) -> Any:
+        return getattr(value.__class__, name)(*map(_plain_of, (value, *arguments)), **named)
+
+    return method
+
+
+def _plain_operator(name: str, base: type | None) -> Callable[..., Any] | None:
+    """What a plain type has under that name; None for nothing."""
+    if base is None or (name != "__bool__" and getattr(base, name, None) is None):
+        return None
+    return _of_plain(name, base) if hasattr(base, name) else lambda self: bool(_plain_of(self))
+
+
+def _unless_made(plain: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *arguments: (own if state_of(self).made else plain)(self, *arguments)
+
+
 def _plain_of(value: Any) -> Any:
     """Of what cannot change asked for once, so that it is one value, whatever it is compared with."""
     if not isinstance(value, Remote) or not type(value)._is_plain:
         return value
     state = state_of(value)
+    if state.tainted and (not state.made or issubclass(value.__class__, _NUMBER)):
+        raise _distrusted(value, "arithmetic")
     found = _asked(value, "plain") if state.plain is None else state.plain
     if not isinstance(found, _CHANGEABLE):
         state.plain = found
@@ -267,17 +316,18 @@ def _compared(name: str) -> Callable[..., Any]:
     return compared
 
 
-def _combined(name: str) -> Callable[..., Any]:
+def _combined(name: str, *, own: bool) -> Callable[..., Any]:
     """What comes of an object of the answer and a value of the test may be the sum of two vectors; as a number it may
-    be the difference from what the test expects."""
+    be the difference from what the test expects. Not its own: a plain type's operator that changes the object."""
 
     def combined(self: Remote, other: Any, *more: Any) -> Any:
         found = _asked(self, "special", name, other, *more)
         if found is NotImplemented:
             return found
-        tainted = not isinstance(other, Remote) or state_of(self).tainted or state_of(other).tainted
+        tainted = own and (not isinstance(other, Remote) or state_of(self).tainted or state_of(other).tainted)
         if isinstance(found, Remote):
             state_of(found).tainted |= tainted
+            state_of(found).made |= state_of(self).made
         elif tainted:
             raise _distrusted(self, name)
         return found

@@ -241,8 +241,10 @@ class _Tests:
         passed = 0
         for test in self._task.tests:
             names["__builtins__"] = dict(_PRISTINE)
-            before = len(self._peer.distrusted), len(self._why)
+            before, crossed = (len(self._peer.distrusted), len(self._why)), self._peer.crossed
             fine = _passes(test, names, self._why)
+            if fine and self._peer.crossed > crossed:
+                self._why.append(f"an AssertionError of a test ended within the answer; {_ADVICE}")
             passed += fine and before == (len(self._peer.distrusted), len(self._why))
         return passed
 

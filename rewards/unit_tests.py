@@ -1,5 +1,6 @@
 """Does the code that was written pass its unit tests? Code and tests run in a process each (rewards.tests_child)."""
 
+import ast
 import asyncio
 import json
 import logging
@@ -19,6 +20,8 @@ SECONDS, PARALLEL = 4.0, 4
 _START_S = 10.0  # for the process of the tests, which keeps the deadline itself, to start on a busy machine
 _PROGRAM = "rewards.tests_child"
 _PYTHON = ("py", "py3", "python", "python3")
+_CONSTANT = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator,
+             ast.expr_context)  # fmt: skip
 _told: set[str] = set()  # by this process
 
 
@@ -54,13 +57,15 @@ async def unit_tests(
             its objects themselves (their `==`, classes derived from its own, data frames).
 
     A completion for which no process can be started has no score, nan.
-    Raises ValueError if a column is missing, or a problem has no tests.
+    Raises ValueError if a column is missing, a problem has no tests, or one of them tests nothing: it only defines.
     """
     size = len(completions)
     tests = [_tests(value) for value in column_of(columns, column)]
     names = column_of(columns, entry_column) if entry_column is not None else None
     if names is not None:
         tests = [["\n".join([*one, f"check({name})"])] for one, name in zip(tests, names, strict=True)]
+    else:
+        _check_that_they_test(tests)
     before = [_joined(value) for value in column_of(columns, setup_column)] if setup_column is not None else [""] * size
     limits = Limits(seconds=seconds, memory_bytes=round(memory * 2**30))
     places = asyncio.Semaphore(parallel)
@@ -145,3 +150,39 @@ def _tests(value: Any) -> list[str]:
 
 def _joined(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(value or ())
+
+
+def _check_that_they_test(tests: Sequence[Sequence[str]]) -> None:
+    if idle := next((test for one in tests for test in one if _only_defines(test)), None):
+        raise ValueError(
+            "args.column: a test must assert or call something when it runs, else every answer passes it, got "
+            f"{idle[:LONGEST]!r}, which only defines; call what it defines, or put its assert at the top level; what "
+            "other tests need belongs into args.setup_column"
+        )
+
+
+def _only_defines(test: str) -> bool:
+    """Whether nothing happens where it runs. What is no Python fails there, for every answer."""
+    try:
+        return _are_idle(ast.parse(test).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _are_idle(statements: Sequence[ast.stmt]) -> bool:
+    return all(map(_is_idle, statements))
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
+        return statement.value is None or all(isinstance(node, _CONSTANT) for node in ast.walk(statement.value))
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return not statement.decorator_list
+    if isinstance(statement, ast.ClassDef):
+        return not statement.decorator_list and _are_idle(statement.body)
+    if isinstance(statement, ast.If) and ast.unparse(statement.test) in (
+        "__name__ == '__main__'",
+        "'__main__' == __name__",
+    ):
+        return _are_idle(statement.orelse)
+    return isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass)

@@ -40,6 +40,7 @@ def read(name: str) -> dict[str, tuple[str, str]]:
 
 FORGERIES = {name: code for name, (code, _) in read("forgeries.txt").items()}
 ATTACKS = read("attacks.txt")
+FOR_A_TEST = read("forgeries_of_a_test.txt")
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,12 @@ def test_what_forges_passes_nothing_and_what_is_not_trusted_is_named() -> None:
     assert named >= own | {"the library's own", "a mock"}
     assert "__eq__" in found.why[1]
     assert "args.same_process" in found.why[1]
+
+
+@pytest.mark.parametrize("forgery", FOR_A_TEST)
+def test_what_a_test_finds_out_is_not_for_the_answer_to_say(forgery: str) -> None:
+    code, _, test = FOR_A_TEST[forgery][0].partition("---\n")
+    assert asyncio.run(unit_tests([code], test_list=[[test]])) == [0.0]
 
 
 def test_one_completion_costs_itself_and_leaves_the_others_of_its_group() -> None:

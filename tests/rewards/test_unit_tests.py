@@ -128,6 +128,9 @@ BESIDE = {
                           "cannot be derived from one of the answer's"),
     "a module of the test": ("def name(m): return m.__name__", "import json\nassert name(json) == 'json'",
                              "a module of the test cannot be handed to the answer"),
+    "an assert that they should catch": ("def f(g):\n try: g()\n except AssertionError: return 1",
+                                         "def g(): assert False\nassert f(g) == 1",
+                                         "an AssertionError of a test ended within the answer"),
 }  # fmt: skip
 
 
@@ -197,6 +200,45 @@ def test_a_problem_without_a_test_is_no_score(tests: Any) -> None:
     verdict = score(load("unit_tests"), group, {}, built_in=True)
     assert verdict.status == "error"
     assert "each problem must have a test" in verdict.problem
+
+
+IDLE = [
+    "def test_one():\n    assert sq(2) == 4",
+    "async def test_one():\n    assert sq(2) == 4",
+    "import unittest\nclass T(unittest.TestCase):\n    n = -4\n    def test_one(self): self.assertEqual(sq(2), 4)",
+    "if __name__ == '__main__':\n    assert sq(2) == 4",
+    "if '__main__' == __name__:\n    assert sq(2) == 4\nelse:\n    pass",
+    "# assert sq(2) == 4",
+    '"""sq(2) is 4."""\nimport math\nfrom math import pi\nINPUTS: list = [(2, 4)]',
+]
+
+
+@pytest.mark.parametrize("test", IDLE)
+def test_a_test_that_only_defines_is_no_test(test: str) -> None:
+    group = Group(["p"], ["no code"], [[0]], {"test_list": [[TESTS[0], test]], "entry": ["sq"]})
+    verdict = score(load("unit_tests"), group, {}, built_in=True)
+    assert verdict.status == "error"
+    assert "a test must assert or call something when it runs" in verdict.problem
+    assert repr(test)[1:14] in verdict.problem
+    assert score(load("unit_tests"), group, {"entry_column": "entry"}, built_in=True).values == [0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"{IDLE[0]}\ntest_one()",
+        "class T:\n    assert sq(2) == 4",
+        "if __name__ != '__main__':\n    assert sq(2) == 4",
+        "@sq\ndef x(): pass",
+        "@sq\nclass X: pass",
+        "root = sq",
+        "assert ",
+    ],
+)
+def test_a_test_that_does_something_is_one(test: str) -> None:
+    assert score(
+        load("unit_tests"), Group(["p"], ["f = 1"], [[0]], {"test_list": [test]}), {}, built_in=True
+    ).values == [0.0]
 
 
 def test_a_deadline_without_room_for_a_group_that_is_late_is_told() -> None:
