@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,33 @@ def test_an_adapter_of_another_base_or_template_is_said(
     (adapter / "chat_template.jinja").unlink()
     (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
     assert said(model) == (line,)
+
+
+@pytest.mark.parametrize("base", ["~nosuchuser/x", "x" * 5000, "a\nb\ud800"])
+def test_a_base_that_nothing_can_be_called_is_another_one(base: str, model: Path, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    (line,) = adapter_notes(str(adapter), "--adapter", str(model), Chat.load(str(model)))
+    assert line.startswith(f"--adapter: {adapter} was trained on {base[:1]}")
+    assert len(line.encode().splitlines()) == 1
+    assert len(line) < 800
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda file: file.write_bytes(b"caf\xe9"), "must be UTF-8 text, got the byte 0xe9 at 3"),
+        (lambda file: (file.touch(), os.truncate(file, 3 * 2**30)), "must have at most 1 MiB, and has more"),
+        (os.mkfifo, "must be a regular file, and is a FIFO"),
+    ],
+)
+def test_a_chat_template_of_an_adapter_that_cannot_be_read_is_refused(
+    make: Callable[[Path], object], said: str, model: Path, adapter: Path
+) -> None:
+    make(adapter / "chat_template.jinja")
+    with pytest.raises(AdapterError) as refused:
+        adapter_notes(str(adapter), "--adapter", str(model), Chat.load(str(model)))
+    assert str(refused.value) == f"--adapter: {adapter}/chat_template.jinja {said}; copy it again, or take it away"
 
 
 def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
