@@ -7,14 +7,14 @@ from learner.config import RunConfig
 from learner.config.learner import LoraConfig
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import base_name, same_base
-from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content
+from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content, served
 from learner.model.reference_config import check_reference
 from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_files import WeightsError
-from rollout.data.weight_names import check_adapter, check_model, sizes_of
+from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 
 LONGEST_TEMPLATE = MIB  # bytes
 TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
@@ -71,6 +71,16 @@ def check_lora(folder: str, key: str, base: str | None) -> None:
     check_adapter(folder, key, read_adapter(folder, key), sizes)
 
 
+def check_served(folder: str, key: str, base: str | None) -> None:
+    """The same of what is served of an adapter's folder as well, where that is a copy under vLLM's names: it must be of
+    the same layers. Raises as check_lora."""
+    check_lora(folder, key, base)
+    copy = served(Path(folder))
+    if copy != Path(folder):
+        check_lora(str(copy), key, base)
+        check_copy(folder, str(copy), key, read_adapter(folder, key), read_adapter(str(copy), key))
+
+
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
     if config.model.reference is not None and config.learner.mode == "full":
@@ -100,8 +110,8 @@ def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple
         )
     if same is None:
         notes.append(
-            f"{key}: {folder} was trained on {base_name(base)} (base_model_name_or_path of its adapter_config.json), and "
-            f"model.path is {model}: if that is another base, it makes another policy of it"
+            f"{key}: {folder} was trained on {base_name(base)} (base_model_name_or_path of its adapter_config.json), "
+            f"and model.path is {model}: if that is another base, it makes another policy of it"
         )
     own = _template_in(Path(folder).expanduser(), key)
     if own is not None and own != str(chat.tokenizer.chat_template or "").strip():

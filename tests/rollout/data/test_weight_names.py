@@ -296,3 +296,34 @@ def test_an_adapter_is_of_its_base_and_finite(case: str, source: Path, tmp_path:
     save_file(tensors, file)
     with pytest.raises(WeightsError, match=f"^model.adapter: .*{pattern}"):
         check_adapter(str(tmp_path), "model.adapter", content, sizes)
+
+
+ALONE: dict[str, tuple[Change, str]] = {
+    "a lost half": (
+        ADAPTERS["a lost half"][0],
+        r"lacks 1 tensor beside which the other half of a pair is there, first .*lora_A.weight; save",
+    ),
+    "another rank": (
+        ADAPTERS["another rank"][0],
+        r"14 tensors of .* must have the rank .*, 8, first .*layers.0.*: got the shape \[4, \d+\]; give",
+    ),
+    "nothing": (lambda tensors: without(*tensors)(tensors), "must hold weights of a LoRA adapter, and has none; save"),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_where_the_layers_of_a_base_are_not_known_an_adapter_is_of_pairs_of_its_rank(
+    case: str, source: Path, tmp_path: Path
+) -> None:
+    weights, content = make_adapter(source, seed=0)
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(weights)
+    check_adapter(str(tmp_path), "k", content, None)
+    with pytest.raises(WeightsError, match="^k: r of .* must be a whole number from 1, got '8'; save"):
+        check_adapter(str(tmp_path), "k", content | {"r": "8"}, None)
+    change, pattern = ALONE[case]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(WeightsError, match=f"^k: .*{pattern}"):
+        check_adapter(str(tmp_path), "k", content, None)
