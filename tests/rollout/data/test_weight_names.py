@@ -227,6 +227,22 @@ def test_two_sets_of_weights(model: Path) -> None:
     assert check_model(str(model))
 
 
+def test_a_tensor_in_two_shards(model: Path) -> None:
+    """The same one harms nobody; of two, transformers takes that of the last file."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    where = dict.fromkeys(tensors, "1.safetensors") | {NORM: "2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    save_file({NORM: tensors[NORM], UP: tensors[UP]}, model / "2.safetensors")
+    save_file({name: one for name, one in tensors.items() if name != NORM}, model / "1.safetensors")
+    assert check_model(str(model))
+    save_file({NORM: tensors[NORM], UP: tensors[UP] + 1}, model / "2.safetensors")
+    with pytest.raises(
+        WeightsError, match=rf"says that {UP} lies in 1\.\w+, and 2\.safetensors holds another one .*1 such"
+    ):
+        check_model(str(model))
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn],
