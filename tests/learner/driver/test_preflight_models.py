@@ -97,11 +97,12 @@ def test_a_model_that_is_not_trained_here_is_refused(
     assert not Path("runs").exists()
 
 
-def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("folder", ["/nope", "/" + "x" * 5000])
+def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.CaptureFixture[str], folder: str) -> None:
     for name in ("adapter", "reference"):
-        code, _, err = check(config, f"model.{name}=/nope", "learner.loss.beta=0.1", capsys=capsys)
+        code, _, err = check(config, f"model.{name}={folder}", "learner.loss.beta=0.1", capsys=capsys)
         assert code == 2
-        assert f"model.{name}: must be a folder with an adapter_config.json, got /nope" in err
+        assert f"model.{name}: must be a folder with an adapter_config.json, got {folder[:100]}" in err
 
 
 def test_an_adapter_of_another_base_or_template_is_said(
