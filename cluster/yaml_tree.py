@@ -108,22 +108,28 @@ def _parse(text: str) -> Any:
 def check_plain(tree: Any) -> None:
     """Raises ConfigError where a tree is too deep (or holds itself) or too large, or has a value that no file holds."""
     left = MAX_VALUES
-    waiting = [(tree, 0)]
+    waiting: list[tuple[Any, tuple[Any, ...]]] = [(tree, ())]
     while waiting:
-        value, depth = waiting.pop()
+        value, where = waiting.pop()
         left -= 1
         if left < 0:
             raise ConfigError(f"must hold at most {MAX_VALUES} values, aliases counted as often as they are used")
-        if depth > MAX_DEPTH:
+        if len(where) > MAX_DEPTH:
             raise ConfigError(_too_deep())
         if isinstance(value, dict):
-            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+            waiting += [(item, (*where, key)) for key, inner in value.items() for item in (key, inner)]
         elif isinstance(value, list | tuple | set):
-            waiting += [(item, depth + 1) for item in value]
+            waiting += [(item, (*where, place)) for place, item in enumerate(value)]
+        elif isinstance(value, bytes):  # which JSON has no form for
+            raise ConfigError(f"{_dotted(where)}must not be bytes (!!binary), got {value[:40]!r}; write it as text")
         elif isinstance(value, int) and abs(value) > MAX_INT:
             raise ConfigError("a whole number must lie within 64 bits; write it as text in quotes")
         elif isinstance(value, str):
             _check_text(value)
+
+
+def _dotted(where: tuple[Any, ...]) -> str:
+    return f"{' '.join('.'.join(map(str, where)).split())[:200]}: " if where else ""
 
 
 def _check_text(text: str) -> None:

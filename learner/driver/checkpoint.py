@@ -258,7 +258,10 @@ def _read(folder: Path) -> tuple[int, dict[str, Digest]]:
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:  # what is published is named so, too
             raise ValueError(f"it names {name[:80]!r}, which lies outside of the checkpoint")
-    return int(manifest["step"]), files
+    step = manifest["step"]
+    if type(step) is not int or step < 0:  # true is an int, too
+        raise ValueError(f"its step must be a whole number from 0, got {repr(step)[:80]}")
+    return step, files
 
 
 def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:

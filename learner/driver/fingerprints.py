@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from cluster.files import digest_of
-from cluster.reading import Unreadable, read_mapping
+from cluster.reading import Unreadable, printable, read_mapping
 from learner.config import RunConfig
 from rewards import pickled
 from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
@@ -30,6 +30,7 @@ REVISION = "revision"  # the name of what stands for all files of a hub's model
 NOT_CACHED = "not in the cache"  # at the end of the revision of one that is still to be downloaded
 KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
 WHOLE_BYTES = 2**30  # a folder of up to so many is read whole
+LONGEST_NAME = 200  # letters that are shown
 BLOCKS, BLOCK_BYTES = 64, 2**20  # of a larger one's files: so many blocks of that size, evenly spread
 
 
@@ -174,11 +175,24 @@ def _digests(folder: Path) -> dict[str, str]:
 def same_base(one: str, other: str) -> bool | None:
     """Whether two names are of one model: by the weights where both are folders here, else by name, where a folder of
     the hub's cache is called as its model. None: the names differ, which says nothing for sure."""
-    here, there = folders = [Path(path).expanduser() for path in (one, other)]
-    if all(folder.is_dir() for folder in folders):
+    here, there = _folder(one), _folder(other)
+    if here is not None and there is not None:
         return here.samefile(there) or _weights(here) == _weights(there)
     names = [re.sub(r".*/models--(.+)/snapshots/.*", r"\1", path).replace("--", "/") for path in (one, other)]
     return True if PurePath(names[0]).name == PurePath(names[1]).name else None
+
+
+def _folder(path: str) -> Path | None:
+    try:
+        folder = Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError):  # what no folder is called: too long, or in the home of nobody
+        return None
+
+
+def base_name(base: str) -> str:
+    """The name of a base out of somebody else's file, as one line of a message may have it."""
+    return " ".join(printable(base).split())[:LONGEST_NAME]
 
 
 def _weights(folder: Path) -> dict[str, str]:

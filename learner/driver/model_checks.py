@@ -2,19 +2,21 @@
 
 from pathlib import Path
 
+from cluster.reading import MIB, Unreadable, read_text
 from learner.config import RunConfig
 from learner.config.learner import LoraConfig
 from learner.driver.findings import Findings, PreflightError
-from learner.driver.fingerprints import same_base
-from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content
+from learner.driver.fingerprints import base_name, same_base
+from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content, served
 from learner.model.reference_config import check_reference
 from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_files import WeightsError
-from rollout.data.weight_names import check_adapter, check_model, sizes_of
+from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 
+LONGEST_TEMPLATE = MIB  # bytes
 TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 
@@ -69,6 +71,16 @@ def check_lora(folder: str, key: str, base: str | None) -> None:
     check_adapter(folder, key, read_adapter(folder, key), sizes)
 
 
+def check_served(folder: str, key: str, base: str | None) -> None:
+    """The same of what is served of an adapter's folder as well, where that is a copy under vLLM's names: it must be of
+    the same layers. Raises as check_lora."""
+    check_lora(folder, key, base)
+    copy = served(Path(folder))
+    if copy != Path(folder):
+        check_lora(str(copy), key, base)
+        check_copy(folder, str(copy), key, read_adapter(folder, key), read_adapter(str(copy), key))
+
+
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
     if config.model.reference is not None and config.learner.mode == "full":
@@ -86,21 +98,22 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple[str, ...]:
     """Lines about an adapter that may be of another base, or was trained with another chat template. Raises
-    AdapterError: its base is here, and is another one."""
+    AdapterError: its base is here, and is another one; or its chat template cannot be read."""
     if folder is None:
         return ()
     notes, base = [], str(read_content(folder, key).get("base_model_name_or_path") or model)
     if (same := same_base(base, model)) is False:
         raise AdapterError(
-            f"{key}: base_model_name_or_path of {folder} is {base}, whose weights are not those of model.path, {model} "
-            "(it would make another policy of it); give one of this base, or write model.path there if it is meant"
+            f"{key}: base_model_name_or_path of {folder} is {base_name(base)}, whose weights are not those of "
+            f"model.path, {model} (it would make another policy of it); give one of this base, or write model.path "
+            "there if it is meant"
         )
     if same is None:
         notes.append(
-            f"{key}: {folder} was trained on {base} (base_model_name_or_path of its adapter_config.json), and "
-            f"model.path is {model}: if that is another base, it makes another policy of it"
+            f"{key}: {folder} was trained on {base_name(base)} (base_model_name_or_path of its adapter_config.json), "
+            f"and model.path is {model}: if that is another base, it makes another policy of it"
         )
-    own = _template_in(Path(folder).expanduser())
+    own = _template_in(Path(folder).expanduser(), key)
     if own is not None and own != str(chat.tokenizer.chat_template or "").strip():
         notes.append(
             f"{key}: {folder} has a chat template of its own, which is not that of {model}, and prompts are written "
@@ -109,9 +122,12 @@ def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple
     return tuple(notes)
 
 
-def _template_in(folder: Path) -> str | None:
-    file = folder / "chat_template.jinja"
-    found = file.read_text(encoding="utf-8") if file.is_file() else None
-    if found is None:
-        found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+def _template_in(folder: Path, key: str) -> str | None:
+    try:
+        return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE).strip()
+    except FileNotFoundError:
+        pass
+    except Unreadable as error:
+        raise AdapterError(f"{key}: {error}; copy it again, or take it away") from None
+    found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
     return found.strip() if isinstance(found, str) else None

@@ -13,7 +13,7 @@ import pyarrow as pa
 from cluster.actor import Actor
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.fingerprints import same_base
+from learner.driver.fingerprints import base_name, same_base
 from learner.model.adapter_config import AdapterError, read_scored
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of
@@ -59,8 +59,8 @@ def check_scored_adapters(config: RunConfig) -> None:
         base = content.get("base_model_name_or_path")
         if base and not same_base(str(base), config.model.path):
             raise AdapterError(
-                f"{key}: base_model_name_or_path of {folder} must be model.path, {config.model.path}, got {base}: on "
-                "another base its scores mean nothing; train it on this one, or write model.path there if it is the "
-                "same"
+                f"{key}: base_model_name_or_path of {folder} must be model.path, {config.model.path}, got "
+                f"{base_name(str(base))}: on another base its scores mean nothing; train it on this one, or write "
+                "model.path there if it is the same"
             )
         check_adapter(folder, key, content, sizes)

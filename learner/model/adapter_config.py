@@ -97,8 +97,12 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
 def read_content(folder: str, key: str) -> dict[str, Any]:
     """What adapter_config.json holds, whatever kind of adapter it is. Raises AdapterError, which names `key`."""
     file = Path(folder) / CONFIG_FILE
-    if not file.is_file():
-        raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder}; give one in PEFT's form")
+    try:
+        there = file.is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
+        raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder:.200}; give one in PEFT's form")
     try:
         return read_mapping(file)
     except (OSError, Unreadable) as error:

@@ -18,10 +18,10 @@ from learner.config import RunConfig, generator_roles
 from learner.driver.held_out_calls import generate
 from learner.driver.launch import CLOSE_S
 from learner.driver.memory_budget import Budgets
-from learner.driver.model_checks import check_lora
+from learner.driver.model_checks import check_served
 from learner.driver.processes import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_content, served
-from rollout.data.weight_files import WEIGHTS_FILE, adapter_weights
+from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.schema import Problem, groups_of
 from rollout.service import RolloutService
 from rollout.supervised_worker import SupervisedWorker
@@ -78,9 +78,8 @@ def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
     WeightsError."""
     if adapter is None:
         return Weights.unchanged(0)
-    check_lora(adapter, "--adapter", base)
+    check_served(adapter, "--adapter", base)
     folder = served(Path(adapter))
-    adapter_weights(str(folder), "--adapter")
     return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
 
 

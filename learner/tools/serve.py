@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 from learner.config import RunConfig
 from learner.driver import config_io
-from learner.driver.model_checks import check_lora
+from learner.driver.model_checks import check_served
 from learner.driver.publishing import ADAPTER, learned_in
 from learner.model.adapter_config import CONFIG_FILE, MODEL, AdapterError, read_content, served
 from learner.tools.as_trained import as_trained
@@ -55,7 +55,7 @@ def _check_weights(run_dir: Path) -> None:
         return
     hub.settle([config.model.path])
     check_model(config.model.source)
-    check_lora(str(learned), "RUN", config.model.source)
+    check_served(str(learned), "RUN", config.model.source)
 
 
 def _check_free(host: str, port: int) -> None:

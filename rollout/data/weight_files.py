@@ -158,6 +158,20 @@ def _sharded(index: Path, key: str) -> dict[str, Stored]:
             f"{key}: {index} says that {lost[0]} lies in {where[lost[0]]}, and it does not ({len(lost)} such); "
             "copy index and files from one place"
         )
+    twice = [
+        (tensor, name)
+        for tensor, home in sorted(where.items())
+        for name in names
+        if name != Path(home).name
+        and tensor in shards[name]
+        and not same_content(shards[name][tensor], shards[Path(home).name][tensor])
+    ]
+    if twice:
+        tensor, name = twice[0]
+        raise WeightsError(
+            f"{key}: {index} says that {tensor} lies in {where[tensor]}, and {name} holds another one of that name "
+            f"({len(twice)} such), which some libraries take; copy index and files from one place"
+        )
     return {tensor: stored for shard in shards.values() for tensor, stored in shard.items()}
 
 

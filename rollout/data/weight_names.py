@@ -39,6 +39,7 @@ WITHOUT_BIAS = ("mistral", "qwen2")  # whose classes do not read attention_bias
 # Tensors of older versions of transformers that were computed, not trained; each checkpoint of then still has them.
 ROTATIONS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)rotary_emb\.original_inv_freq$")
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")  # [1, 1, L, L] or a number
+HALF = re.compile(r"(.*\.lora_(?:embedding_)?)([AB])(|\.weight)")  # of a pair of matrices
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # of several tokens at once (multi-token prediction)
 
@@ -68,14 +69,16 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
 
 def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes | None) -> None:
     """An adapter's file: whole, of finite numbers alone, and of the layers that its adapter_config.json (`content`)
-    names, where the base's are known (`sizes_of`). Raises WeightsError with a line for each thing that is wrong."""
+    names, where the base's are known (`sizes_of`); else of pairs of the rank that it names. Raises WeightsError with a
+    line for each thing that is wrong."""
     stored = adapter_weights(folder, key)
     wanted = None if base is None else _adapted(content, base)
-    wrong = []
-    if wanted is not None:
+    if wanted is None:
+        wrong = _unpaired(content, stored, key, folder)
+    else:
         if SCORE in stored:
             wanted[SCORE] = (1, base[EMBEDDING][1] if base else 0)
-        wrong += adapter_misfits(wanted, stored, key, folder)
+        wrong = adapter_misfits(wanted, stored, key, folder)
     try:
         check_finite(stored, folder, key)
     except WeightsError as error:
@@ -99,6 +102,49 @@ def _adapted(content: Mapping[str, Any], base: Sizes) -> dict[str, tuple[int, ..
             found[f"base_model.model.{module}.lora_A.weight"] = (rank, size[1])
             found[f"base_model.model.{module}.lora_B.weight"] = (size[0], rank)
     return found
+
+
+def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:
+    """What is wrong with an adapter by its own files alone."""
+    rank, halves = content.get("r", 8), {name: match for name in stored if (match := HALF.fullmatch(name))}
+    if type(rank) is not int or rank < 1:
+        return [f"{key}: r of {folder} must be a whole number from 1, got {rank!r:.80}; save the adapter again"]
+    if not halves:
+        return [f"{key}: {folder} must hold weights of a LoRA adapter, and has none; save the adapter again"]
+    found = []
+    others = {f"{one[1]}{'B' if one[2] == 'A' else 'A'}{one[3]}" for one in halves.values()}
+    if lacking := sorted(others - stored.keys(), key=_in_order):
+        found.append(
+            f"{key}: {folder} lacks {counted(lacking)} beside which the other half of a pair is there, first "
+            f"{lacking[0]}; save the adapter again"
+        )
+    wrong = [name for name, one in halves.items() if stored[name].shape[(at := "AB".index(one[2])) : at + 1] != (rank,)]
+    if wrong:
+        name = min(wrong, key=_in_order)
+        found.append(
+            f"{key}: {counted(wrong)} of {folder} must have the rank of its adapter_config.json, {rank}, first {name}: "
+            f"got the shape {list(stored[name].shape)}; give weights and adapter_config.json of one adapter"
+        )
+    return found
+
+
+def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
+    """Whether an adapter's copy under vLLM's names, where a fused layer is two, is of the same layers. content, copied:
+    the adapter_config.json of both. Raises WeightsError."""
+    stored = adapter_weights(copy, key)
+    here, there = ({str(name).rpartition(".")[2] for name in one["target_modules"]} for one in (content, copied))
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, one in adapter_weights(folder, key).items():
+        if (half := HALF.fullmatch(name)) is None:
+            continue
+        layer, lora, kind = half[1].rpartition(".lora_")
+        block, _, leaf = layer.rpartition(".")
+        same = leaf in there
+        for part in [leaf] if same else sorted(there - here):
+            served = f"{block}.{part}{lora}{kind}{half[2]}{half[3]}"
+            wanted[served] = one.shape if same or half[2] == "A" or served not in stored else stored[served].shape
+    if wrong := adapter_misfits(wanted, stored, key, copy):
+        raise WeightsError("\n".join(wrong))
 
 
 def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:

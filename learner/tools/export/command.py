@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import files_of
-from learner.driver.model_checks import check_lora
+from learner.driver.model_checks import check_served
 from learner.driver.publishing import ADAPTER_FILES, TRAINER
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.bitsandbytes_import import quiet
@@ -175,11 +175,11 @@ def _check_weights(source: Source, *, merges: bool) -> None:
         check_model(str(source.learned), "RUN")
         return
     try:
-        check_lora(str(source.learned), "RUN", base)
+        check_served(str(source.learned), "RUN", base)
     except ChatError:
         if merges:
             raise
-        check_lora(str(source.learned), "RUN", None)  # alone it is exported where its base is not there, too
+        check_served(str(source.learned), "RUN", None)  # alone it is exported where its base is not there, too
     if merges:
         check_model(base)
 

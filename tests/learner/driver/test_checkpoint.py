@@ -45,6 +45,16 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
+def of_step(written: str, number: int = 10) -> Callable[[Path], object]:
+    """The manifest says so of a folder of that step."""
+
+    def damage(folder: Path) -> None:
+        folder = folder.rename(folder.parent / checkpoint.name_of(number))
+        (folder / "manifest.json").write_text(f'{{"step": {written}, "files": {{}}}}')
+
+    return damage
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
@@ -134,8 +144,14 @@ def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_chosen(tmp_path: Pat
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not usable: Unreadable"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is not usable: FileNotFoundError"),
         (lambda f: f.rename(f.parent / "step-000011"), "manifest.json is of step 10"),
+        (
+            of_step("Infinity"),
+            "manifest.json is not usable: ValueError: its step must be a whole number from 0, got inf",
+        ),
+        (of_step("10.9"), "its step must be a whole number from 0, got 10.9"),
+        (of_step("true", 1), "its step must be a whole number from 0, got True"),
     ],
-    ids=["truncated", "missing", "manifest-broken", "manifest-missing", "renamed"],
+    ids=["truncated", "missing", "manifest-broken", "manifest-missing", "renamed", "infinite", "fraction", "true"],
 )
 def test_damage_has_a_reason(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
     damage(save(tmp_path, 10))

@@ -63,6 +63,11 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (LAUGHS.encode(), "must hold at most 100000 values, aliases counted as often as they are used"),
         (b"seed: 2024-99-99", "not YAML: month must be in 1..12"),
         (b'name: "a\\0b"', "text must not hold a null character"),
+        (
+            b"rewards: [{use: f.py:f, args: {v: !!binary /w==}}]",
+            "rewards.0.args.v: must not be bytes (!!binary), got b'\\xff'; write it as text",
+        ),
+        (b"data: {args: {? !!binary aGk= : 1}}", "data.args.b'hi': must not be bytes (!!binary), got b'hi'"),
         (b"steps: 99999999999999999999", "a whole number must lie within 64 bits"),
     ],
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save_file
 from transformers import AutoConfig
 
 from examples.random_families import make_family
@@ -20,8 +23,11 @@ from learner.driver.model_checks import adapter_notes
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
 from learner.model.adapter_config import AdapterError
 from learner.model.meta_base import without_weights
+from learner.model.served_names import served_config, served_weights
 from learner.model.shared_base_trial import not_by_rows
+from learner.tools.eval_generators import policy_of
 from rollout.data.chat import Chat
+from rollout.data.weight_files import WEIGHTS_FILE, WeightsError
 from rollout.shared_base.manifest import View
 from tests.learner.driver.test_preflight import check, config, model
 
@@ -91,11 +97,12 @@ def test_a_model_that_is_not_trained_here_is_refused(
     assert not Path("runs").exists()
 
 
-def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("folder", ["/nope", "/" + "x" * 5000])
+def test_an_adapter_that_is_not_there(config: dict[str, Any], capsys: pytest.CaptureFixture[str], folder: str) -> None:
     for name in ("adapter", "reference"):
-        code, _, err = check(config, f"model.{name}=/nope", "learner.loss.beta=0.1", capsys=capsys)
+        code, _, err = check(config, f"model.{name}={folder}", "learner.loss.beta=0.1", capsys=capsys)
         assert code == 2
-        assert f"model.{name}: must be a folder with an adapter_config.json, got /nope" in err
+        assert f"model.{name}: must be a folder with an adapter_config.json, got {folder[:100]}" in err
 
 
 def test_an_adapter_of_another_base_or_template_is_said(
@@ -131,6 +138,78 @@ def test_an_adapter_of_another_base_or_template_is_said(
     (adapter / "chat_template.jinja").unlink()
     (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
     assert said(model) == (line,)
+
+
+@pytest.mark.parametrize("base", ["~nosuchuser/x", "x" * 5000, "a\nb\ud800"])
+def test_a_base_that_nothing_can_be_called_is_another_one(base: str, model: Path, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    (line,) = adapter_notes(str(adapter), "--adapter", str(model), Chat.load(str(model)))
+    assert line.startswith(f"--adapter: {adapter} was trained on {base[:1]}")
+    assert len(line.encode().splitlines()) == 1
+    assert len(line) < 800
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda file: file.write_bytes(b"caf\xe9"), "must be UTF-8 text, got the byte 0xe9 at 3"),
+        (lambda file: file.open("w").truncate(3 * 2**30), "must have at most 1 MiB, and has more"),
+        (os.mkfifo, "must be a regular file, and is a FIFO"),
+    ],
+)
+def test_a_chat_template_of_an_adapter_that_cannot_be_read_is_refused(
+    make: Callable[[Path], object], said: str, model: Path, adapter: Path
+) -> None:
+    make(adapter / "chat_template.jinja")
+    with pytest.raises(AdapterError) as refused:
+        adapter_notes(str(adapter), "--adapter", str(model), Chat.load(str(model)))
+    assert str(refused.value) == f"--adapter: {adapter}/chat_template.jinja {said}; copy it again, or take it away"
+
+
+COPIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no number": (
+        lambda one: one[UP + ".lora_A.weight"].mul_(torch.nan),
+        r"not finite .* in 1 tensor: .*1\.mlp\.up_proj",
+    ),
+    "a lost half": (lambda one: one.pop(UP + ".lora_B.weight"), r"lacks .*1.*1\.mlp\.up_proj\.lora_B"),
+    "a lost layer": (
+        lambda one: [one.pop(f"{UP}.lora_{half}.weight") for half in "AB"],
+        r"lacks .*: 2, .*1\.mlp\.up_proj",
+    ),
+}
+UP = "base_model.model.model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize("family", ["known", "glm4"])
+@pytest.mark.parametrize("case", COPIES)
+def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
+    case: str, family: str, model: Path, tmp_path: Path
+) -> None:
+    """In that of GLM-4 a fused layer is two, and the layers of its base are not known without torch."""
+    base, folder = model, tmp_path / "a"
+    if family == "glm4":
+        base = make_family(tmp_path / "glm4", family)
+    targets = ["q_proj", "gate_up_proj" if family == "glm4" else "up_proj"]
+    payload, content = make_adapter(base, seed=1, targets=targets)
+    weights = load(payload)
+    copied = served_weights(family, weights) if family == "glm4" else weights
+    (folder / "vllm").mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    (folder / "vllm" / "adapter_config.json").write_text(json.dumps(served_config(family, content)))
+
+    def copy(weights: dict[str, Any]) -> None:
+        save_file({name: one.clone() for name, one in weights.items()}, folder / "vllm" / WEIGHTS_FILE)
+
+    copy(copied)
+    assert policy_of(str(folder), str(base)).payload == (folder / "vllm" / WEIGHTS_FILE).read_bytes()
+    change, said = COPIES[case]
+    spoiled = {name: one.clone() for name, one in copied.items()}
+    change(spoiled)
+    copy(spoiled)
+    with pytest.raises(WeightsError, match=f"^--adapter: {folder}/vllm .*{said}"):
+        policy_of(str(folder), str(base))
 
 
 def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:

@@ -227,6 +227,22 @@ def test_two_sets_of_weights(model: Path) -> None:
     assert check_model(str(model))
 
 
+def test_a_tensor_in_two_shards(model: Path) -> None:
+    """The same one harms nobody; of two, transformers takes that of the last file."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    where = dict.fromkeys(tensors, "1.safetensors") | {NORM: "2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    save_file({NORM: tensors[NORM], UP: tensors[UP]}, model / "2.safetensors")
+    save_file({name: one for name, one in tensors.items() if name != NORM}, model / "1.safetensors")
+    assert check_model(str(model))
+    save_file({NORM: tensors[NORM], UP: tensors[UP] + 1}, model / "2.safetensors")
+    with pytest.raises(
+        WeightsError, match=rf"says that {UP} lies in 1\.\w+, and 2\.safetensors holds another one .*1 such"
+    ):
+        check_model(str(model))
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn],
@@ -296,3 +312,34 @@ def test_an_adapter_is_of_its_base_and_finite(case: str, source: Path, tmp_path:
     save_file(tensors, file)
     with pytest.raises(WeightsError, match=f"^model.adapter: .*{pattern}"):
         check_adapter(str(tmp_path), "model.adapter", content, sizes)
+
+
+ALONE: dict[str, tuple[Change, str]] = {
+    "a lost half": (
+        ADAPTERS["a lost half"][0],
+        r"lacks 1 tensor beside which the other half of a pair is there, first .*lora_A.weight; save",
+    ),
+    "another rank": (
+        ADAPTERS["another rank"][0],
+        r"14 tensors of .* must have the rank .*, 8, first .*layers.0.*: got the shape \[4, \d+\]; give",
+    ),
+    "nothing": (lambda tensors: without(*tensors)(tensors), "must hold weights of a LoRA adapter, and has none; save"),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_where_the_layers_of_a_base_are_not_known_an_adapter_is_of_pairs_of_its_rank(
+    case: str, source: Path, tmp_path: Path
+) -> None:
+    weights, content = make_adapter(source, seed=0)
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(weights)
+    check_adapter(str(tmp_path), "k", content, None)
+    with pytest.raises(WeightsError, match="^k: r of .* must be a whole number from 1, got '8'; save"):
+        check_adapter(str(tmp_path), "k", content | {"r": "8"}, None)
+    change, pattern = ALONE[case]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(WeightsError, match=f"^k: .*{pattern}"):
+        check_adapter(str(tmp_path), "k", content, None)
