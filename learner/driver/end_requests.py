@@ -17,6 +17,7 @@ Most of them send several, a minute or seconds apart, before they kill: so only 
 
 import asyncio
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,6 +138,8 @@ def command() -> None:
             (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
 
     _STATE.is_command = True
+    # Python's process that removes what one has left that ends at once, semaphores, would warn of each behind our words.
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     _answered(interrupt, leave=(Signals.SIGINT,))
 
 

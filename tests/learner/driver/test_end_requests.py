@@ -133,6 +133,25 @@ def started(twice_s: float = 0.0, how: str = "", ignored: Sequence[Signals] = ()
             process.wait()
 
 
+LEFT = """
+import multiprocessing, os
+from multiprocessing import shared_memory
+from learner.driver import end_requests
+end_requests.command()
+locks = [multiprocessing.get_context("spawn").Semaphore(), multiprocessing.get_context("forkserver").Lock()]
+block = shared_memory.SharedMemory(create=True, size=64)
+os._exit(3)
+"""
+
+
+def test_nothing_is_said_behind_the_last_word_of_a_command_that_ends_at_once() -> None:
+    """Of semaphores and shared memory, which go all the same."""
+    before = set(os.listdir("/dev/shm"))
+    ended = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("sem.", "psm_"))}
+
+
 INT, TERM, HUP, USR1 = Signals.SIGINT, Signals.SIGTERM, Signals.SIGHUP, Signals.SIGUSR1
 
 
