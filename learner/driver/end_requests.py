@@ -138,7 +138,7 @@ def command() -> None:
             (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
 
     _STATE.is_command = True
-    # Python's process that removes what one has left that ends at once, semaphores, would warn of each behind our words.
+    # Python's process that removes what one has left that ends at once, semaphores, would warn of it behind our words.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     _answered(interrupt, leave=(Signals.SIGINT,))
 
