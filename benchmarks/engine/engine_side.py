@@ -70,9 +70,10 @@ def vllm(folder: Path, options: dict[str, Any], lora: bool = True) -> Generate:
 
     arguments = engine_arguments(settings(folder, options), bool(current_platform.is_cuda()))
     rank = options["rank"]
+    arguments.pop("ir_op_priority", None)  # a kernel of gleaner's, which it installs
     if not lora:
         ours = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype")
-        arguments = {name: value for name, value in arguments.items() if name not in (*ours, "ir_op_priority")}
+        arguments = {name: value for name, value in arguments.items() if name not in ours}
     llm = LLM(**arguments)
     adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), rank, lora_id=1)) if lora else None
 

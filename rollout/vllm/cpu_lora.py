@@ -130,16 +130,15 @@ def _add_lora_linear(
     """
     dtype = lora_a_stacked[0].dtype
     for start, stop, slot in self.gleaner_runs:
-        rows = x[start:stop].to(dtype)
+        rows, target = x[start:stop].to(dtype), y[start:stop]
+        total = target.to(dtype)  # the same tensor, where the model is in float32
         offset = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            target = y[start:stop, offset : offset + width]
-            inner, outer = torch.mm(rows, a[slot, 0].t()), b[slot, 0].t()
-            if target.dtype == dtype:
-                target.addmm_(inner, outer, alpha=scale)
-            else:
-                target.add_(torch.mm(inner, outer), alpha=scale)  # summed in float32, then rounded once
+            inner = torch.mm(rows, a[slot, 0].t())
+            total[:, offset : offset + width].addmm_(inner, b[slot, 0].t(), alpha=scale)
             offset += width
+        if total is not target:
+            target.copy_(total)  # summed in float32, then rounded once
 
 
 def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float:
