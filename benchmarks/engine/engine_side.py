@@ -26,6 +26,7 @@ from rollout.types import Adapter, Sampling
 from rollout.vllm.adapter_cache import Resident
 from rollout.vllm.arguments import engine_arguments
 from rollout.vllm.convert import completion_params, lora_request
+from rollout.vllm.startup import lora_arguments
 
 Work = dict[str, Any]  # prompts: list of token ids, n, max_tokens, batch (rows of one HF batch), seed
 Generate = Callable[[Work], list[int]]  # -> tokens of each completion
@@ -74,6 +75,8 @@ def vllm(folder: Path, options: dict[str, Any], lora: bool = True) -> Generate:
     if not lora:
         ours = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype")
         arguments = {name: value for name, value in arguments.items() if name not in ours}
+    else:  # which layers: an engine of gleaner's asks as it is built
+        arguments |= lora_arguments(arguments["model"], arguments["lora_target_modules"])
     llm = LLM(**arguments)
     adapter = lora_request(Resident(0, "", folder / "adapter", frozenset(), rank, lora_id=1)) if lora else None
 
