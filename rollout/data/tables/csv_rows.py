@@ -68,7 +68,7 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
             _check_fields(one, own)
         else:
             _check_by_pandas(one, own)
-        for table in _tables(one, args):
+        for table in _tables(one, own):
             if header is None:
                 header = list(table.columns)
             elif set(table.columns) != set(header):
@@ -82,17 +82,17 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
 
 
 def _tables(one: CsvFile, args: Mapping[str, Any]) -> Iterator[Any]:
-    """Of pandas, some rows each."""
+    """Of pandas, some rows each. args: for this file."""
     import pandas
 
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "compression": COMPRESSIONS[one.packing]}
-    options |= one.separated(args)
+    options |= args
     asked = options.setdefault("dtype", {})
     if isinstance(asked, Mapping):
         options["dtype"] = defaultdict(lambda: str, asked)
     if "column_names" in options:
         options["names"] = options.pop("column_names")
-    if not {"index_col", "names"} & options.keys():
+    if "names" not in options:
         options["index_col"] = False  # else the first column of rows that are all longer than the header is an index
     options["chunksize"] = AT_ONCE if isinstance(asked, Mapping | str) else None  # None: other cells have a say
 
@@ -158,7 +158,7 @@ def _columns(table: Any) -> dict[str, list[Any]]:
 def _as_they_are(files: Sequence[CsvFile], args: Mapping[str, Any]) -> list[Row]:
     """Rows of other types, in memory."""
     kinds, rows, asked = _Kinds(), list[Row](), args.get("dtype", {})
-    for table in (table for one in files for table in _tables(one, args)):
+    for table in (table for one in files for table in _tables(one, one.separated(args))):
         columns = _columns(table)
         for name, cells in columns.items():
             if isinstance(asked, Mapping) and name not in asked and all(isinstance(c, str | None) for c in cells):

@@ -228,6 +228,8 @@ def test_a_row_has_no_index_into_which_a_field_could_go(index: Any) -> None:
     Path("a.csv").write_text("question,answer\nAdd 1, then 2,3\n")
     with pytest.raises(ProblemsError, match=r"^data\.args: index_col is not taken, .* got .*; leave it out"):
         read("a.csv", "train", {"index_col": index}, None, 0)
+    with pytest.raises(ProblemsError):  # of all rows that are longer pandas would take the first field for one
+        read("a.csv", "train", {"index_col": None}, None, 0)
 
 
 def test_a_header_names_each_column_once_and_files_that_are_read_together_have_one() -> None:
