@@ -5,9 +5,13 @@ token, tokens x rank x width floats per layer, and applies the adapter in the la
 -1). vLLM already sorts a step's tokens into runs of one adapter; here every run is two matrix products, and rows
 without an adapter are left alone. In decode there is nearly always one run.
 
-Slots are held, and multiplied, in float32 whatever the type of the model (LORA_DTYPE, of vllm.EngineArgs): products as
-thin as an adapter's take torch's CPU kernels for 16 bits longer than those for 32, where the processor has no
-instructions for them 15 times, and rounding comes last. An adapter in 16 bits is the same in float32, bit for bit.
+Slots are held in float32 whatever the type of the model (LORA_DTYPE, of vllm.EngineArgs), and multiplied in it:
+products as thin as an adapter's take torch's CPU kernels for 16 bits longer than those for 32, where the processor has
+no instructions for them 15 times, and rounding comes last. An adapter in 16 bits is the same in float32, bit for bit.
+
+A bfloat16 model on a processor with instructions for it (AVX512_BF16, AMX) takes vLLM's own kernel for small weights,
+which wants them packed: half the time of the way above. The slices of a layer are one product there, their A one above
+the other, their B on the diagonal of one matrix: its zeros cost less than another call.
 
 Head and embedding get no LoRA kernels at all (rollout.vllm.startup.lora_arguments), for speed, and since the head's
 takes one row per sequence of the step for granted: a probe, whose prompt logprobs are one row per token, would kill the
@@ -18,6 +22,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cache
+from math import ceil
 from typing import Any
 
 import torch
@@ -27,10 +33,14 @@ log = logging.getLogger(__name__)
 # Releases whose punica_cpu.py was read and found to be the same. Others keep upstream's op: correct for our
 # batches, in which every row has an adapter, but 2 to 3 times slower.
 _KNOWN = ((0, 26), (0, 32))
-_TOLERANCE = 1e-4
+# Of a self-check whose numbers reach 64, so that three roundings to bfloat16 are 0.4 at most.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 LORA_DTYPE = torch.float32
+_PACKED_COLUMNS = 32  # the kernel for packed weights takes inputs of whole multiples of it, and half of it as outputs
 
 _Run = tuple[int, int, int]  # first row, past the last row, adapter slot
+_Packed = tuple[torch.Tensor, torch.Tensor, int]
+_Scratch = dict[tuple[str, int, int], torch.Tensor]
 
 
 def install_fast_cpu_lora() -> bool:
@@ -56,17 +66,19 @@ def install_fast_cpu_lora() -> bool:
     if upstream[1] is _add_lora_linear:
         return True
     _patch(wrapper, upstream[0])
-    error = _self_check(wrapper)
-    if error > _TOLERANCE:
-        wrapper._update_prefill_metadata, wrapper.add_lora_linear = upstream
-        log.warning(
-            "fast CPU LoRA is off by %.2e from a dense computation (at most %.0e allowed) under vllm %s: "
-            "keeping upstream's op (2-3 times slower). Compare rollout/vllm/cpu_lora.py with its punica_cpu.py",
-            error,
-            _TOLERANCE,
-            vllm.__version__,
-        )
-        return False
+    for dtype, tolerance in _TOLERANCES.items():
+        error = _self_check(wrapper, dtype)
+        if not error <= tolerance:
+            wrapper._update_prefill_metadata, wrapper.add_lora_linear = upstream
+            log.warning(
+                "fast CPU LoRA is off by %.2e from a dense computation (at most %.0e allowed in %s) under vllm %s: "
+                "keeping upstream's op (2-3 times slower). Compare rollout/vllm/cpu_lora.py with its punica_cpu.py",
+                error,
+                tolerance,
+                dtype,
+                vllm.__version__,
+            )
+            return False
     return True
 
 
@@ -101,6 +113,7 @@ def _patch(wrapper: Any, upstream_metadata: Any) -> None:
         upstream_metadata(self, token_lora_tensor)
         # Once per step, rather than three tensor reads in each of the model's layers.
         self.gleaner_runs = _runs(self)
+        self.gleaner_scratch = {}
 
     wrapper._update_prefill_metadata = update_prefill_metadata
     wrapper.add_lora_linear = _add_lora_linear
@@ -128,17 +141,90 @@ def _add_lora_linear(
     x [tokens, in], y [tokens, sum(output_slices)], A per slice [slots, 1, rank, in], B [slots, 1, width, rank].
     buffer is upstream's scratch space, unused. An argument that upstream adds later is a TypeError, not ignored.
     """
-    dtype = lora_a_stacked[0].dtype
+    packs = _packs(x, lora_a_stacked[0], output_slices)
     for start, stop, slot in self.gleaner_runs:
-        rows, target = x[start:stop].to(dtype), y[start:stop]
-        total = target.to(dtype)  # the same tensor, where the model is in float32
-        offset = 0
-        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            inner = torch.mm(rows, a[slot, 0].t())
-            total[:, offset : offset + width].addmm_(inner, b[slot, 0].t(), alpha=scale)
-            offset += width
-        if total is not target:
-            target.copy_(total)  # summed in float32, then rounded once
+        whole = stop - start == len(y)
+        rows, target = (x, y) if whole else (x[start:stop], y[start:stop])
+        if packs:
+            packed = _packed(lora_a_stacked, lora_b_stacked, slot)
+            _add_packed(target, rows, packed, scale, self.gleaner_scratch)
+        else:
+            parts = [(a[slot, 0], b[slot, 0]) for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)]
+            _add_in_float32(target, rows, parts, scale)
+
+
+def _add_in_float32(
+    target: torch.Tensor, rows: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scale: float
+) -> None:
+    rows = rows.to(LORA_DTYPE)
+    total = target.to(LORA_DTYPE)  # the same tensor, where the model is in float32
+    offset = 0
+    for a, b in parts:
+        total[:, offset : offset + len(b)].addmm_(torch.mm(rows, a.t()), b.t(), alpha=scale)
+        offset += len(b)
+    if total is not target:
+        target.copy_(total)  # summed in float32, then rounded once
+
+
+def _add_packed(target: torch.Tensor, rows: torch.Tensor, packed: _Packed, scale: float, scratch: _Scratch) -> None:
+    a, b, columns = packed
+    multiply = torch.ops._C.weight_packed_linear.default
+    inner = _buffer(scratch, rows, columns, "inner")
+    product = _buffer(scratch, rows, target.shape[1], "product")
+    multiply(inner, rows, a, None, True)
+    multiply(product, inner, b, None, True)
+    target.add_(product, alpha=scale)
+
+
+def _buffer(scratch: _Scratch, rows: torch.Tensor, width: int, use: str) -> torch.Tensor:
+    """Uninitialised [rows, width], the same for all layers of a step: an allocation takes as long as a product."""
+    found = scratch.get((use, len(rows), width))
+    if found is None:
+        found = scratch[use, len(rows), width] = rows.new_empty(len(rows), width)
+    return found
+
+
+def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> _Packed:
+    """A [columns, in] and B [sum of widths, columns] of all slices of a layer, packed, and columns.
+
+    They are kept on the first stack, the only thing of the layer that its op is given, until one of its stacks is
+    written (torch counts the writes).
+    """
+    holder: Any = a_stacked[0]
+    writes = tuple(stack._version for stack in (*a_stacked, *b_stacked))
+    kept: tuple[tuple[int, ...], dict[int, _Packed]] | None = getattr(holder, "gleaner_packed", None)
+    if kept is None or kept[0] != writes:
+        kept = holder.gleaner_packed = (writes, {})
+    found = kept[1].get(slot)
+    if found is None:
+        found = kept[1][slot] = _pack([a[slot, 0] for a in a_stacked], [b[slot, 0] for b in b_stacked])
+    return found
+
+
+def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
+    rank, width_in = a_parts[0].shape
+    columns = _PACKED_COLUMNS * ceil(rank * len(a_parts) / _PACKED_COLUMNS)
+    a = torch.zeros(columns, width_in, dtype=torch.bfloat16)
+    b = torch.zeros(sum(map(len, b_parts)), columns, dtype=torch.bfloat16)
+    row = column = 0
+    for part_a, part_b in zip(a_parts, b_parts, strict=True):
+        a[column : column + rank] = part_a
+        b[row : row + len(part_b), column : column + rank] = part_b
+        row, column = row + len(part_b), column + rank
+    pack = torch.ops._C.convert_weight_packed
+    return pack(a), pack(b), columns
+
+
+def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> bool:
+    fits = x.shape[1] % _PACKED_COLUMNS == 0 and sum(widths) % (_PACKED_COLUMNS // 2) == 0
+    # Of tensors made in inference mode, which vLLM's slots are not, torch does not count the writes.
+    return fits and x.dtype == torch.bfloat16 and not slots.is_inference() and _bfloat16_is_fast()
+
+
+@cache
+def _bfloat16_is_fast() -> bool:
+    """Whether the processor multiplies in bfloat16, and this vLLM has the kernel for packed weights."""
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) and hasattr(torch.ops._C, "weight_packed_linear")
 
 
 def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float:
@@ -146,14 +232,14 @@ def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float
     inputs and outputs have that type."""
     from vllm.lora.layers import LoRAMapping
 
-    rows, width_in, widths, rank = 9, 16, (12, 20), 8
+    rows, width_in, widths, rank = 9, 32, (12, 20), 8
     ids = (0, 0, 7, 7, 7, 0, 3, 7, 3)  # adapter id of each row, 0 = none
     slot_of = {7: 0, 3: 1}
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width_in, generator=generator).to(dtype)
     y = torch.randn(rows, sum(widths), generator=generator).to(dtype)
-    a = tuple(torch.randn(2, 1, rank, width_in, generator=generator) for _ in widths)
-    b = tuple(torch.randn(2, 1, width, rank, generator=generator) for width in widths)
+    a = tuple(torch.randn(2, 1, rank, width_in, generator=generator).to(dtype).float() for _ in widths)
+    b = tuple(torch.randn(2, 1, width, rank, generator=generator).to(dtype).float() for width in widths)
     expected = y.double()
     for row, adapter_id in enumerate(ids):
         if adapter_id:

@@ -63,6 +63,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "rollout/vllm/cpu_lora.py": {
+        "holder": PLAIN,
         "wrapper": ("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",),
         "method": ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",),
         "part": PLAIN,

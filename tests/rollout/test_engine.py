@@ -198,8 +198,8 @@ class TestCpuLora:
     def test_it_installs_and_agrees_with_a_dense_computation(self, wrapper: Any, as_upstream: Any) -> None:
         assert as_upstream.install_fast_cpu_lora()
         assert as_upstream._self_check(wrapper) < 1e-5
-        for dtype in (torch.bfloat16, torch.float16):  # at most 32, rounded once
-            assert as_upstream._self_check(wrapper, dtype) <= 16 * torch.finfo(dtype).eps
+        for dtype, steps in ((torch.float16, 32), (torch.bfloat16, 64)):  # numbers up to 64, rounded once, or thrice
+            assert 0 < as_upstream._self_check(wrapper, dtype) <= steps * torch.finfo(dtype).eps
         assert as_upstream.install_fast_cpu_lora(), "twice is once"
 
     def test_an_unknown_release_keeps_upstreams_op(
@@ -217,6 +217,72 @@ class TestCpuLora:
         assert not as_upstream.install_fast_cpu_lora()
         assert wrapper.add_lora_linear is _slow_reference
         assert "from a dense computation" in caplog.text
+
+    def test_a_packed_product_that_is_off_takes_the_op_out_too(
+        self, wrapper: Any, as_upstream: Any, packs: None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        pack = as_upstream._pack
+        monkeypatch.setattr(as_upstream, "_pack", lambda a, b: pack(a, [part * 1.1 for part in b]))
+        assert not as_upstream.install_fast_cpu_lora()
+        assert "allowed in torch.bfloat16" in caplog.text
+
+    @pytest.fixture
+    def packs(self, wrapper: Any) -> None:
+        from rollout.vllm import cpu_lora
+
+        if not cpu_lora._bfloat16_is_fast():
+            pytest.skip("this processor does not multiply in bfloat16")
+
+    @pytest.mark.parametrize(
+        ("rank", "widths", "rows"),
+        [(1, (16,), 1), (8, (576, 192, 192), 5), (24, (48, 16), 33), (32, (576, 192, 192), 200), (40, (8, 24), 33)],
+    )
+    def test_packed_products_are_those_of_float32(
+        self, packs: None, rank: int, widths: tuple[int, ...], rows: int
+    ) -> None:
+        from rollout.vllm import cpu_lora
+
+        x, y, a, b = _lora_layer(rows, 96, widths, rank)
+        assert cpu_lora._packs(x, a[0], widths)
+        assert not cpu_lora._packs(x.float(), a[0], widths)
+        assert not cpu_lora._packs(x[:, :40], a[0], widths)
+        assert not cpu_lora._packs(x, a[0], (*widths, 8))
+        expected = y.float() + torch.cat(
+            [x.float() @ one[1, 0].t() @ other[1, 0].t() for one, other in zip(a, b, strict=True)], 1
+        )
+        cpu_lora._add_packed(y, x, cpu_lora._packed(a, b, 1), 1.0, {})
+        assert (y.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+    def test_a_slot_that_is_written_is_packed_again(self, packs: None) -> None:
+        from rollout.vllm import cpu_lora
+
+        _, _, a, b = _lora_layer(4, 64, (32, 32), 8)
+        with torch.inference_mode():  # in which vLLM writes slots, though it does not make them in it
+            first = cpu_lora._packed(a, b, 0)
+            assert cpu_lora._packed(a, b, 0) is first
+            other_slot = cpu_lora._packed(a, b, 1)
+            for stack in (*a, *b):
+                stack[0, 0, :4, :4].copy_(torch.ones(4, 4))
+                second = cpu_lora._packed(a, b, 0)
+                assert not all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
+                first = second
+            b[1][0] = 0  # vLLM's way to empty a slot
+            assert not torch.equal(cpu_lora._packed(a, b, 0)[1], first[1])
+            assert torch.equal(cpu_lora._packed(a, b, 1)[0], other_slot[0])
+
+
+def _lora_layer(
+    rows: int, width_in: int, widths: tuple[int, ...], rank: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Inputs and outputs in bfloat16, and two slots of A and of B per slice, as vLLM holds them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    a = tuple(draw(2, 1, rank, width_in).float() for _ in widths)
+    b = tuple(draw(2, 1, width, rank).float() for width in widths)
+    return draw(rows, width_in), draw(rows, sum(widths)), a, b
 
 
 def _slow_reference(*_: Any) -> None:

@@ -49,7 +49,7 @@ def test_one_of_two_shards_by_hand() -> None:
     on_cpu = generator_bytes(LLAMA, Serving(kv_bytes=10**9, shards=2, cuda=False, pushed=10))  # both in one memory
     assert on_cpu["push"] == (2 + 1 + 1) * 10  # of one process, what both read from, and of the other
     assert [on_cpu[name] for name in ("weights", "kv_cache")] == [2 * 1_235_814_400, 10**9]
-    assert on_cpu["lora_slots"] == 2 * 2 * parts["lora_slots"]  # float32 slots
+    assert on_cpu["lora_slots"] == 2 * 4 * parts["lora_slots"]  # float32 slots, and packed
     assert on_cpu["context"] == 3 * ENGINE_PROCESS
 
 
