@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.reading import MIB, Unreadable, read_text
+from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.config.learner import LoraConfig
 from learner.driver.findings import Findings, PreflightError
@@ -12,11 +12,10 @@ from learner.model.reference_config import check_reference
 from rollout.architecture import check_architecture, check_length, check_shards, check_type
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
-from rollout.data.model_files import CONFIG, read_json
+from rollout.data.model_files import CONFIG, read_json, template_in
 from rollout.data.weight_files import WeightsError
 from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 
-LONGEST_TEMPLATE = MIB  # bytes
 TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 
@@ -124,10 +123,7 @@ def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple
 
 def _template_in(folder: Path, key: str) -> str | None:
     try:
-        return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE).strip()
-    except FileNotFoundError:
-        pass
+        found = template_in(folder)
     except Unreadable as error:
         raise AdapterError(f"{key}: {error}; copy it again, or take it away") from None
-    found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
-    return found.strip() if isinstance(found, str) else None
+    return None if found is None else found.strip()

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from cluster.reading import Unreadable, read_mapping
+from cluster.reading import MIB, Unreadable, read_mapping, read_text
 from rollout.data.chat_error import ChatError
 from rollout.data.hub import split
 
 CONFIG = "config.json"  # which every model has
+LONGEST_TEMPLATE = MIB  # bytes
 # Tokenizers that AutoTokenizer would load with this very class. Named here because the class alone does not import
 # torch and AutoTokenizer does: 2 s instead of 6 s, and 300 MB less in every process that only needs the words.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -107,3 +108,12 @@ def read_json(path: str, name: str) -> dict[str, Any]:
         return read_mapping(file)
     except (OSError, Unreadable) as error:
         raise ChatError(f"model.path: {error}; copy it again") from error
+
+
+def template_in(folder: Path) -> str | None:
+    """The chat template that stands in a folder of a model or an adapter. Raises Unreadable, ChatError."""
+    try:
+        return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE)
+    except FileNotFoundError:
+        found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+        return found if isinstance(found, str) else None

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.reading import Unreadable
 from learner.tools.reward_trial.cases import Case
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from rewards.text import opening_at_end
-from rollout.data.model_files import read_json
+from rollout.data.chat_error import ChatError
+from rollout.data.model_files import template_in
 
 TAG = re.compile(r"<[A-Za-z_][\w.-]*>")
 STAND_IN = "completion_ids are the bytes of the texts here, since no model's folder is named that has a tokenizer.json"
@@ -73,9 +75,10 @@ def _plain(case: Case) -> str:
 
 
 def _template(folder: Path) -> str:
-    file = folder / "chat_template.jinja"
-    own = read_json(str(folder), "tokenizer_config.json").get("chat_template")
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else str(own or "")
+    try:
+        return template_in(folder) or ""
+    except Unreadable as error:
+        raise ChatError(f"model.path: {error}; copy it again") from None
 
 
 async def score(

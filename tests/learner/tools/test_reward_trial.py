@@ -1,6 +1,7 @@
 """`gleaner rewards try` on data: what reward functions say to reference answers, to nothing, and to what is given."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -161,3 +162,22 @@ def test_a_template_that_opens_a_tag_is_told_and_known(here: Path, capsys: pytes
     assert given["parts"] == {"format": 1.0, "thinks": 0.0, "regex": 0.0}
     assert main(["rewards", "try", "--config", "run.yaml", "--samples", "1"]) == 0
     assert "prompts end with" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["long", "latin-1", "fifo"])
+def test_a_chat_template_that_cannot_be_read_is_said(here: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    model = shutil.copytree(ROOT / "examples" / "tiny-arithmetic", here / "model")
+    file = model / "chat_template.jinja"
+    file.unlink()
+    if what == "fifo":
+        os.mkfifo(file)
+    else:
+        file.write_bytes(b"{#" + b"x" * 2**20 + b"#}" if what == "long" else "{# é #}".encode("latin-1"))
+    config = yaml.safe_load(Path("run.yaml").read_text())
+    config["model"]["path"] = str(model)
+    Path("other.yaml").write_text(yaml.safe_dump(config))
+    assert main(["rewards", "try", "--config", "other.yaml", "--samples", "1"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert re.fullmatch(f"error: model.path: {re.escape(str(file))} must .*; copy it again", line), line
