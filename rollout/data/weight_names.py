@@ -240,8 +240,9 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
     import torch  # here: the driver's process has neither
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if lost := _lost_experts(stored, read_json(path, CONFIG)):  # of which transformers says no name
-        return sentences(path, key, lost, (), {}, stored)
+    lost, surplus = _other_experts(stored, read_json(path, CONFIG))
+    if lost or surplus:  # of which transformers says no name
+        return sentences(path, key, lost, surplus, {}, stored)
     name, revision = split(path)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
@@ -284,13 +285,14 @@ def _no_table(record: logging.LogRecord) -> bool:
     return "LOAD REPORT" not in record.getMessage()
 
 
-def _lost_experts(stored: Iterable[str], config: Mapping[str, Any]) -> set[str]:
-    """Tensors of single experts that are not there, of files that hold the experts one by one."""
+def _other_experts(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Tensors of single experts that are not there, and those beyond the number of experts, of files that hold the
+    experts one by one."""
     text = text_of(config)
     count = max((number for name in EXPERTS if isinstance(number := text.get(name), int)), default=0)
-    found = [(match[1], match[3]) for name in stored if (match := EXPERT.fullmatch(name)) and int(match[2]) < count]
-    wanted = {f"{before}{number}{behind}" for before, behind in set(found) for number in range(count)}
-    return wanted.difference(stored)
+    found = [match for name in stored if (match := EXPERT.fullmatch(name)) and count > 0]
+    wanted = {f"{match[1]}{number}{match[3]}" for match in found for number in range(count)}
+    return wanted.difference(stored), {match[0] for match in found if int(match[2]) >= count}
 
 
 def loading_misfits(path: str, key: str, found: Mapping[str, Any], stored: Mapping[str, Stored] | None) -> list[str]:

@@ -200,6 +200,17 @@ def test_of_other_architectures_transformers_knows_the_names(family: str, lost: 
         check_fit(path)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_an_expert_more_than_config_json_has_is_named(family: str, tmp_path: Path) -> None:
+    path = str(make_family(tmp_path, family))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (field,) = (name for name in ("num_experts", "num_local_experts") if name in config)
+    last = config[field] - 1
+    changed(tmp_path, nothing, **{field: last})
+    with pytest.raises(WeightsError, match=rf"holds 6 tensors .* has no place for: .*\.experts\.{last}\."):
+        check_fit(path)
+
+
 def test_what_is_not_here_is_not_judged() -> None:
     assert check_model("nobody/nothing") is None
     assert not check_fit("nobody/nothing")
