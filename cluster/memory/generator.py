@@ -65,12 +65,15 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     copies = GENERATOR_COPIES + (SHARDS_COPIES + shards - 1 if shards > 1 else 0)  # vLLM's in each further process
     extra = {"graphs": graphs, "fragmentation": KEPT} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards in one memory
-    slot = b if serving.cuda else 8 if serving.dtype == "bfloat16" else 4
+    slot = b if serving.cuda else 4
     adapter = shape.lora_params(serving.rank, _in_one(serving.targets), shards)
+    packs = not serving.cuda and serving.dtype == "bfloat16"
+    # Its kernel takes ranks in steps of 32 (of slices in one layer together, hence half of it).
+    packed = packs * slot * shape.lora_params(max(serving.rank, 16), _in_one(serving.targets), shards)
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
         "kv_cache": here * serving.kv_bytes // shards,
-        "lora_slots": here * serving.adapters * slot * adapter,
+        "lora_slots": here * serving.adapters * (slot * adapter + packed),
         "workspace": here * (activations + matrix + 16 * serving.sequences * shape.vocab),
         **extra,
         "context": ENGINE_CONTEXT if serving.cuda else processes * ENGINE_PROCESS,

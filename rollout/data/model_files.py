@@ -116,4 +116,8 @@ def template_in(folder: Path) -> str | None:
         return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE)
     except FileNotFoundError:
         found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+        if isinstance(found, list):  # several, each with a name
+            found = next(
+                (one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None
+            )
         return found if isinstance(found, str) else None

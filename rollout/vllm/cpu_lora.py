@@ -141,9 +141,9 @@ def _add_lora_linear(
     x [tokens, in], y [tokens, sum(output_slices)], A per slice [slots, 1, rank, in], B [slots, 1, width, rank].
     buffer is upstream's scratch space, unused. An argument that upstream adds later is a TypeError, not ignored.
     """
-    packs = _packs(x, lora_a_stacked[0], output_slices)
+    packs = y.shape[1] == sum(output_slices) and _packs(x, lora_a_stacked[0], output_slices)
     for start, stop, slot in self.gleaner_runs:
-        whole = stop - start == len(y)
+        whole = start == 0 and stop == len(y)
         rows, target = (x, y) if whole else (x[start:stop], y[start:stop])
         if packs:
             packed = _packed(lora_a_stacked, lora_b_stacked, slot)
@@ -201,6 +201,11 @@ def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, 
     return found
 
 
+def forget_packed(a_stacked: tuple[torch.Tensor, ...]) -> None:
+    """The next product packs what the slots of this layer hold then."""
+    vars(a_stacked[0]).pop("gleaner_packed", None)
+
+
 def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
     rank, width_in = a_parts[0].shape
     columns = _PACKED_COLUMNS * ceil(rank * len(a_parts) / _PACKED_COLUMNS)
@@ -216,7 +221,12 @@ def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
 
 
 def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> bool:
-    fits = x.shape[1] % _PACKED_COLUMNS == 0 and sum(widths) % (_PACKED_COLUMNS // 2) == 0
+    fits = (
+        len(x) > 0
+        and x.is_contiguous()
+        and x.shape[1] % _PACKED_COLUMNS == 0
+        and sum(widths) % (_PACKED_COLUMNS // 2) == 0
+    )
     # Of tensors made in inference mode, which vLLM's slots are not, torch does not count the writes.
     return fits and x.dtype == torch.bfloat16 and not slots.is_inference() and _bfloat16_is_fast()
 
@@ -224,7 +234,10 @@ def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> boo
 @cache
 def _bfloat16_is_fast() -> bool:
     """Whether the processor multiplies in bfloat16, and this vLLM has the kernel for packed weights."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) and hasattr(torch.ops._C, "weight_packed_linear")
+    if not torch.cpu.get_capabilities().get("avx512_bf16") or not hasattr(torch.ops._C, "weight_packed_linear"):
+        return False
+    # Up to vllm 0.27 the kernel makes its output itself.
+    return "out" in [argument.name for argument in torch.ops._C.weight_packed_linear.default._schema.arguments]
 
 
 def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float:
@@ -232,8 +245,10 @@ def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float
     inputs and outputs have that type."""
     from vllm.lora.layers import LoRAMapping
 
-    rows, width_in, widths, rank = 9, 32, (12, 20), 8
-    ids = (0, 0, 7, 7, 7, 0, 3, 7, 3)  # adapter id of each row, 0 = none
+    width_in, widths, rank = 32, (12, 20), 8
+    # Adapter id of each row, 0 = none. vLLM's packed kernel computes more than 4 rows in another way than fewer.
+    ids = (0, 0, 7, 7, 7, 0, 3, 7, 3, 3, 3, 3, 3, 3)
+    rows = len(ids)
     slot_of = {7: 0, 3: 1}
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width_in, generator=generator).to(dtype)

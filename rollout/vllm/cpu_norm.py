@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 PROVIDER = "gleaner_cpu"
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRIORITY = dict.fromkeys(("rms_norm", "fused_add_rms_norm"), PROVIDER)  # of vllm.EngineArgs, ir_op_priority
 
 
@@ -55,11 +56,11 @@ def _fused_add_rms_norm(
 
 @cache
 def _ones(width: int) -> Tensor:
-    return torch.ones(width)
+    return torch.ones(width, dtype=torch.float32)
 
 
 def _fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and _in_rows(x)
+    return variance_size is None and weight is not None and weight.dtype == x.dtype in _TYPES and _in_rows(x)
 
 
 def _fits_sum(

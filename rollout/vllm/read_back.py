@@ -17,6 +17,7 @@ from torch import Tensor
 from rollout.tensor_digests import columns_read, digests_of
 from rollout.types import Held
 from rollout.vllm.adapter_cache import Resident
+from rollout.vllm.cpu_lora import forget_packed
 from rollout.vllm.shards import agreed, whole_pair
 from rollout.vllm.weight_shards import Place, place_of
 
@@ -67,6 +68,7 @@ def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int)
     for name, layer in manager.modules.items():
         if not _is_linear(layer):
             continue
+        forget_packed(layer.lora_a_stacked)  # so that products are of what is read here
         parts = manager.packed_modules.get(name, [name])
         for part, stack_a, stack_b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
             a, b, used = stack_a[slot, 0], stack_b[slot, 0], rank if part in keys else 0

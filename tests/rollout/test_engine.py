@@ -266,6 +266,10 @@ class TestCpuLora:
                 second = cpu_lora._packed(a, b, 0)
                 assert not all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
                 first = second
+            cpu_lora.forget_packed(a)
+            again = cpu_lora._packed(a, b, 0)
+            assert again is not first
+            assert torch.equal(again[0], first[0])
             b[1][0] = 0  # vLLM's way to empty a slot
             assert not torch.equal(cpu_lora._packed(a, b, 0)[1], first[1])
             assert torch.equal(cpu_lora._packed(a, b, 1)[0], other_slot[0])
