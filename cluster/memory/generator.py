@@ -44,9 +44,9 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     """What vLLM holds while it generates; with shards, what one of its cards does.
 
     weights: the base, or an even share of it; nf4 with float32 scales. kv_cache: what it is given
-      (kv_cache_memory_bytes). lora_slots: b n, on a CPU 4 n and for a model in bfloat16 as much again, packed for its
-      kernel (rollout.vllm.cpu_lora), for each policy version (max_loras buffers of the highest rank), n of the adapted
-      matrices and of those that vLLM computes in one with them.
+      (kv_cache_memory_bytes). lora_slots: b n, on a CPU 4 n, for each policy version (max_loras buffers of the highest
+      rank), n of the adapted matrices and of those that vLLM computes in one with them; on a CPU of a model in bfloat16
+      as much again for the packed copies (rollout.vllm.cpu_lora), of rank 16 at least, to which these are padded.
     workspace: activations of one engine step of up to 4096 tokens, b (2 f + 4 h) each, of a shard f / shards; and 16 V
       per sequence for float32 logits and what sampling makes of them (estimate).
     graphs: CUDA graphs, none on a CPU. push: on a CPU, weights that arrive (cluster.memory.weight_push); on CUDA they
@@ -65,15 +65,13 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     copies = GENERATOR_COPIES + (SHARDS_COPIES + shards - 1 if shards > 1 else 0)  # vLLM's in each further process
     extra = {"graphs": graphs, "fragmentation": KEPT} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards in one memory
-    slot = b if serving.cuda else 4
-    adapter = shape.lora_params(serving.rank, _in_one(serving.targets), shards)
-    packs = not serving.cuda and serving.dtype == "bfloat16"
-    # Its kernel takes ranks in steps of 32 (of slices in one layer together, hence half of it).
-    packed = packs * slot * shape.lora_params(max(serving.rank, 16), _in_one(serving.targets), shards)
+    slots = (b if serving.cuda else 4) * shape.lora_params(serving.rank, _in_one(serving.targets), shards)
+    if not serving.cuda and serving.dtype == "bfloat16":
+        slots += 4 * shape.lora_params(max(serving.rank, 16), _in_one(serving.targets), shards)
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
         "kv_cache": here * serving.kv_bytes // shards,
-        "lora_slots": here * serving.adapters * (slot * adapter + packed),
+        "lora_slots": here * serving.adapters * slots,
         "workspace": here * (activations + matrix + 16 * serving.sequences * shape.vocab),
         **extra,
         "context": ENGINE_CONTEXT if serving.cuda else processes * ENGINE_PROCESS,

@@ -111,13 +111,12 @@ def read_json(path: str, name: str) -> dict[str, Any]:
 
 
 def template_in(folder: Path) -> str | None:
-    """The chat template that stands in a folder of a model or an adapter. Raises Unreadable, ChatError."""
+    """The chat template in a folder of a model or an adapter, of several the one named "default"; None where there is
+    none. Raises Unreadable, ChatError."""
     try:
         return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE)
     except FileNotFoundError:
         found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
-        if isinstance(found, list):  # several, each with a name
-            found = next(
-                (one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None
-            )
-        return found if isinstance(found, str) else None
+    if isinstance(found, list):
+        found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+    return found if isinstance(found, str) else None

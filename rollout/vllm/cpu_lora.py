@@ -10,8 +10,8 @@ products as thin as an adapter's take torch's CPU kernels for 16 bits longer tha
 no instructions for them 15 times, and rounding comes last. An adapter in 16 bits is the same in float32, bit for bit.
 
 A bfloat16 model on a processor with instructions for it (AVX512_BF16, AMX) takes vLLM's own kernel for small weights,
-which wants them packed: half the time of the way above. The slices of a layer are one product there, their A one above
-the other, their B on the diagonal of one matrix: its zeros cost less than another call.
+which wants them packed, in half the time. The slices of a layer are one product there: their A one above the other,
+their B as blocks on the diagonal of one matrix, whose zeros cost less than another call.
 
 Head and embedding get no LoRA kernels at all (rollout.vllm.startup.lora_arguments), for speed, and since the head's
 takes one row per sequence of the step for granted: a probe, whose prompt logprobs are one row per token, would kill the
@@ -39,8 +39,8 @@ LORA_DTYPE = torch.float32
 _PACKED_COLUMNS = 32  # the kernel for packed weights takes inputs of whole multiples of it, and half of it as outputs
 
 _Run = tuple[int, int, int]  # first row, past the last row, adapter slot
-_Packed = tuple[torch.Tensor, torch.Tensor, int]
-_Scratch = dict[tuple[str, int, int], torch.Tensor]
+_Packed = tuple[torch.Tensor, torch.Tensor, int]  # A and B, packed, and the rows of A, which are the columns of B
+_Scratch = dict[tuple[str, int, int], torch.Tensor]  # (use, rows, width) -> buffer
 
 
 def install_fast_cpu_lora() -> bool:
@@ -141,7 +141,7 @@ def _add_lora_linear(
     x [tokens, in], y [tokens, sum(output_slices)], A per slice [slots, 1, rank, in], B [slots, 1, width, rank].
     buffer is upstream's scratch space, unused. An argument that upstream adds later is a TypeError, not ignored.
     """
-    packs = y.shape[1] == sum(output_slices) and _packs(x, lora_a_stacked[0], output_slices)
+    packs = _packs(x, lora_a_stacked[0], output_slices) and y.shape[1] == sum(output_slices)
     for start, stop, slot in self.gleaner_runs:
         whole = start == 0 and stop == len(y)
         rows, target = (x, y) if whole else (x[start:stop], y[start:stop])
@@ -185,10 +185,10 @@ def _buffer(scratch: _Scratch, rows: torch.Tensor, width: int, use: str) -> torc
 
 
 def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> _Packed:
-    """A [columns, in] and B [sum of widths, columns] of all slices of a layer, packed, and columns.
+    """A [columns, in] and B [sum of widths, columns] of all slices of a layer, and columns.
 
-    They are kept on the first stack, the only thing of the layer that its op is given, until one of its stacks is
-    written (torch counts the writes).
+    They are kept as an attribute of the first stack, since the op is given nothing else that belongs to the layer, and
+    packed again after a write to any of the stacks, which torch counts.
     """
     holder: Any = a_stacked[0]
     writes = tuple(stack._version for stack in (*a_stacked, *b_stacked))
@@ -202,7 +202,7 @@ def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, 
 
 
 def forget_packed(a_stacked: tuple[torch.Tensor, ...]) -> None:
-    """The next product packs what the slots of this layer hold then."""
+    """Has the next product pack again what the slots of this layer hold."""
     vars(a_stacked[0]).pop("gleaner_packed", None)
 
 
@@ -221,14 +221,16 @@ def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
 
 
 def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> bool:
-    fits = (
-        len(x) > 0
+    return (
+        x.dtype == torch.bfloat16  # first: in a float32 model nothing else is asked
+        and len(x) > 0
         and x.is_contiguous()
         and x.shape[1] % _PACKED_COLUMNS == 0
         and sum(widths) % (_PACKED_COLUMNS // 2) == 0
+        # Of tensors made in inference mode, which vLLM's slots are not, torch does not count the writes.
+        and not slots.is_inference()
+        and _bfloat16_is_fast()
     )
-    # Of tensors made in inference mode, which vLLM's slots are not, torch does not count the writes.
-    return fits and x.dtype == torch.bfloat16 and not slots.is_inference() and _bfloat16_is_fast()
 
 
 @cache

@@ -14,6 +14,7 @@ import yaml
 from learner.tools import evaluation
 from learner.tools.cli import main
 from learner.tools.reward_trial.cases import read_completions
+from rollout.data.model_files import template_in
 from rollout.fake_groups import make_group
 from tests.documented.blocks import ROOT
 
@@ -181,3 +182,13 @@ def test_a_chat_template_that_cannot_be_read_is_said(here: Path, capsys: pytest.
     assert told.out == ""
     (line,) = told.err.splitlines()
     assert re.fullmatch(f"error: model.path: {re.escape(str(file))} must .*; copy it again", line), line
+
+
+def test_of_several_templates_the_default_one_counts(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "{# other #}"}, {"name": "default", "template": "{# this #}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert template_in(tmp_path) == "{# this #}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[:1]}))
+    assert template_in(tmp_path) is None
+    (tmp_path / "chat_template.jinja").write_text("{# a file #}")
+    assert template_in(tmp_path) == "{# a file #}"
