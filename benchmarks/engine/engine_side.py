@@ -93,7 +93,7 @@ def vllm(folder: Path, options: dict[str, Any], lora: bool = True) -> Generate:
 
 
 def vllm_with_op(folder: Path, options: dict[str, Any]) -> Generate:
-    from rollout.vllm.cpu_lora import install_fast_cpu_lora
+    from rollout.vllm.cpu.lora import install_fast_cpu_lora
 
     assert install_fast_cpu_lora()
     return vllm(folder, options)

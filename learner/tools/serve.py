@@ -102,7 +102,7 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
         command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
     if _on_cpu():
         # With LoRA a CPU compiles for half a minute and then does not use it.
-        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu_amx.AmxWorker"]
+        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu.amx.AmxWorker"]
     sampled = _as_trained(config, run_dir.resolve(), learned)
     return Server([*command, *sampled.command, *more], sampled.environment, sampled.notes)
 

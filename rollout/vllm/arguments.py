@@ -14,8 +14,8 @@ from cluster.memory.generator import PREFILL_TOKENS
 from cluster.memory.kv_cache import BLOCK_CPU
 from rollout.data.hub import split
 from rollout.engine import EngineSettings
-from rollout.vllm.cpu_lora import LORA_DTYPE
-from rollout.vllm.cpu_norm import PRIORITY
+from rollout.vllm.cpu.lora import LORA_DTYPE
+from rollout.vllm.cpu.norm import PRIORITY
 from rollout.vllm.shards import shard_arguments, workers_environment
 from rollout.vllm.startup import lora_arguments, shorten_start
 

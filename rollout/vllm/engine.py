@@ -54,7 +54,7 @@ class VllmEngine:
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
-            from rollout.vllm.cpu_process import prepare_cpu_process
+            from rollout.vllm.cpu.process import prepare_cpu_process
 
             prepare_cpu_process()
         self._settings = settings

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.tensor_digests import columns_read, digests_of
 from rollout.types import Held
 from rollout.vllm.adapter_cache import Resident
-from rollout.vllm.cpu_lora import forget_packed
+from rollout.vllm.cpu.lora import forget_packed
 from rollout.vllm.shards import agreed, whole_pair
 from rollout.vllm.weight_shards import Place, place_of
 
@@ -35,7 +35,7 @@ def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
 
 
 def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
-    """dtype: the model's, in which adapters are sent; a CPU's slots are float32 (rollout.vllm.cpu_lora)."""
+    """dtype: the model's, in which adapters are sent; a CPU's slots are float32 (rollout.vllm.cpu.lora)."""
     manager = worker.model_runner.lora_manager._adapter_manager
     if newest.lora_id not in manager.lora_index_to_id:
         return Held({})

@@ -62,14 +62,18 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
             ("a[]", "b[]", "stack", "weight", "parts", "module.bias", "module.weight", "head.weight"), PLAIN
         ),
     },
-    "rollout/vllm/cpu_lora.py": {
+    "rollout/vllm/cpu/lora.py": {
         "holder": PLAIN,
         "wrapper": ("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",),
         "method": ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",),
         "part": PLAIN,
         "self": PLAIN,
     },
-    "rollout/vllm/cpu_norm.py": dict.fromkeys(("norm", "norm_of_sum"), ("vllm.ir.op.IrOp",)),
+    "rollout/vllm/cpu/norm.py": dict.fromkeys(("norm", "norm_of_sum"), ("vllm.ir.op.IrOp",)),
+    "rollout/vllm/cpu/sampling.py": {
+        **dict.fromkeys(("sampler", "self"), ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",)),
+        **dict.fromkeys(("kept", "logprobs"), PLAIN),
+    },
     "rollout/vllm/shared_base.py": {
         "layer": ("vllm.model_executor.layers.linear.LinearBase",),
         "state": (_QUANT_STATE,),

@@ -185,7 +185,7 @@ class TestCpuLora:
     @pytest.fixture
     def as_upstream(self, wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         """Upstream's op in place, whatever an earlier test installed, and whatever this one installs undone."""
-        from rollout.vllm import cpu_lora
+        from rollout.vllm.cpu import lora as cpu_lora
 
         metadata = wrapper._update_prefill_metadata
         closure = metadata.__closure__
@@ -230,7 +230,7 @@ class TestCpuLora:
 
     @pytest.fixture
     def packs(self, wrapper: Any) -> None:
-        from rollout.vllm import cpu_lora
+        from rollout.vllm.cpu import lora as cpu_lora
 
         if not cpu_lora._bfloat16_is_fast():
             pytest.skip("this processor does not multiply in bfloat16")
@@ -242,7 +242,8 @@ class TestCpuLora:
     def test_packed_products_are_those_of_float32(
         self, packs: None, rank: int, widths: tuple[int, ...], rows: int
     ) -> None:
-        from rollout.vllm import cpu_lora
+        """Slices in one product with B and in one each; (8, 24): widths that the kernel takes together only."""
+        from rollout.vllm.cpu import lora as cpu_lora
 
         x, y, a, b = _lora_layer(rows, 96, widths, rank)
         assert cpu_lora._packs(x, a[0], widths)
@@ -254,11 +255,13 @@ class TestCpuLora:
         expected = y.float() + torch.cat(
             [x.float() @ one[1, 0].t() @ other[1, 0].t() for one, other in zip(a, b, strict=True)], 1
         )
-        cpu_lora._add_packed(y, x, cpu_lora._packed(a, b, 1), 1.0, {})
+        packed = cpu_lora._packed(a, b, 1)
+        assert len(packed.b) == (len(widths) if rank * len(widths) > 32 and widths[0] % 16 == 0 else 1)
+        cpu_lora._add_packed(y, x, packed, 1.0, {})
         assert (y.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
 
     def test_a_slot_that_is_written_is_packed_again(self, packs: None) -> None:
-        from rollout.vllm import cpu_lora
+        from rollout.vllm.cpu import lora as cpu_lora
 
         _, _, a, b = _lora_layer(4, 64, (32, 32), 8)
         with torch.inference_mode():  # in which vLLM writes slots, though it does not make them in it
@@ -268,15 +271,16 @@ class TestCpuLora:
             for stack in (*a, *b):
                 stack[0, 0, :4, :4].copy_(torch.ones(4, 4))
                 second = cpu_lora._packed(a, b, 0)
-                assert not all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
+                pairs = zip((first.a, *first.b), (second.a, *second.b), strict=True)
+                assert not all(torch.equal(one, other) for one, other in pairs)
                 first = second
             cpu_lora.forget_packed(a)
             again = cpu_lora._packed(a, b, 0)
             assert again is not first
-            assert torch.equal(again[0], first[0])
+            assert torch.equal(again.a, first.a)
             b[1][0] = 0  # vLLM's way to empty a slot
-            assert not torch.equal(cpu_lora._packed(a, b, 0)[1], first[1])
-            assert torch.equal(cpu_lora._packed(a, b, 1)[0], other_slot[0])
+            assert not torch.equal(cpu_lora._packed(a, b, 0).b[-1], first.b[-1])
+            assert torch.equal(cpu_lora._packed(a, b, 1).a, other_slot.a)
 
 
 def _lora_layer(

@@ -10,8 +10,9 @@ products as thin as an adapter's take torch's CPU kernels for 16 bits longer tha
 no instructions for them 15 times, and rounding comes last. An adapter in 16 bits is the same in float32, bit for bit.
 
 A bfloat16 model on a processor with instructions for it (AVX512_BF16, AMX) takes vLLM's own kernel for small weights,
-which wants them packed, in half the time. The slices of a layer are one product there: their A one above the other,
-their B as blocks on the diagonal of one matrix, whose zeros cost less than another call.
+which wants them packed, in half the time. The A of a layer's slices are one product there, one above the other. So are
+their B, as blocks on the diagonal of one matrix, where all ranks together fill one block of the kernel; from there on
+its zeros cost more than another call.
 
 Head and embedding get no LoRA kernels at all (rollout.vllm.startup.lora_arguments), for speed, and since the head's
 takes one row per sequence of the step for granted: a probe, whose prompt logprobs are one row per token, would kill the
@@ -23,10 +24,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
-from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,30 @@ _KNOWN = ((0, 26), (0, 32))
 # Of a self-check whose numbers reach 64, so that three roundings to bfloat16 are 0.4 at most.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 LORA_DTYPE = torch.float32
-_PACKED_COLUMNS = 32  # the kernel for packed weights takes inputs of whole multiples of it, and half of it as outputs
+_PACKED_COLUMNS, _PACKED_OUTPUTS = 32, 16  # the kernel for packed weights takes inputs and outputs of whole multiples
 
 _Run = tuple[int, int, int]  # first row, past the last row, adapter slot
-_Packed = tuple[torch.Tensor, torch.Tensor, int]  # A and B, packed, and the rows of A, which are the columns of B
-_Scratch = dict[tuple[str, int, int], torch.Tensor]  # (use, rows, width) -> buffer
+
+
+class _Packed(NamedTuple):
+    """An adapter's matrices of one layer, packed. Each B takes its columns of what A gives, and gives its widths."""
+
+    a: torch.Tensor
+    b: list[torch.Tensor]
+    columns: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+class _Buffers(NamedTuple):
+    """What A and the B of a layer give for a number of rows, whole and as each B has it."""
+
+    inner: torch.Tensor
+    product: torch.Tensor
+    of_each: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+# By (rows, columns, widths), the same for all layers of a step: an allocation takes as long as a product.
+_Scratch = dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Buffers]
 
 
 def install_fast_cpu_lora() -> bool:
@@ -57,7 +77,7 @@ def install_fast_cpu_lora() -> bool:
     if not _KNOWN[0] <= release <= _KNOWN[1]:
         log.warning(
             "fast CPU LoRA is known for vllm %s to %s, this is %s: keeping upstream's op (2-3 times slower). "
-            "Read its punica_cpu.py, then widen _KNOWN in rollout/vllm/cpu_lora.py",
+            "Read its punica_cpu.py, then widen _KNOWN in rollout/vllm/cpu/lora.py",
             *(".".join(map(str, bound)) for bound in _KNOWN),
             vllm.__version__,
         )
@@ -72,7 +92,7 @@ def install_fast_cpu_lora() -> bool:
             wrapper._update_prefill_metadata, wrapper.add_lora_linear = upstream
             log.warning(
                 "fast CPU LoRA is off by %.2e from a dense computation (at most %.0e allowed in %s) under vllm %s: "
-                "keeping upstream's op (2-3 times slower). Compare rollout/vllm/cpu_lora.py with its punica_cpu.py",
+                "keeping upstream's op (2-3 times slower). Compare rollout/vllm/cpu/lora.py with its punica_cpu.py",
                 error,
                 tolerance,
                 dtype,
@@ -167,25 +187,25 @@ def _add_in_float32(
 
 
 def _add_packed(target: torch.Tensor, rows: torch.Tensor, packed: _Packed, scale: float, scratch: _Scratch) -> None:
-    a, b, columns = packed
+    key = (len(rows), packed.columns, packed.widths)
+    buffers = scratch.get(key)
+    if buffers is None:
+        buffers = scratch[key] = _buffers(rows, packed)
     multiply = torch.ops._C.weight_packed_linear.default
-    inner = _buffer(scratch, rows, columns, "inner")
-    product = _buffer(scratch, rows, target.shape[1], "product")
-    multiply(inner, rows, a, None, True)
-    multiply(product, inner, b, None, True)
-    target.add_(product, alpha=scale)
+    multiply(buffers.inner, rows, packed.a, None, True)
+    for b, (inner, product) in zip(packed.b, buffers.of_each, strict=True):
+        multiply(product, inner, b, None, True)
+    target.add_(buffers.product, alpha=scale)
 
 
-def _buffer(scratch: _Scratch, rows: torch.Tensor, width: int, use: str) -> torch.Tensor:
-    """Uninitialised [rows, width], the same for all layers of a step: an allocation takes as long as a product."""
-    found = scratch.get((use, len(rows), width))
-    if found is None:
-        found = scratch[use, len(rows), width] = rows.new_empty(len(rows), width)
-    return found
+def _buffers(rows: torch.Tensor, packed: _Packed) -> _Buffers:
+    inner, product = (rows.new_empty(len(rows), sum(widths)) for widths in (packed.columns, packed.widths))
+    parts = zip(torch.split(inner, [*packed.columns], 1), torch.split(product, [*packed.widths], 1), strict=True)
+    return _Buffers(inner, product, list(parts))
 
 
 def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> _Packed:
-    """A [columns, in] and B [sum of widths, columns] of all slices of a layer, and columns.
+    """The matrices of all slices of a layer.
 
     They are kept as an attribute of the first stack, since the op is given nothing else that belongs to the layer, and
     packed again after a write to any of the stacks, which torch counts.
@@ -207,17 +227,23 @@ def forget_packed(a_stacked: tuple[torch.Tensor, ...]) -> None:
 
 
 def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
-    rank, width_in = a_parts[0].shape
-    columns = _PACKED_COLUMNS * ceil(rank * len(a_parts) / _PACKED_COLUMNS)
-    a = torch.zeros(columns, width_in, dtype=torch.bfloat16)
-    b = torch.zeros(sum(map(len, b_parts)), columns, dtype=torch.bfloat16)
-    row = column = 0
-    for part_a, part_b in zip(a_parts, b_parts, strict=True):
-        a[column : column + rank] = part_a
-        b[row : row + len(part_b), column : column + rank] = part_b
-        row, column = row + len(part_b), column + rank
+    slices, rank = len(a_parts), len(a_parts[0])
+    apart = slices * rank > _PACKED_COLUMNS and all(len(b) % _PACKED_OUTPUTS == 0 for b in b_parts)
+    of_one_product = 1 if apart else slices
+    in_blocks: Any = torch.block_diag  # carries no annotations
+    matrices = []
+    for start in range(0, slices, of_one_product):
+        a = torch.cat(a_parts[start : start + of_one_product])
+        b = in_blocks(*b_parts[start : start + of_one_product])
+        missing = -len(a) % _PACKED_COLUMNS
+        matrices.append((pad(a, (0, 0, 0, missing)).bfloat16(), pad(b, (0, missing)).bfloat16()))
     pack = torch.ops._C.convert_weight_packed
-    return pack(a), pack(b), columns
+    return _Packed(
+        a=pack(torch.cat([a for a, _ in matrices])),
+        b=[pack(b) for _, b in matrices],
+        columns=tuple(len(a) for a, _ in matrices),
+        widths=tuple(len(b) for _, b in matrices),
+    )
 
 
 def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> bool:
@@ -226,7 +252,7 @@ def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> boo
         and len(x) > 0
         and x.is_contiguous()
         and x.shape[1] % _PACKED_COLUMNS == 0
-        and sum(widths) % (_PACKED_COLUMNS // 2) == 0
+        and sum(widths) % _PACKED_OUTPUTS == 0
         # Of tensors made in inference mode, which vLLM's slots are not, torch does not count the writes.
         and not slots.is_inference()
         and _bfloat16_is_fast()

@@ -6,11 +6,11 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rollout.vllm.cpu_process import prepare_cpu_process
+from rollout.vllm.cpu.process import prepare_cpu_process
 
 
 class CpuShard(CPUWorker):
-    """As vLLM's, with what rollout.vllm.cpu_process changes."""
+    """As vLLM's, with what rollout.vllm.cpu.process changes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prepare_cpu_process()

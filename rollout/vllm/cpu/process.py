@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rollout.vllm.cpu_amx import ask_for_amx
-from rollout.vllm.cpu_lora import install_fast_cpu_lora, serve_experts
-from rollout.vllm.cpu_norm import install_cpu_norm
+from rollout.vllm.cpu.amx import ask_for_amx
+from rollout.vllm.cpu.lora import install_fast_cpu_lora, serve_experts
+from rollout.vllm.cpu.norm import install_cpu_norm
+from rollout.vllm.cpu.sampling import install_cpu_sampling
 
 
 def prepare_cpu_process() -> None:
@@ -13,3 +14,4 @@ def prepare_cpu_process() -> None:
     install_fast_cpu_lora()
     serve_experts()
     install_cpu_norm()
+    install_cpu_sampling()

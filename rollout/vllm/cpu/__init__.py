@@ -1,0 +1,1 @@
+"""What is done otherwise than by vLLM where its build for CPUs computes."""
