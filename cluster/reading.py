@@ -76,11 +76,25 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
 
 def read_text(path: Path, most: int = MOST) -> str:
     """All of it, which must be UTF-8. Raises as read_bytes."""
+    return _decoded(read_bytes(path, most), path)
+
+
+def _decoded(found: bytes, path: Path) -> str:
     try:
-        return read_bytes(path, most).decode()
+        return found.decode()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise Unreadable(f"{path} must be UTF-8 text, got the byte 0x{byte:02x} at {error.start}") from None
+
+
+def read_given(path: Path, most: int = MOST) -> str:
+    """The text of a file that may be a pipe, up to its end: one that whoever started this process has opened for it.
+    Raises OSError, and Unreadable: it is longer than `most`, or no UTF-8."""
+    with path.open("rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise Unreadable(f"{path} must have at most {most / MIB:g} MiB, and has more")
+    return _decoded(found, path)
 
 
 def read_json(path: Path, most: int = MOST) -> Any:

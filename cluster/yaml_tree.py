@@ -7,9 +7,10 @@ from typing import Any
 
 import yaml
 
-from cluster.reading import MIB, Unreadable, read_text
+from cluster.reading import MIB, Unreadable, read_given, read_text
 
 MOST = MIB // 2  # bytes of a file: PyYAML takes seconds for it
+GIVEN = re.compile(r"/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+")
 LONGEST_NUMBER = 400  # letters: to base 60, which YAML knows, its time goes by their square
 MAX_DEPTH = 32  # of nested lists and mappings
 MAX_VALUES = 100_000  # an alias counts as often as it is used: a few lines may stand for billions
@@ -56,9 +57,10 @@ def dump(tree: Any) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """One YAML mapping; an empty file is an empty mapping. Raises ConfigError."""
+    """One YAML mapping; an empty file is an empty mapping. It may be a pipe that this process was started with, such as
+    /dev/stdin or what a shell makes of <(...). Raises ConfigError."""
     try:
-        return mapping_of(read_text(path, MOST))
+        return mapping_of(read_given(path, MOST) if GIVEN.fullmatch(str(path)) else read_text(path, MOST))
     except Unreadable as error:
         raise ConfigError(f"--config: {error}; give a YAML file, such as those in configs/") from None
     except ConfigError as error:

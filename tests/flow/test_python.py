@@ -37,7 +37,6 @@ sys.stdout.write("TOLD " + json.dumps(told))
 """
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
     (cell,) = [block for block in blocks("python") if "import train" in block]

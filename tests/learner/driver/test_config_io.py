@@ -270,3 +270,14 @@ def test_help_and_refusal_load_nothing_heavy(words: list[str], code: int, text: 
     assert json.loads(ran.stdout.splitlines()[-1]) == [code, []]
     assert text in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_a_pipe_that_the_command_was_started_with_is_a_file(name: str) -> None:
+    """As learner.train starts a run, and a shell writes <(...)."""
+    script = "import sys; from learner.driver.config_io import load; print(load(sys.argv[1], []).rollout.kv_cache)"
+    command = [sys.executable, "-c", script, name]
+    ran = subprocess.run(command, input=FILE, text=True, capture_output=True, timeout=60)
+    assert ran.stdout == f"{64 << 20}\n", ran.stderr
+    ran = subprocess.run(command, input="#" * 600_000, text=True, capture_output=True, timeout=60)
+    assert f"--config: {name} must have at most 0.5 MiB, and has more" in ran.stderr
