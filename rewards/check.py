@@ -3,22 +3,39 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rewards import memory
-from rewards.base import RewardError
+from rewards.base import JUDGE, RewardError
 from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
+from rewards.loader import BUILT_INS
 from rewards.pool import RewardPool, Scores
+from rewards.text import text_of
 
 PATIENCE_S = 30.0  # for the first call of a late function
 FIRST_CALL = (
     "Only its first call is late: what a function imports or loads within a call counts; move that to the top of its "
     "file, whose loading is not charged."
 )
+OF_TEXTS = (
+    "It treats completions as texts, and is given lists of messages, since the model has a chat template; read "
+    'completion[0]["content"], or set data.chat_template: none if the model is to continue the prompts as they stand'
+)
 
 
-def try_rewards(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int = memory.DEFAULT) -> Scores:
+class Tried(NamedTuple):
+    """notes: of functions that work and hardly do what is meant, a line each."""
+
+    scores: Scores
+    notes: tuple[str, ...] = ()
+
+
+def try_rewards(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int = memory.DEFAULT) -> Tried:
     """Loads each function in a worker process and calls it on the group. Not from inside an event loop.
+
+    A user's own function that makes no difference between completions, or fails, is called once more with the texts of
+    a conversation's messages: if it does then, it was written for texts.
 
     Give two completions or more, so that a function which returns a list of length 1 for any is found out. Raises
     RewardError, with one line for each function that does not load, raises, dies, is late or returns the wrong shape. A
@@ -29,20 +46,58 @@ def try_rewards(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int
     return asyncio.run(_try(rewards, group, memory_bytes))
 
 
-async def _try(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int) -> Scores:
+async def _try(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int) -> Tried:
     begin = time.perf_counter()
     async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
         verdicts = await pool.verdicts(group)
         ms = (time.perf_counter() - begin) * 1e3
-    wrong = []
+        for_texts = await _for_texts(pool, rewards, group, verdicts)
+    wrong, notes = [], []
     for i, verdict in enumerate(verdicts):
         if verdict.status in ("error", "timeout"):
             sentence = pool.sentence(i, verdict)
+            if i in for_texts:
+                sentence += f" {OF_TEXTS}."
             slow = verdict.status == "timeout" and await _slow_at_first(rewards[i], group, memory_bytes)
             wrong.append(f"{sentence} {FIRST_CALL}" if slow else sentence)
+        elif i in for_texts:
+            notes.append(f"reward {pool.names[i]!r}: gives {verdict.values[0]} to any completion. {OF_TEXTS}")
     if wrong:
         raise RewardError("\n".join(wrong))
-    return pool.combine(verdicts, len(group.completions), ms)
+    return Tried(pool.combine(verdicts, len(group.completions), ms), tuple(notes))
+
+
+async def _for_texts(
+    pool: RewardPool, rewards: Sequence[RewardConfig], group: Group, verdicts: Sequence[Verdict]
+) -> set[int]:
+    """The places of functions that were given messages, and tell completions apart when they are given texts."""
+    if all(isinstance(completion, str) for completion in group.completions):
+        return set()
+    doubtful = [
+        i
+        for i, (reward, verdict) in enumerate(zip(rewards, verdicts, strict=True))
+        if reward.use not in BUILT_INS and reward.use != JUDGE
+        if verdict.status == "error" or (verdict.status == "ok" and _alike(verdict))
+    ]
+    if not doubtful:
+        return set()
+    texts = Group(
+        ["\n\n".join(str(message.get("content") or "") for message in prompt) for prompt in group.prompts],
+        [text_of(completion) for completion in group.completions],
+        group.completion_ids,
+        group.columns,
+        group.prefilled,
+    )
+    again = await pool.verdicts(texts, doubtful)
+    return {
+        i
+        for i, verdict in zip(doubtful, again, strict=True)
+        if verdict.status == "ok" and (verdicts[i].status == "error" or not _alike(verdict))
+    }
+
+
+def _alike(verdict: Verdict) -> bool:
+    return len(set(verdict.values)) == 1
 
 
 async def _slow_at_first(reward: RewardConfig, group: Group, memory_bytes: int) -> bool:

@@ -105,15 +105,16 @@ class RewardPool:
                 raise RewardFailed(self.sentence(i, verdict))
         return self.combine(verdicts, len(group.completions), (time.perf_counter() - begin) * 1e3)
 
-    async def verdicts(self, group: Group) -> list[Verdict]:
-        """The outcome of each reward function for a group, in the order of the rewards, whatever their `on_error`."""
+    async def verdicts(self, group: Group, places: Sequence[int] | None = None) -> list[Verdict]:
+        """The outcome of each reward function for a group, in the order of the rewards, whatever their `on_error`.
+        places: of those alone."""
         size, packed = len(group.completions), pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(
                     self._dispatch.verdict(one, packed, size) if isinstance(one, Function) else one.verdict(group)
                 )
-                for one in self._calls
+                for one in (self._calls if places is None else [self._calls[i] for i in places])
             ]
         return [task.result() for task in asked]
 

@@ -95,6 +95,10 @@ class DataConfig(Frozen):
     a template over columns (`"Solve: {question}"`)."""
     system: str | None = None
     """A system message before every prompt. Set it to ask for a format; leave it null where the data has one."""
+    chat_template: Literal["auto", "none"] = "auto"
+    """`auto`: a prompt is messages, rendered by the model's chat template where it has one; a text is a user's message.
+    `none`: a prompt is a text that the model continues as it stands, and reward functions get texts. Set it for prompts
+    that are rendered already, as those that open a `<think>`."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as `{enable_thinking: false}` for Qwen3; one that it does not read
     is refused."""

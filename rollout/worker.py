@@ -14,7 +14,7 @@ from cluster.actor import Unusable, ValueLost
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import NOWHERE, Judging, RewardPool, Scores
-from rollout.data.chat import Chat
+from rollout.data.chat import Chat, Template
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.env.dialogue import ChatDialogue
 from rollout.env.play import Player
@@ -53,6 +53,7 @@ class WorkerSpec:
     env: EnvSettings | None = None  # None: single completions
     judged: Judging = NOWHERE
     reward_processes: RewardProcesses | None = None  # None: reward_workers of them, beside the engine
+    chat_template: Template = "auto"  # data.chat_template
 
 
 class RolloutWorker(RolloutService):
@@ -65,7 +66,7 @@ class RolloutWorker(RolloutService):
         self.spec = spec
         # Only trajectories are rendered here: the prompts of single completions come as tokens.
         template_kwargs = spec.env.chat_template_kwargs if spec.env is not None else None
-        self.chat = Chat.load(spec.engine.model, template_kwargs, spec.engine.stop)
+        self.chat = Chat.load(spec.engine.model, template_kwargs, spec.engine.stop, template=spec.chat_template)
         self.scorer = _scorer(spec)  # its reward functions load while the engine starts
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))

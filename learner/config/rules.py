@@ -25,6 +25,20 @@ def broken_rules(config: Settings) -> list[str]:
     return [rule.sentence(config) for rule in RULES if rule.broken(config)]
 
 
+TEMPLATE = (
+    Rule(
+        "data.chat_template: none", "does not go with data.chat_template_kwargs: there is nothing that reads them",
+        "leave one of them out", ("data.chat_template_kwargs",),
+        lambda c: c.data.chat_template == "none" and bool(c.data.chat_template_kwargs),
+    ),
+    Rule(
+        "data.chat_template: none", "does not go with an environment, whose answers the chat template writes",
+        "leave one of them out", ("env.use",),
+        lambda c: c.data.chat_template == "none" and c.env.use is not None,
+    ),
+)  # fmt: skip
+
+
 def _takes_turns(config: Settings) -> bool:
     return config.memory.layout == "alternating"
 
@@ -273,4 +287,18 @@ SHARED = (
     ),
 )  # fmt: skip
 
-RULES = (*REWARDS, *MODEL_REWARDS, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED, *RANKS, *SHARDS)
+RULES = (
+    *REWARDS,
+    *MODEL_REWARDS,
+    *TEMPLATE,
+    *ENV,
+    *LENGTH,
+    *MODEL,
+    *FULL,
+    *LEARNER,
+    *PPO,
+    *MEMORY,
+    *SHARED,
+    *RANKS,
+    *SHARDS,
+)

@@ -46,8 +46,8 @@ def check_rewards(config: RunConfig, problem: Problem, prefilled: str) -> tuple[
         if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
             raise PreflightError(f"rewards.{i}.{wrong}")
     group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns, prefilled)
-    try_rewards(functions, group, config.rollout.reward_memory)
-    return (*classifier_notes(config), *prefilled_notes(functions, prefilled))
+    tried = try_rewards(functions, group, config.rollout.reward_memory)
+    return (*tried.notes, *classifier_notes(config), *prefilled_notes(functions, prefilled))
 
 
 def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[str]:

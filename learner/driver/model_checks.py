@@ -21,7 +21,8 @@ TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 
 def load_chat(config: RunConfig) -> Chat:
     """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
-    chat = Chat.load(config.model.source, config.data.chat_template_kwargs, config.rollout.stop)
+    data = config.data
+    chat = Chat.load(config.model.source, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
     chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
@@ -113,7 +114,7 @@ def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple
             f"and model.path is {model}: if that is another base, it makes another policy of it"
         )
     own = _template_in(Path(folder).expanduser(), key)
-    if own is not None and own != str(chat.tokenizer.chat_template or "").strip():
+    if own is not None and chat.has_template and own != str(chat.tokenizer.chat_template or "").strip():
         notes.append(
             f"{key}: {folder} has a chat template of its own, which is not that of {model}, and prompts are written "
             "with the latter; put its chat_template.jinja into the model's folder if the adapter was trained with it"

@@ -193,6 +193,7 @@ def worker_spec(
         reward_memory=rollout.reward_memory,
         make_engine=vllm_engine,
         env=env_settings(config),
+        chat_template=config.data.chat_template,
         judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
         reward_processes=RewardProcesses(tuple(rewards), config.group_deadline_s) if rewards else None,
     )

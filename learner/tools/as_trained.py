@@ -44,7 +44,8 @@ class AsTrained:
 
 def as_trained(config: RunConfig, path: str) -> AsTrained:
     """path: of the base, or of the whole model that was learned. Raises ChatError: it cannot be read."""
-    chat = Chat.load(path, config.data.chat_template_kwargs, config.rollout.stop)
+    data = config.data
+    chat = Chat.load(path, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
     ids, strings = chat.stops(config.rollout.stop)
     with suppress(ChatError):  # asked for what is told of prompts alone
         chat.render([USER])

@@ -38,7 +38,7 @@ def accuracy(prompts, completions, answer, **columns):
     """One number per completion; `answer` is a column of the data, repeated once per completion."""
     scores = []
     for completion, gold in zip(completions, answer):
-        text = completion[0]["content"]  # a str instead, if the model has no chat template
+        text = completion[0]["content"]  # a str instead, without a chat template
         found = re.findall(r"-?\\d+", text)
         scores.append(1.0 if found and found[-1] == str(gold) else 0.0)
     return scores

@@ -56,13 +56,13 @@ def rescore(
     try:
         memory_bytes = size_of(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))
-        try_rewards([config], group_of(groups[0]), memory_bytes)
+        tried = try_rewards([config], group_of(groups[0]), memory_bytes)
         scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
         raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
     except (RewardError, ConfigError) as error:
         raise RescoreError(str(error)) from None
-    told = prefilled_notes([config], group_of(groups[0]).prefilled)
+    told = [*tried.notes, *prefilled_notes([config], group_of(groups[0]).prefilled)]
     return "\n".join([_report(use, files, groups, scores), *told])
 
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from learner.config import RunConfig
 from learner.driver import config_io
@@ -43,7 +43,7 @@ def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
     os.environ.update(server.environment)
     for note in server.notes:
         print(note, flush=True)
-    print(_how_to_ask(run_dir.resolve().name, f"http://{host}:{port}/v1"), flush=True)
+    print(_how_to_ask(run_dir, f"http://{host}:{port}/v1"), flush=True)
     os.execv(server.command[0], server.command)
 
 
@@ -72,11 +72,15 @@ def _check_free(host: str, port: int) -> None:
         ) from None
 
 
-def _how_to_ask(name: str, address: str) -> str:
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "..."}]})
+def _how_to_ask(run_dir: Path, address: str) -> str:
+    name, route = run_dir.resolve().name, "chat/completions"
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "..."}]}
+    if _run_in(run_dir)[0].data.chat_template == "none":  # prompts as the training had them
+        route, asked = "completions", {"prompt": "..."}
+    body = json.dumps({"model": name, **asked})
     return (
         f"model {name} at {address}, once vLLM says: Application startup complete (VLLM_LOGGING_LEVEL=INFO shows all "
-        f"that it says); then\n  curl {address}/chat/completions -H 'content-type: application/json' -d '{body}'"
+        f"that it says); then\n  curl {address}/{route} -H 'content-type: application/json' -d '{body}'"
     )
 
 

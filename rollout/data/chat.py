@@ -1,10 +1,11 @@
 """Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
@@ -13,7 +14,7 @@ from rollout.architecture import text_of
 from rollout.data.bounded import fails_within
 from rollout.data.chat_error import ChatError as ChatError  # here too: whoever uses Chat catches it
 from rollout.data.model_files import load_tokenizer, read_json
-from rollout.data.observation import Observations, TemplateRefuses
+from rollout.data.observation import MARKER, USER, Observations, TemplateRefuses
 from rollout.data.ordinary_text import meaningful
 from rollout.data.template import TemplateKwargsError, check_kwargs
 from rollout.data.turn_end import TurnEnd, behind_asked, opens_with, turn_end
@@ -23,14 +24,17 @@ from rollout.stopping import StopError, split
 LONGEST_TAG = 32  # tokens, white space included
 Messages = Sequence[Mapping[str, Any]]
 Prompt = tuple[dict[str, Any], ...] | str
+Template = Literal["auto", "none"]
+NO_TEMPLATE = "this tokenizer has no chat template, or data.chat_template is none"
 
 
 class Chat:
     """How a model writes conversations: its chat template, tokenizer and end tokens.
 
     Where the tokenizer has a chat template, a prompt is its messages and is rendered with the opening of the
-    assistant's turn. Where it has none (a base model), a prompt is plain text: the contents of the system and the user
-    message, a blank line between them, encoded as the tokenizer encodes any text.
+    assistant's turn. Where it has none (a base model), or is not to be used (data.chat_template: none), a prompt is
+    plain text: the contents of the system and the user message, a blank line between them, encoded as the tokenizer
+    encodes any text.
     """
 
     def __init__(
@@ -55,13 +59,22 @@ class Chat:
         self.has_template = bool(tokenizer.chat_template)
         self._stop = tuple(stop)
         self._dropped: set[int] = set()  # stop tokens that prompts would have ended in
+        self._marks: set[str] = set()  # of turns, in the texts of prompts
+        self._marked = 0  # prompts with such a text
 
     @classmethod
-    def load(cls, path: str, template_kwargs: Mapping[str, Any] | None = None, stop: Sequence[str] = ()) -> "Chat":
+    def load(
+        cls,
+        path: str,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
+        *,
+        template: Template = "auto",
+    ) -> "Chat":
         """The chat of the model at `path`, a folder or a hub name. Raises ChatError.
 
         template_kwargs: variables of its chat template (data.chat_template_kwargs). stop: rollout.stop; no prompt ends
-        in a special token of those either.
+        in a special token of those either. template: data.chat_template.
         """
         config = read_json(path, "config.json")
         if not config:
@@ -82,6 +95,8 @@ class Chat:
                 f"model.path: the tokenizer of {path} is transformers' {type(tokenizer).__name__}, which renders no "
                 "chat template and names no added tokens; give a folder with a tokenizer.json"
             )
+        if template == "none":
+            tokenizer.chat_template = None
         # As transformers' generate: config.json counts where there is no generation_config.json.
         generation = read_json(path, "generation_config.json") or text_of(config)
         ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
@@ -132,6 +147,13 @@ class Chat:
                 f"rollout.stop: the chat template {behind} and with no end token, so that a completion may go on to "
                 f"rollout.max_completion_length; set rollout.stop to {named}"
             )
+        if self._marked:
+            names = ", ".join(map(repr, sorted(self._marks)))
+            told.append(
+                f"data: {self._marked} of the prompts looked at hold {names} in a message, with which the chat "
+                "template marks turns: it is rendered within a turn all the same; where such a text is a whole prompt, "
+                "rendered already, set data.chat_template: none, and the model continues it as it stands"
+            )
         return (*told, *self.left_out())
 
     def left_out(self) -> tuple[str, ...]:
@@ -151,13 +173,14 @@ class Chat:
         tools: what it may call, in the form of rollout.env.protocol.ToolSpec.
         """
         if tools and not self.has_template:
-            raise ChatError(
-                "model.path: tools need a chat template, and this tokenizer has none; use an instruct model"
-            )
+            raise ChatError(f"model.path: tools need a chat template, and {NO_TEMPLATE}; use that of an instruct model")
         if not self.has_template:
             text = _plain(messages)
-            return text, self._known(self._open_ended(self.tokenizer.encode(text), text))
+            return text, self._known(self._open_ended(self._encoded(text), text))
         prompt = tuple(dict(message) for message in messages)
+        if marks := {mark for message in prompt for mark in self._turn_marks.findall(str(message["content"]))}:
+            self._marks |= marks
+            self._marked += 1
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
             ids = self.tokenizer.apply_chat_template(
@@ -170,6 +193,22 @@ class Chat:
         except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
             raise _refused(prompt, error) from error
         return prompt, self._known(self._open_ended(ids, prompt[-1]["content"]))
+
+    def _encoded(self, text: str) -> Sequence[int]:
+        """A text as the tokenizer writes any; without its own beginning where the text, rendered already, has one."""
+        ids: list[int] = self.tokenizer.encode(text)
+        twice = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
+        return ids[1:] if twice and text.startswith(str(self.tokenizer.bos_token)) else ids
+
+    @cached_property
+    def _turn_marks(self) -> re.Pattern[str]:
+        """The special tokens that the chat template puts around messages, but the one that begins any text."""
+        try:
+            text = self.observations.render([USER, {"role": "assistant", "content": MARKER}, USER], opened=True)
+        except TemplateRefuses:
+            text = ""
+        marks = [name for name in self._added if name in text and name != self.tokenizer.bos_token]
+        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
 
     def converse(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """The ids of `render` for a conversation with an environment: no text in it makes a special token, but what the
@@ -201,8 +240,8 @@ class Chat:
         """
         if not self.has_template:
             raise ChatError(
-                "model.path: a conversation of several turns needs a chat template, and this tokenizer has none; use "
-                "an instruct model"
+                f"model.path: a conversation of several turns needs a chat template, and {NO_TEMPLATE}; use that of an "
+                "instruct model"
             )
         return self._known(self._open_ended(self.observations.ids(messages, closed_by, tools), ""))
 
@@ -312,8 +351,8 @@ def _plain(messages: Messages) -> str:
     roles = [message["role"] for message in messages]
     if roles not in (["user"], ["system", "user"]):
         raise ChatError(
-            f"data.prompt: this tokenizer has no chat template, so a prompt must be one text, got a conversation "
-            f"of roles {', '.join(roles)}; use an instruct model, or a column of text"
+            f"data.prompt: {NO_TEMPLATE}, so a prompt must be one text, got a conversation of roles "
+            f"{', '.join(roles)}; use the chat template of an instruct model, or a column of text"
         )
     return "\n\n".join(message["content"] for message in messages)
 

@@ -14,7 +14,7 @@ from tests.rewards.pool_case import OneOf
 def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_path: Path) -> None:
     group = Group(["p", "p"], ["c", "d"], [[1], [2]], {"answer": ["1", "2"]})
     (tmp_path / "bad.py").write_text("import nothing_of_this_name")
-    assert try_rewards([rewards_file("good"), RewardConfig(use="number")], group).reward == [1.0, 1.0]
+    assert try_rewards([rewards_file("good"), RewardConfig(use="number")], group).scores.reward == [1.0, 1.0]
     for reward, sentence in [
         (rewards_file("boom"), "ValueError: boom"),
         (RewardConfig(use=f"{tmp_path}/bad.py:f"), "bad.py does not import: ModuleNotFoundError"),
@@ -28,6 +28,30 @@ def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_pa
             try_rewards([rewards_file("good"), reward], group)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", ["float(len(completion))", "float(completion.count('b') > 1)", "len(set(completion))"])
+def test_a_function_of_texts_that_is_given_messages_is_told(tmp_path: Path, body: str) -> None:
+    (tmp_path / "of.py").write_text(
+        f"def texts(completions, **_):\n    return [{body} for completion in completions]\n"
+        "def messages(completions, **_):\n    return [float(len(one[0]['content']) > 9) for one in completions]\n"
+        "def both(completions, **_):\n"
+        "    return [float('b' in (one if isinstance(one, str) else one[0]['content'])) for one in completions]\n"
+    )
+    texts, messages, both = (RewardConfig(use=f"{tmp_path}/of.py:{name}") for name in ("texts", "messages", "both"))
+    group = Group.of([{"role": "user", "content": "?"}], ["ab", "abb"], [[1], [2]], {})
+    if "set" in body:
+        with pytest.raises(
+            RewardError, match=r"unhashable type: 'dict'.* It treats completions as texts, and is given "
+        ):
+            try_rewards([texts], group)
+    else:
+        (note,) = try_rewards([messages, texts, both], group).notes
+        assert note.startswith("reward 'texts': gives ")
+        assert "set data.chat_template: none" in note
+    plain = Group.of("?", ["ab", "abb"], [[1], [2]], {})
+    assert try_rewards([texts], plain).notes == ()
+    assert try_rewards([RewardConfig(use="number")], Group.of([], ["a", "b"], [[1], [2]], {"answer": 1})).notes == ()
 
 
 def test_a_function_that_never_answers_is_waited_for_twice_at_most(

@@ -88,16 +88,21 @@ def _use(exported: Exported) -> str:
             serve += f" --generation-config {name}"
         python = f"{imports}\n{python}"
     else:
-        python = (
-            f'from transformers import pipeline\nmodel = pipeline("text-generation", model="{name}")\n'
-            'messages = [{"role": "user", "content": "..."}]\n'
-            'print(model(messages, max_new_tokens=256)[0]["generated_text"][-1]["content"])'
-        )
+        python = f'from transformers import pipeline\nmodel = pipeline("text-generation", model="{name}")\n'
+        if source.config.data.chat_template == "none":
+            python += 'print(model("...", max_new_tokens=256)[0]["generated_text"])'
+        else:
+            python += (
+                'messages = [{"role": "user", "content": "..."}]\n'
+                'print(model(messages, max_new_tokens=256)[0]["generated_text"][-1]["content"])'
+            )
         serve = f"vllm serve {name}"
     data = source.config.data
     told = [fenced(python, "python"), fenced(serve, "bash"), *_sampled(exported.sampled)]
     if data.system is not None:
         told.append(f"It was trained with this system prompt, and wants it:\n\n{fenced(data.system)}")
+    if data.chat_template == "none":
+        told.append("In training a prompt was a text that the model continues, without the chat template.")
     if data.chat_template_kwargs:
         told.append(f"Variables of its chat template in training: `{data.chat_template_kwargs}`.")
     return "\n\n".join(told)

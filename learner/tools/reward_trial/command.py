@@ -91,7 +91,7 @@ def _tried(asked: Asked) -> bool:
         if meant.run is None:
             raise TrialError("--generate: wants --config, which names the model; give it, or leave --generate out")
         generate(meant.run, cases, asked.generate, lambda line: print(line, file=sys.stderr))
-    texts = Texts(meant.run.model.path, meant.data.chat_template_kwargs) if meant.run else Texts(None)
+    texts = Texts(meant.run.model.path, meant.data) if meant.run else Texts(None)
     memory = asked.memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT)
     found = asyncio.run(score(meant.rewards, memory, texts, cases))
     notes = [*meant.notes, *([texts.note] if texts.note else [])]

@@ -1,7 +1,7 @@
 """Completions as reward functions get them in a run, and what these say."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from rewards.text import opening_at_end
+from rollout.config import DataConfig
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import template_in
 
@@ -32,24 +33,25 @@ class Scored:
 class Texts:
     """What a model's tokenizer and chat template make of texts, as far as reward functions see it, without loading the
     model's libraries, unless its template may open a tag for the completion. model: a folder; of anything else
-    conversations and bytes stand in, which `note` says. template_kwargs: data.chat_template_kwargs."""
+    conversations and bytes stand in, which `note` says. data: of the run, which says how templates are used."""
 
-    def __init__(self, model: str | None, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: str | None, data: DataConfig | None = None) -> None:
         folder = Path(model) if model is not None else None
         file = folder / "tokenizer.json" if folder is not None else None
         self._tokenizer: Any = None
-        self.note, self._plain = STAND_IN, False
+        as_it_stands = data is not None and data.chat_template == "none"
+        self.note, self._plain = STAND_IN, as_it_stands
         self._chat: Any = None
         if folder is not None and file is not None and file.is_file():
             from tokenizers import Tokenizer
 
             self._tokenizer, self.note = Tokenizer.from_file(str(file)), ""
-            template = _template(folder)
+            template = "" if as_it_stands else _template(folder)
             self._plain = not template
             if TAG.search(template):
                 from rollout.data.chat import Chat  # here: transformers loads with it
 
-                self._chat = Chat.load(str(folder), template_kwargs)
+                self._chat = Chat.load(str(folder), data.chat_template_kwargs if data else None)
 
     def group(self, case: Case) -> Group:
         """The prompt is plain text where the model has no chat template."""

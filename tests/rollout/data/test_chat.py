@@ -56,6 +56,50 @@ def test_without_a_template_the_prompt_is_plain_text() -> None:
         chat_of(tokenizer).render(turns)
 
 
+@pytest.mark.parametrize("text", ["2+2=", "<|im_start|>user\n2+2=?<|im_end|>\n<|im_start|>assistant\n<think>\n"])
+def test_with_chat_template_none_the_model_continues_the_text(tmp_path: Path, text: str) -> None:
+    save_model(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_IDS[0]})
+    chat = Chat.load(str(tmp_path), template="none")
+    prompt, ids = chat.render([{"role": "user", "content": text}])
+    assert prompt == text
+    assert list(ids) == make_tokenizer().encode(text)
+    assert text.count("<|im_start|>") == sum(
+        token == chat.tokenizer.convert_tokens_to_ids("<|im_start|>") for token in ids
+    )
+    assert chat.prefilled(ids) == ("<think>\n" if text.endswith("<think>\n") else "")
+    assert chat.notes(()) == ()
+    with pytest.raises(
+        ChatError, match=r"data.chat_template is none, so a prompt must be one text, got .* user, assis"
+    ):
+        chat.render([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])
+
+
+def test_a_rendered_text_begins_once(tmp_path: Path) -> None:
+    tokenizer = without_template()
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    chat = chat_of(tokenizer)
+    for text, ones in (("1", 1), ("<|im_start|>1", 1), ("<|im_start|><|im_start|>1", 2)):
+        assert list(chat.render([{"role": "user", "content": text}])[1]) == [start] * ones + make_tokenizer().encode(
+            "1"
+        )
+
+
+@pytest.mark.parametrize("tokens", [("<|im_start|>",), ("<|im_end|>", "<|im_start|>")])
+def test_a_prompt_with_marks_of_turns_is_told(tokens: tuple[str, ...]) -> None:
+    chat = chat_of(make_tokenizer())
+    chat.render([{"role": "user", "content": "<think> 1 + 1 </s>"}])
+    assert chat.notes(()) == ()
+    for text in ("2", "".join(f"{token}user\n1" for token in tokens)):
+        chat.render([{"role": "user", "content": text}])
+    (note,) = chat.notes(())
+    assert note.startswith(f"data: 1 of the prompts looked at hold {', '.join(map(repr, tokens))} in a message")
+    assert "set data.chat_template: none" in note
+
+
 def test_a_role_that_the_template_refuses_is_named() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
