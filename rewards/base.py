@@ -19,8 +19,10 @@ written for TRL or open-r1 work unchanged:
   not a number is a failure: the sample gets status `nan` and no reward.
 * Calls of an `async def` for several groups are under way at once, on one event loop.
 
-Of TRL's extras, `trainer_state`, `log_extra`, `log_metric` and `environments` are not provided: a reward function runs
-in its own process, far from the trainer. One that demands them is refused before training starts.
+Of TRL's extras, `trainer_state` has `global_step`, `max_steps` and `epoch`; what `log_metric(name, value)` is given is
+`log/<name>` in metrics.jsonl, the mean over groups; what `log_extra(column, values)` is given stands beside each
+completion in the rollouts (rewards.logged). `environments` is not provided: a reward function runs in its own process,
+far from them. One that demands it is refused before training starts.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,7 +33,7 @@ Reward = Callable[..., Values | Awaitable[Values]]
 JUDGE = "judge"  # the `use` of a language model that is asked
 ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
 LARGEST = 1e30  # of a reward: weighted sums of them, too, are held in float32, which ends at 3.4e38
-TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric", "environments")
+TRL_EXTRAS = ("environments",)
 
 
 class Zeroed(list[float]):

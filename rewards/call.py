@@ -12,6 +12,7 @@ from cluster.deadline import within
 from rewards import memory
 from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
+from rewards.logged import BEGIN, NAMES, Log, Progress, Told, TrainerState
 from rewards.text import behind, tag_of
 
 Status = Literal["ok", "nan", "timeout", "error"]
@@ -34,6 +35,7 @@ class Group:
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
     prefilled: str = ""
+    progress: Progress = BEGIN
 
     def __post_init__(self) -> None:
         size = len(self.completions)
@@ -44,7 +46,7 @@ class Group:
     @classmethod
     def of(
         cls, prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any],
-        prefilled: str = "",
+        prefilled: str = "", progress: Progress = BEGIN,
     ) -> "Group":  # fmt: skip
         """The completions of one problem: each text conversational where the prompt is a list of messages; prompt and
         columns of the problem repeated once per completion."""
@@ -55,6 +57,7 @@ class Group:
             completion_ids,
             {key: [value] * len(texts) for key, value in columns.items()},
             prefilled,
+            progress,
         )
 
 
@@ -63,8 +66,8 @@ class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
     status is ok, what was wrong, in words. why: of completions that have 0 for another reason than a wrong answer, that
     reason. ms: that an answer took, without loading; 0 where there is none. awaited: whether the function is
-    asynchronous; None where that did not show. spent: the process has run out of memory, files or threads, or soon will
-    have."""
+    asynchronous; None where that did not show. told: by TRL's hooks. spent: the process has run out of memory, files or
+    threads, or soon will have."""
 
     status: Status
     values: list[float | None]
@@ -72,6 +75,7 @@ class Verdict:
     why: Mapping[int, str] = field(default_factory=dict)
     ms: float = field(default=0.0, compare=False)
     awaited: bool | None = field(default=None, compare=False)
+    told: Told = field(default_factory=Told)
     spent: bool = field(default=False, compare=False)
 
 
@@ -103,15 +107,17 @@ class _Begun:
     answer: Awaitable[Any]
     size: int
     begin: float
+    log: Log
 
 
 def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict | _Begun:
     size, begin = len(group.completions), time.perf_counter()
+    log = Log(size)
     try:
-        returned = reward(**_arguments(reward, group, args, built_in=built_in))
+        returned = reward(**_arguments(reward, group, args, log, built_in=built_in))
         if isinstance(returned, Awaitable):
-            return _Begun(returned, size, begin)
-        return _ended(_read(returned, size), begin, awaited=False)
+            return _Begun(returned, size, begin, log)
+        return _ended(replace(_read(returned, size), told=log.told()), begin, awaited=False)
     except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
         return _ended(_raised(error, size), begin)
 
@@ -143,7 +149,8 @@ async def _cancel_others() -> None:
 async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
     try:
         async with within(timeout_s) as limit:
-            return _ended(_read(await begun.answer, begun.size), begun.begin, awaited=True)
+            verdict = _read(await begun.answer, begun.size)
+            return _ended(replace(verdict, told=begun.log.told()), begun.begin, awaited=True)
     except BaseException as error:
         if limit.expired():
             return failed("timeout", begun.size, f"no answer within {timeout_s:g} s, so it was cancelled")
@@ -161,7 +168,7 @@ def _raised(error: BaseException, size: int) -> Verdict:
     return replace(verdict, spent=memory.spent(error))
 
 
-def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> dict[str, Any]:
+def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, *, built_in: bool) -> dict[str, Any]:
     """The keyword arguments for `reward`, by its signature. Raises RewardError if it wants what is not there."""
     parameters = inspect.signature(reward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -181,6 +188,9 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], *, built_i
         given["completions"] = [behind(group.prefilled, completion) for completion in group.completions]
     elif not built_in and PREFILLED in names and PREFILLED not in group.columns:
         given[PREFILLED] = [group.prefilled] * len(group.completions)
+    if not built_in:
+        hooks = dict(zip(NAMES, (TrainerState(group.progress), log.extra, log.metric), strict=True))
+        given = {name: hook for name, hook in hooks.items() if name in names or open_ended} | given
     given |= args
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
     missing = [name for name in required if name not in given]

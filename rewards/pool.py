@@ -17,6 +17,7 @@ from rewards.call import Group, Status, Verdict
 from rewards.config import RewardConfig, resolved_names
 from rewards.dispatch import Dispatch, Function
 from rewards.environment import values_of
+from rewards.logged import by_row
 from rewards.secret_values import SecretError, resolved
 from rewards.slot import Call
 
@@ -64,6 +65,8 @@ class Scores:
     than a wrong answer; None: there are none."""
     zeroed: Mapping[str, str] = field(default_factory=dict)
     """One sentence for each kind of such reasons, by the kind."""
+    logged: list[list[tuple[str, float | None, str | None]]] = field(default_factory=list)
+    """Of each completion what functions told by TRL's hooks: a name, and a number or a text (rewards.logged)."""
 
 
 class RewardPool:
@@ -138,6 +141,7 @@ class RewardPool:
                 )
                 for at in range(size)
             ],
+            logged=by_row([verdict.told for verdict in verdicts], size),
             zeroed={begin + _kind(one): begin + one for begin, told in why.items() for one in told.values()},
         )
 

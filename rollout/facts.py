@@ -47,6 +47,7 @@ def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) ->
         "messages": [None] * size,
         "env_metrics": [[]] * size,
         "reward_error": [None] * size,
+        "logged": [[]] * size,
         "sample": list(range(size)),
         "completion_ids": [c.token_ids for c in completions],
         "behavior_logprobs": [c.logprobs for c in completions],

@@ -19,9 +19,14 @@ from rollout.schema import SCHEMA, check, check_rows
 
 MOST = 2**32  # bytes of a step's rows in memory
 TEXT = "BYTE_ARRAY"
-NEW_IN_3 = ("reward_error",)
+NEW_IN_4 = ("logged",)
+NEW_IN_3 = ("reward_error", *NEW_IN_4)
 NEW_IN_2 = ("loss_mask", "turns", "messages", "env_metrics")  # and reward_parts was a map in flight
-SINCE = {b"1": (*NEW_IN_2, *NEW_IN_3), b"2": NEW_IN_3}  # an older version -> the columns that it has not
+SINCE = {
+    b"1": (*NEW_IN_2, *NEW_IN_3),
+    b"2": NEW_IN_3,
+    b"3": NEW_IN_4,
+}  # an older version -> the columns that it has not
 
 
 def write(folder: Path, step: int, groups: Sequence[pa.Table]) -> Path:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from cluster.reading import json_value
 
-VERSION = "3"
+VERSION = "4"
 
 
 TURN = pa.struct(
@@ -35,6 +35,9 @@ TURN = pa.struct(
         pa.field("calls", pa.int32(), nullable=False),  # tool calls that could be read
         pa.field("malformed", pa.int32(), nullable=False),  # and that could not
     ]
+)
+LOGGED = pa.struct(  # a number of the whole group, or a text of this completion
+    [pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32()), pa.field("text", pa.string())]
 )
 PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32())])
 
@@ -72,6 +75,7 @@ SCHEMA = pa.schema(
         pa.field("seed", pa.int64(), nullable=False),
         pa.field("messages", pa.string()),  # JSON list: the conversation after the prompt; null of a single completion
         pa.field("env_metrics", pa.list_(PART), nullable=False),  # numbers that the environment gave, summed over turns
+        pa.field("logged", pa.list_(LOGGED), nullable=False),  # by reward functions (rewards.logged)
         pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
     ],
     metadata={"gleaner.schema": VERSION},
@@ -136,7 +140,7 @@ def check(table: pa.Table) -> pa.Table:
     if found != VERSION:
         raise ValueError(
             f"rollout table: schema version must be {VERSION}, got {found}; rollout.ledger reads "
-            "those of versions 1 and 2, re-record others"
+            "those of versions 1 to 3, re-record others"
         )
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")

@@ -18,7 +18,8 @@ def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
     """The rows of a group of single completions, with these rewards in the place of what they had."""
     parts = [[{"name": name, "value": values[i]} for name, values in scores.parts.items()] for i in range(len(rows))]
     rows = _with(rows, dict(zip(KEYS, (scores.reward, scores.status, parts, scores.errors), strict=True)))
-    return _with(rows, {"reward_ms": [scores.ms] * len(rows)})
+    logged = [[dict(zip(("name", "value", "text"), one, strict=True)) for one in row] for row in scores.logged]
+    return _with(rows, {"reward_ms": [scores.ms] * len(rows), "logged": logged})
 
 
 def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float]) -> pa.Table:

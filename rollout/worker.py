@@ -13,6 +13,7 @@ import pyarrow as pa
 from cluster.actor import Unusable, ValueLost
 from rewards.call import Group
 from rewards.config import RewardConfig
+from rewards.logged import Progress
 from rewards.pool import NOWHERE, Judging, RewardPool, Scores
 from rollout.data.chat import Chat, Template
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
@@ -54,6 +55,7 @@ class WorkerSpec:
     judged: Judging = NOWHERE
     reward_processes: RewardProcesses | None = None  # None: reward_workers of them, beside the engine
     chat_template: Template = "auto"  # data.chat_template
+    steps: int = 0  # of the run
 
 
 class RolloutWorker(RolloutService):
@@ -124,7 +126,9 @@ class RolloutWorker(RolloutService):
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.scorer is not None
-        scores = await self.scorer.score(Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled))
+        progress = Progress(self._version, self.spec.steps, problem.epoch)
+        group = Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled, progress)
+        scores = await self.scorer.score(group)
         self._tell_of(scores)
         return facts_of(problem, completions, by) | {
             "completion": texts,
@@ -133,11 +137,13 @@ class RolloutWorker(RolloutService):
             "reward_status": scores.status,
             "reward_error": scores.errors,
             "reward_ms": [scores.ms] * len(texts),
+            "logged": scores.logged,
         }
 
     async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Origin) -> Columns:
         self._sentences.warn(sentence_of(t) for t in played if t.faulted)
-        scores = await scored(self.scorer, problem, played)
+        progress = Progress(self._version, self.spec.steps, problem.epoch)
+        scores = await scored(self.scorer, problem, played, progress)
         if scores is not None:
             self._tell_of(scores)
         assert self.spec.env is not None

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.batch_metrics import reward_means
+from learner.driver.batch_metrics import logged_means, reward_means
 from learner.driver.env_metrics import env_metrics
 from learner.driver.held_out_calls import Asks, generate
 from rewards.config import RewardConfig, functions_of, resolved_names
@@ -99,6 +99,7 @@ async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], confi
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}
     means |= {key.replace("env/", "eval/"): value for key, value in metrics.items()}
+    means |= logged_means(rows, "eval/log/")
     means["eval/failed"] = float(failed(rows).mean())
     if scores:
         means["eval/accuracy"] = sum(scores) / len(scores)

@@ -73,7 +73,10 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         note(line)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     rewards = spawn_rewards(config, session)
-    specs = [worker_spec(config, rank, prepared.budgets, rewards) for rank in range(config.rollout.workers)]
+    specs = [
+        worker_spec(config, rank, prepared.budgets, rewards, prepared.total_steps)
+        for rank in range(config.rollout.workers)
+    ]
     shares = config.memory.base == "shared"
     overlap = config.cluster.gpus.learner == 0 and not shares
     # The learner's imports are the shorter ones, and Ray starts as many processes at once as there are cores.
@@ -162,9 +165,10 @@ async def learner_started(rank: "Remote[Trainer]", deadline_s: float) -> None:
 
 
 def worker_spec(
-    config: RunConfig, rank: int, budgets: Budgets, rewards: Sequence[Actor[RewardService]] = ()
+    config: RunConfig, rank: int, budgets: Budgets, rewards: Sequence[Actor[RewardService]] = (), steps: int = 0
 ) -> WorkerSpec:
-    """What generator number `rank` is built from. rewards: the processes that score for it; else it does so itself."""
+    """What generator number `rank` is built from. rewards: the processes that score for it; else it does so itself.
+    steps: of the run."""
     rollout, targets = config.rollout, config.learner.lora.targets
     return WorkerSpec(
         rank=rank,
@@ -194,6 +198,7 @@ def worker_spec(
         make_engine=vllm_engine,
         env=env_settings(config),
         chat_template=config.data.chat_template,
+        steps=steps,
         judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
         reward_processes=RewardProcesses(tuple(rewards), config.group_deadline_s) if rewards else None,
     )

@@ -37,6 +37,8 @@ def of_group(rows: Sequence[dict[str, Any]], width: int) -> Group:
 def _panel(row: dict[str, Any]) -> Panel:
     said = row["messages"]
     turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]), overflow="fold")]
+    for name, value in row["logged"].items():
+        turns.append(Text.assemble((f"{escaped(name)}  ", "bold"), escaped(f"{value}"), overflow="fold"))
     if row["error"] is not None:
         turns.append(Text(escaped(row["error"]), style="red", overflow="fold"))
     return Panel(Group(*turns), title=Text(_title(row)), subtitle=Text(_parts(row)), title_align="left")

@@ -103,6 +103,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     columns = [
         *COLUMNS,
         "reward_error",
+        "logged",
         "problem",
         "messages",
         "turns",
@@ -129,5 +130,6 @@ def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
         "answer": problem.columns.get("answer"),
         "messages": said_of(row["messages"]),
         "error": row["reward_error"],
+        "logged": {one["name"]: number(one["value"]) if one["text"] is None else one["text"] for one in row["logged"]},
         "turn_rewards": [number(turn["reward"]) for turn in row["turns"]],
     }

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rewards.call import Group
+from rewards.logged import Progress
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.env.trajectory import CUT, FAULT, TURNS, Trajectory
 from rollout.facts import Origin, facts_of
@@ -15,7 +16,9 @@ from rollout.scorer import Scorer
 from rollout.types import Completion
 
 
-async def scored(scorer: Scorer | None, problem: Problem, trajectories: Sequence[Trajectory]) -> Scores | None:
+async def scored(
+    scorer: Scorer | None, problem: Problem, trajectories: Sequence[Trajectory], progress: Progress
+) -> Scores | None:
     """What the reward functions give for the trajectories without a fault; None where there is nothing to ask."""
     whole = [t for t in trajectories if not t.faulted]
     if scorer is None or not whole:
@@ -26,6 +29,7 @@ async def scored(scorer: Scorer | None, problem: Problem, trajectories: Sequence
         completion_ids=[t.row.ids for t in whole],
         columns={name: [value] * len(whole) for name, value in problem.columns.items()},
         prefilled=problem.prefilled,
+        progress=progress,
     )
     return await scorer.score(group)
 
@@ -43,6 +47,8 @@ def rows_of(
     of all of it (messages, metrics). decode: ids as text, for people. alone: nothing but the environment gives
     rewards."""
     rewards = _rewards(trajectories, scores, alone=alone)
+    told = iter([] if scores is None else scores.logged)
+    logged = [[] if trajectory.faulted else next(told, []) for trajectory in trajectories]
     places = [(i, row) for i, trajectory in enumerate(trajectories) for row in trajectory.rows]
     last = [row is trajectories[i].row for i, row in places]
     completions = [
@@ -70,6 +76,7 @@ def rows_of(
         "reward_parts": [list(rewards[i][2].items()) for i, _ in places],
         "reward_error": [rewards[i][3] for i, _ in places],
         "reward_ms": [0.0 if scores is None else scores.ms] * len(places),
+        "logged": [logged[i] if whole else [] for (i, _), whole in zip(places, last, strict=True)],
     }
 
 

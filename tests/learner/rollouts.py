@@ -55,6 +55,7 @@ def make_group(
             "env_metrics": [[]] * n,
             "reward_status": ["error" if r is None else "ok" for r in rewards],
             "reward_error": [None] * n,
+            "logged": [[]] * n,
             "reward_ms": zeros,
             "generate_ms": zeros,
             "worker": [0] * n,

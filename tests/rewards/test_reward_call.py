@@ -9,6 +9,7 @@ import pytest
 from rewards.base import Reward
 from rewards.call import Group, Verdict, failed, score
 from rewards.loader import load
+from rewards.logged import NAMES
 from rewards.number import number
 
 GROUP = Group(
@@ -48,6 +49,7 @@ def test_a_trl_function_gets_every_column() -> None:
         return [float(len(c)) for c in completions]
 
     assert call(trl_style, {"answer": "arg wins"}).values == [1.0, 1.0]
+    assert [seen.pop(name) for name in NAMES]  # as TRL gives them to **kwargs, too
     assert seen == {"prompts": ["p", "p"], "ids": [[1], [2, 3]], "answer": "arg wins", "tag": ["t", "t"]}
 
 
@@ -131,7 +133,20 @@ def test_what_a_call_leaves_behind_ends_with_it() -> None:
     ("reward", "args", "built_in", "sentence"),
     [
         (lambda gold: [], {}, False, "asks for gold, but the data has the columns answer, prompt, tag"),
-        (lambda completions, log_extra: [], {}, False, "asks for log_extra, which only TRL's trainer provides"),
+        (lambda completions, environments: [], {}, False, "asks for environments, which only TRL's trainer provides"),
+        (
+            lambda completions, log_extra: log_extra("a", [1]),
+            {},
+            False,
+            "log_extra: a must have one value for",
+        ),
+        (lambda completions, log_metric: log_metric("a", "b"), {}, False, "log_metric: a must be a number, got str"),
+        (
+            lambda trainer_state: trainer_state.total_flos,
+            {},
+            False,
+            "total_flos: here it has global_step",
+        ),
         (lambda completions: [], {"targt": 1}, False, "args: unknown targt; this reward takes none"),
         (number, {"colum": "x"}, True, "args: unknown colum; this reward takes column, tag"),
         (returning([1.0]), {}, False, "returned 1 values for 2 completions"),

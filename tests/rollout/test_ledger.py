@@ -57,21 +57,23 @@ def test_rollouts_of_version_1_are_read(type_of_parts: pa.DataType, tmp_path: Pa
     assert ledger.read(old).equals(group())
 
 
-def test_rollouts_of_version_2_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["2", "3"])
+def test_rollouts_of_versions_2_and_3_are_read(version: str, tmp_path: Path) -> None:
     old = tmp_path / "step-000001.parquet"
-    pq.write_table(group().drop_columns(["reward_error"]).replace_schema_metadata({"gleaner.schema": "2"}), old)
+    without = group().drop_columns(list(ledger.SINCE[version.encode()]))
+    pq.write_table(without.replace_schema_metadata({"gleaner.schema": version}), old)
     assert ledger.read(old).equals(group())
 
 
 def test_what_is_not_whole_of_version_1_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.parquet"
     pq.write_table(group().drop_columns(["seed"]).replace_schema_metadata({"gleaner.schema": "1"}), path)
-    with pytest.raises(ValueError, match="must be 3, got 1"):
+    with pytest.raises(ValueError, match="must be 4, got 1"):
         ledger.read(path)
 
 
 def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "step-000001.parquet"
     pq.write_table(pa.table({"reward_parts": [[1.0]], "x": [1]}), other)
-    with pytest.raises(ValueError, match="schema version must be 3, got none"):
+    with pytest.raises(ValueError, match="schema version must be 4, got none"):
         ledger.read(other)

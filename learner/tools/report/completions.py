@@ -108,6 +108,8 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
         made["turns"] = [_turn(turn) for turn in row["turns"]]
     if row["env_metrics"]:
         made["env"] = [[part["name"], _finite(part["value"])] for part in row["env_metrics"]]
+    if row["logged"]:
+        made["logged"] = [[one["name"], one["text"] or _finite(one["value"])] for one in row["logged"]]
     if tokens:
         made["ids"] = row["completion_ids"]
         made["logprobs"] = [_hundredths(value) for value in row["behavior_logprobs"]]

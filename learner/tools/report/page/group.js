@@ -41,6 +41,7 @@ function card(one, i, pieces, colour) {
     failed ? hostile("p", one.error || reason(one), {class: "remark"}) : null,
     colour === "text" ? said(one) : tokenView(one, pieces, colour),
     turns(one),
+    one.logged ? el("p", {class: "facts quiet"}, ...one.logged.map(([name, value]) => hostile("span", `${name} ${typeof value === "string" ? value : number(value)}`))) : null,
     el("p", {class: "facts quiet"}, el("span", {}, count(one.length, "token")), el("span", {}, "ended: " + one.end),
       el("span", {}, versions(one)), el("span", {}, "seed " + one.seed), el("span", {}, "worker " + one.worker),
       one.rows > 1 ? el("span", {}, `the last of ${one.rows} rows`) : null,
