@@ -37,7 +37,7 @@ TURN = pa.struct(
     ]
 )
 LOGGED = pa.struct(  # a number of the whole group, or a text of this completion
-    [pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32()), pa.field("text", pa.string())]
+    [pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float64()), pa.field("text", pa.string())]
 )
 PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32())])
 

@@ -68,7 +68,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
     if zeroed := sum(error is not None for error, kept in zip(told, ~lost, strict=True) if kept):
         metrics["reward/zeroed"] = float(zeroed)
     metrics |= {f"reward/status_{name}": float(count) for name, count in status.items() if name != "ok"}
-    metrics |= logged_means(ends, "log/")
+    metrics |= logged_means(ends)
     return metrics | reward_means(ends) | staleness_shares(rows, version) | env_metrics(rows)
 
 
@@ -79,13 +79,13 @@ def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
     return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
 
 
-def logged_means(rows: pa.Table, prefix: str) -> dict[str, float]:
-    """What reward functions gave to log_metric, by prefix and name: a mean over completions of groups that have it."""
+def logged_means(rows: pa.Table) -> dict[str, float]:
+    """`log/<name>`: what reward functions gave to log_metric, a mean over the completions of groups that have it."""
     values: dict[str, list[float]] = {}
     for row in rows.column("logged").to_pylist():
         for one in row:
             if one["value"] is not None:
-                values.setdefault(f"{prefix}{one['name']}", []).append(one["value"])
+                values.setdefault(f"log/{one['name']}", []).append(one["value"])
     return {key: float(np.mean(value)) for key, value in values.items()}
 
 

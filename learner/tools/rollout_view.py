@@ -38,7 +38,13 @@ def _panel(row: dict[str, Any]) -> Panel:
     said = row["messages"]
     turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]), overflow="fold")]
     for name, value in row["logged"].items():
-        turns.append(Text.assemble((f"{escaped(name)}  ", "bold"), escaped(f"{value}"), overflow="fold"))
+        turns.append(
+            Text.assemble(
+                (f"{escaped(name)}  ", "bold"),
+                escaped(value if isinstance(value, str) else f"{value:.6g}"),
+                overflow="fold",
+            )
+        )
     if row["error"] is not None:
         turns.append(Text(escaped(row["error"]), style="red", overflow="fold"))
     return Panel(Group(*turns), title=Text(_title(row)), subtitle=Text(_parts(row)), title_align="left")
