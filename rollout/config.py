@@ -109,6 +109,8 @@ class DataConfig(Frozen):
     `datasets.load_dataset` (`{name: main}`). Give a secret as `env:NAME`, the name of an environment variable."""
     overlong: Literal["fail", "drop"] = "fail"
     """Prompts above `rollout.max_prompt_length`: refuse the run, or leave them out; they are never cut."""
+    shuffle: bool = True
+    """Each epoch in another order, by `seed`. `false`: in the order of the source, for a curriculum."""
     eval: EvalConfig = EvalConfig()
 
 
@@ -131,6 +133,13 @@ class RolloutConfig(Frozen):
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Of sampling; the learner scores the same distribution. Raise it where the completions of a group are too alike to
     learn from."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability. The learner scores the whole distribution,
+    so that tokens keep their exact ratio; needs temperature 1. 1: from all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from so many of the likeliest tokens, likewise. 0: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from tokens that have at least this share of the likeliest one's probability, likewise. 0: from all."""
     kv_cache: BytesOrAuto = "auto"
     """Bytes of each generator's KV cache; `auto`: by the memory plan, 256MiB without one. More: more sequences at
     once."""
@@ -153,6 +162,11 @@ class RolloutConfig(Frozen):
     dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by others before the update. Set it where
     `reward/zero_variance_groups` is most of a batch."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may not be sampled."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
     @property
     def sequences(self) -> int:

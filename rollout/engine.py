@@ -69,6 +69,7 @@ class EngineSettings:
             the model's generation_config.json or config.json do so as well.
         stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
             decoded without special tokens.
+        truncates: samplings have top_p, top_k or min_p, and temperature 1 or 0.
         sleeps: sleep() will be called; CUDA only.
         shares_base: share_base() will be called; adapters only, without sleep.
         room: on CUDA, bytes of the card that must be free before the model is loaded; it waits for them, since those
@@ -95,6 +96,7 @@ class EngineSettings:
     in_flight: str = "finish"
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    truncates: bool = False
     sleeps: bool = False
     shares_base: bool = False
     room: int = 0

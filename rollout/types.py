@@ -33,8 +33,8 @@ class Completion:
 
     Attributes:
         token_ids: [T] int32, the end token included if it was sampled.
-        logprobs: [T] float32, nats, of the distribution really sampled (temperature and top-p applied);
-            greedy sampling (temperature 0) records the logprobs at temperature 1.
+        logprobs: [T] float32, nats, at the temperature that was sampled with, and of the whole distribution also where
+            top_p, top_k or min_p left some of it out; greedy sampling (temperature 0) records those at temperature 1.
         finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens reached).
         versions: [T] int32, policy version that sampled each token: one, or with in_flight "continue" versions that
             never fall.
@@ -48,7 +48,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample the completions of one prompt: from the whole distribution, which is what the learner scores.
+    """How to sample the completions of one prompt.
 
     Attributes:
         n: completions per prompt (G).
@@ -56,6 +56,8 @@ class Sampling:
         temperature: 0 is greedy (then n must be 1), otherwise at least 0.01.
         seed: completion j is sampled with seed + j, so seeds of different prompts must differ by at least n,
             or two prompts share random streams. None: drawn from the engine's own seed.
+        top_p, top_k, min_p: which tokens may be sampled, as of vLLM; 1, 0 and 0: all. Less than all only of an engine
+            whose settings say so (EngineSettings.truncates), and at temperature 1 or 0.
 
     Raises:
         ValueError: a field is out of its range.
@@ -65,6 +67,14 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     seed: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens may not be sampled."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
@@ -75,6 +85,12 @@ class Sampling:
             raise ValueError(f"greedy sampling gives {self.n} equal completions; set n=1 or temperature > 0")
         if self.seed is not None and self.seed < 0:
             raise ValueError(f"seed must be None or at least 0, got {self.seed}")
+        if not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p < 1:
+            raise ValueError(
+                f"top_p in (0, 1], top_k >= 0, min_p in [0, 1), got {self.top_p}, {self.top_k}, {self.min_p}"
+            )
+        if self.truncated and self.temperature not in (0, 1):
+            raise ValueError(f"top_p, top_k and min_p need temperature 1, got {self.temperature}")
 
 
 class PolicyId(NamedTuple):

@@ -65,9 +65,10 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     copies = GENERATOR_COPIES + (SHARDS_COPIES + shards - 1 if shards > 1 else 0)  # vLLM's in each further process
     extra = {"graphs": graphs, "fragmentation": KEPT} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards in one memory
-    slots = (b if serving.cuda else 4) * shape.lora_params(serving.rank, _in_one(serving.targets), shards)
+    rank = 8 if 1 < serving.rank < 8 else serving.rank  # vLLM's buffers have no other rank below 8 than 1
+    slots = (b if serving.cuda else 4) * shape.lora_params(rank, _in_one(serving.targets), shards)
     if not serving.cuda and serving.dtype == "bfloat16":
-        slots += 4 * shape.lora_params(max(serving.rank, 16), _in_one(serving.targets), shards)
+        slots += 4 * shape.lora_params(max(rank, 16), _in_one(serving.targets), shards)
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
         "kv_cache": here * serving.kv_bytes // shards,

@@ -10,7 +10,7 @@ CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuB
 
 Parts = dict[str, int]  # bytes by part
 Checkpointing = Literal["none", "mlp", "full"] | int
-LoraRank = Literal[8, 16, 32, 64, 128, 256]  # those that vLLM serves
+LoraRank = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256]
 OptimizerKind = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
 # Of the device, per weight: two moments. Scales of 8-bit blocks are another 1 %; paged states may lie in host memory.
 STATE_BYTES: dict[OptimizerKind, int] = {"adamw": 8, "adamw_rounded": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}

@@ -22,7 +22,7 @@ FAMILIES = (
     (r"reward/status_(.+)", "reward_status", "reason"),
     (r"reward/(?!(?:mean|std|failed|ms|zero_variance_groups|zeroed)$)(.+)", "reward", "function"),
     (r"log/(.+)", "log", "name"),
-    (r"eval/log/(.+)", "eval_log", "name"),
+    (r"eval/log_(.+)", "eval_log", "name"),
     (r"eval/(?!(?:accuracy|turns|calls|errors|unscored|failed)$)(.+)", "eval", "function"),
     (r"policy/staleness_(\d+)", "policy_staleness", "versions"),
     (r"env/outcome_(.+)", "env_outcome", "outcome"),

@@ -25,6 +25,13 @@ def broken_rules(config: Settings) -> list[str]:
     return [rule.sentence(config) for rule in RULES if rule.broken(config)]
 
 
+SAMPLED = (
+    Rule(
+        "rollout.top_p, top_k, min_p:", "need rollout.temperature=1: at another vLLM gives no logprobs of the whole "
+        "distribution", "set temperature=1, or leave them out", ("rollout.temperature",),
+        lambda c: c.rollout.truncates and c.rollout.temperature != 1,
+    ),
+)  # fmt: skip
 TEMPLATE = (
     Rule(
         "data.chat_template: none", "does not go with data.chat_template_kwargs: there is nothing that reads them",
@@ -288,17 +295,6 @@ SHARED = (
 )  # fmt: skip
 
 RULES = (
-    *REWARDS,
-    *MODEL_REWARDS,
-    *TEMPLATE,
-    *ENV,
-    *LENGTH,
-    *MODEL,
-    *FULL,
-    *LEARNER,
-    *PPO,
-    *MEMORY,
-    *SHARED,
-    *RANKS,
-    *SHARDS,
-)
+    *REWARDS, *MODEL_REWARDS, *TEMPLATE, *SAMPLED, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED,
+    *RANKS, *SHARDS,
+)  # fmt: skip

@@ -20,15 +20,11 @@ __all__ = [
     "ConfigError", "Key", "assign", "describe", "keys", "load", "parse_value", "sentences", "to_yaml", "validated",
 ]  # fmt: skip
 
-TRUNCATED = (
-    "the learner scores the full distribution, and a truncated sampler would make every importance ratio wrong; lower "
-    "rollout.temperature instead"
-)
 OVERSAMPLE = (
     "running ahead gives more where completions differ in length; set max_staleness=1 and rollout.in_flight=continue"
 )
 # Keys that other programs have, or earlier versions had, and why there is none here.
-NOT_HERE = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATED) | {"oversample": OVERSAMPLE}
+NOT_HERE = {"oversample": OVERSAMPLE}
 
 OPTIONS = ("--config", "--dry-run", "--assume-gpus", "--keys")  # of what starts a run
 INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list

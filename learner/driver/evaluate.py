@@ -99,7 +99,7 @@ async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], confi
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}
     means |= {key.replace("env/", "eval/"): value for key, value in metrics.items()}
-    means |= {f"eval/{key}": value for key, value in logged_means(rows).items()}
+    means |= {key.replace("log/", "eval/log_"): value for key, value in logged_means(rows).items()}
     means["eval/failed"] = float(failed(rows).mean())
     if scores:
         means["eval/accuracy"] = sum(scores) / len(scores)

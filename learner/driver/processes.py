@@ -188,6 +188,7 @@ def worker_spec(
             kv_cache_dtype=rollout.kv_cache_dtype,
             in_flight=rollout.in_flight,
             stop=rollout.stop,
+            truncates=rollout.truncates,
             sleeps=budgets.alternating,
             shares_base=config.memory.base == "shared",
             room=_room(config, budgets),

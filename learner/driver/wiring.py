@@ -98,6 +98,9 @@ def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
             max_tokens=rollout.max_completion_length,
             temperature=rollout.temperature,
             seed=group_seed(config.seed, position, attempt),
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
         )
 
     return sampling

@@ -144,7 +144,7 @@ def follow(lora: LoraConfig, folder: str) -> LoraConfig:
     found = {"rank": content.get("r"), "alpha": content.get("lora_alpha"), "targets": leaves}
     if found["rank"] not in RANKS:
         raise AdapterError(
-            f"model.adapter: r of {folder} must be one that vLLM serves ({', '.join(map(str, RANKS))}), got "
+            f"model.adapter: r of {folder} must be one of {', '.join(map(str, RANKS))}, got "
             f"{found['rank']}; train another adapter"
         )
     check_same(lora, content, folder, lora.model_fields_set)

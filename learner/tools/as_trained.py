@@ -33,6 +33,17 @@ class AsTrained:
     stop: tuple[str, ...]
     of_prompts: tuple[str, ...]
 
+    @property
+    def tokens(self) -> str:
+        """In words, which tokens may be sampled."""
+        cut = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        told = [
+            f"{name} {self.generation[name]:g}"
+            for name, all_of in cut.items()
+            if self.generation.get(name, all_of) != all_of
+        ]
+        return ", ".join(told) or "the whole distribution"
+
     def write(self, folder: Path) -> None:
         """Into that folder, in the place of a file or link of that name. Raises OSError, with the path in it."""
         partial = folder / f".{GENERATION}.partial"
@@ -51,6 +62,9 @@ def as_trained(config: RunConfig, path: str) -> AsTrained:
         chat.render([USER])
     own: Mapping[str, Any] = read_json(path, GENERATION) or text_of(chat.config)
     kept = {name: own[name] for name in OF_TOKENS if own.get(name) is not None}
-    # As rollout.types.Sampling: from the whole distribution, which transformers cuts at 50 tokens unless told.
-    sampling = {"do_sample": True, "temperature": config.rollout.temperature, "top_p": 1.0, "top_k": 0}
+    # Transformers cuts the distribution at 50 tokens unless told.
+    rollout = config.rollout
+    sampling = {"do_sample": True, "temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    if rollout.min_p:
+        sampling["min_p"] = rollout.min_p
     return AsTrained(kept | {"eos_token_id": list(ids)} | sampling, strings, chat.left_out())

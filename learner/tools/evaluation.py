@@ -236,6 +236,9 @@ def _sampling(config: RunConfig, samples: int, problem: Problem) -> Sampling:
         max_tokens=config.rollout.max_completion_length,
         temperature=config.rollout.temperature,
         seed=group_seed(config.seed, problem.position, attempt=1),
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
     )
 
 

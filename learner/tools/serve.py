@@ -140,7 +140,8 @@ def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
         folder = Path(tempfile.mkdtemp(prefix="gleaner-serve-"))
         found.write(folder)
     command, temperature = ["--generation-config", str(folder)], f"{config.rollout.temperature:g}"
-    told = [f"sampled as in training unless a request says otherwise: temperature {temperature}, no penalties"]
+    sampled = f"temperature {temperature}, {found.tokens}, no penalties"
+    told = [f"sampled as in training unless a request says otherwise: {sampled}"]
     environment = {}
     if found.stop:
         command += ["--middleware", f"{TrainingStops.__module__}.{TrainingStops.__name__}"]

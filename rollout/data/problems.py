@@ -29,8 +29,9 @@ __all__ = ["Problems", "ProblemsError", "Renderer", "load"]
 class Problems:
     """The training problems, epoch after epoch without end, each epoch in a seeded order of its own."""
 
-    def __init__(self, stock: Stock, places: Places, longest: int, seed: int) -> None:
-        """Those at `places` of the stock, which ascend; none has more than `longest` tokens."""
+    def __init__(self, stock: Stock, places: Places, longest: int, seed: int | None) -> None:
+        """Those at `places` of the stock, which ascend; none has more than `longest` tokens. seed: None: each epoch is
+        in the order of the stock."""
         self._stock, self._places, self._longest, self._seed = stock, places, longest, seed
 
     def __len__(self) -> int:
@@ -55,7 +56,7 @@ class Problems:
         """The problem at this position, counted over epochs from 0. Raises ProblemsError if its prompt is longer than
         it was held to be: what tells that before a run is no proof for every tokenizer."""
         epoch, place = divmod(position, len(self._places))
-        index = int(_order(self._seed, epoch, len(self._places))[place])
+        index = place if self._seed is None else int(_order(self._seed, epoch, len(self._places))[place])
         item = self._stock.item(int(self._places[index]))
         if len(item.prompt_ids) > self._longest:
             raise ProblemsError(
@@ -81,15 +82,15 @@ def load(
     `eval.size`, which training never sees. Their epoch is -1, so that their groups are never taken for groups of the
     stream. `deadline_s`: seconds for making the problems of a task, and again for tokenising the prompts.
     """
-    wanted = config.eval.every > 0
+    wanted, order = config.eval.every > 0, seed if config.shuffle else None
     generated = config.path.startswith(sources.GENERATED)
     stock = _stock(config, chat, seed, deadline_s)
     places = stock.fitting(np.arange(len(stock)), max_prompt_length)
     if not wanted:
-        return Problems(stock, places, max_prompt_length, seed), []
+        return Problems(stock, places, max_prompt_length, order), []
     if config.eval.path is None and config.eval.split is None and not generated:
-        places, held_out = _hold_out(stock, places, config.eval.size, seed)
-        return Problems(stock, places, max_prompt_length, seed), _problems(stock, held_out)
+        places, held_out = _hold_out(stock, places, config, seed)
+        return Problems(stock, places, max_prompt_length, order), _problems(stock, held_out)
     path = config.path if config.eval.path is None else config.eval.path
     args = config.args if path == config.path else {}  # another source has settings of its own
     # A generator may repeat itself and training: the surplus leaves enough after those are dropped.
@@ -110,7 +111,7 @@ def load(
             f"data.eval: {path} must have questions that training lacks, and all {len(candidates)} generated ones "
             "occur in training; lower data.size, or widen the task in data.args"
         )
-    return Problems(stock, places, max_prompt_length, seed), _problems(candidates, kept)
+    return Problems(stock, places, max_prompt_length, order), _problems(candidates, kept)
 
 
 def load_whole(
@@ -137,16 +138,20 @@ def _first_of_each(found: Places, before: int = 0) -> npt.NDArray[np.bool_]:
     return first
 
 
-def _hold_out(stock: Stock, places: Places, size: int, seed: int) -> tuple[Places, Places]:
-    """Training and held-out prompts; one that is held out is nowhere in training, however often it occurs."""
+def _hold_out(stock: Stock, places: Places, config: DataConfig, seed: int) -> tuple[Places, Places]:
+    """Training and held-out prompts; one that is held out is nowhere in training, however often it occurs. Of a single
+    prompt none is, unless evaluation was asked for."""
     (found,) = classes((stock, places))
     distinct = found[_first_of_each(found)]
+    if len(distinct) < 2 and not config.eval.model_fields_set:
+        log.warning("data.path: holds one prompt, however often, so that none is held out and nothing is evaluated")
+        return places, places[:0]
     if len(distinct) < 2:
         raise ProblemsError(
             "data.path: must hold at least 2 different prompts, since some are held out for evaluation, got 1; "
             "set data.eval.path, or data.eval.every: 0"
         )
-    count = min(size, max(1, len(distinct) // 10))
+    count = min(config.eval.size, max(1, len(distinct) // 10))
     chosen = distinct[random.Random(f"held-out-{seed}").sample(range(len(distinct)), count)]
     return places[~np.isin(found, chosen)], places[chosen]
 

@@ -42,8 +42,9 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        # The default, raw_logprobs, ignores temperature and top-p: not what was sampled from.
-        "logprobs_mode": "processed_logprobs",
+        # raw_logprobs ignore the temperature, and processed ones are of the tokens that top_p and the like keep, where
+        # the learner scores the whole distribution. Hence temperature 1 with those.
+        "logprobs_mode": "raw_logprobs" if settings.truncates else "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
         "enable_prefix_caching": True,
         # Tokens in, tokens out; only stop strings need the text.

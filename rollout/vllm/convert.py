@@ -48,6 +48,9 @@ def completion_params(sampling: Sampling, stop_ids: Sequence[int] = (), stop: Se
         n=sampling.n,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=sampling.seed,
         # Without its tokenizer vLLM knows the end tokens of the model's configuration only.
         stop_token_ids=list(stop_ids),

@@ -85,6 +85,11 @@ class EngineCase:
 
     def mixed_logprobs(self, versions: list[int], ids: list[int], temperature: float = 1.0) -> np.ndarray:
         """[len - 1] the same where versions[i] reads token i, on the keys and values that those before it left."""
+        every = self.distributions(versions, ids, temperature)
+        return np.take_along_axis(every, np.array(ids)[1:, None], -1)[:, 0]
+
+    def distributions(self, versions: list[int], ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        """[len - 1, vocabulary] of every token behind each of ids but the last."""
         import torch
         from transformers import DynamicCache
 
@@ -93,8 +98,7 @@ class EngineCase:
             for version, run in groupby(range(len(ids) - 1), lambda i: versions[i]):
                 part = tokens[:, list(run)]
                 rows.append(self._policy(version)(part, past_key_values=cache).logits[0])
-        logprobs = (torch.cat(rows) / temperature).log_softmax(-1)
-        return np.asarray(logprobs.gather(-1, tokens[0, 1:, None])[:, 0])
+        return np.asarray((torch.cat(rows) / temperature).log_softmax(-1))
 
     def _policy(self, version: int) -> Any:
         import torch

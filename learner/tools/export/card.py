@@ -114,8 +114,8 @@ def _sampled(sampled: AsTrained | None) -> list[str]:
         return []
     ends = ", ".join(str(one) for one in sampled.generation["eos_token_id"])
     told = (
-        f"`{GENERATION}` samples as the training did: temperature {sampled.generation['temperature']:g}, the whole "
-        f"distribution, no penalties, and an end at the tokens {ends}."
+        f"`{GENERATION}` samples as the training did: temperature {sampled.generation['temperature']:g}, "
+        f"{sampled.tokens}, no penalties, and an end at the tokens {ends}."
     )
     if sampled.stop:
         told += (

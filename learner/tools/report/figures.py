@@ -17,7 +17,7 @@ NO_SCORE = ("failed", "ms", "std", "unscored", "zero_variance_groups", "zeroed")
 FIGURES = (
     Figure("Held-out", "one greedy completion a problem, on problems that are not trained on", ("eval/*",)),
     Figure("Reward", "weighted sum, and each function's own number", ("reward/mean", "reward/*")),
-    Figure("Logged by reward functions", "log_metric, mean over groups", ("log/*", "eval/log/*")),
+    Figure("Logged by reward functions", "log_metric, mean over groups", ("log/*",)),
     Figure("Completion length", "tokens", ("rollout/completion_length", "rollout/completion_length_max")),
     Figure("Cut at the limit", "share of completions", ("rollout/truncated",)),
     Figure("Entropy", "nats a token; learning stops where it falls to 0", ("policy/entropy",)),

@@ -19,7 +19,7 @@ _BELOW_1 = torch.tensor(1 - 2**-52, dtype=torch.float64)  # so that a product wi
 
 
 def install_cpu_sampling() -> None:
-    """For every engine of this process that gives the logprobs of what it samples from (rollout.vllm.arguments)."""
+    """For every engine of this process."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     sampler: Any = topk_topp_sampler.TopKTopPSampler
@@ -29,7 +29,7 @@ def install_cpu_sampling() -> None:
         def forward_cpu(
             self: Any, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            if self.logprobs_mode != "processed_logprobs":
+            if self.logprobs_mode not in ("processed_logprobs", "raw_logprobs"):
                 answer: tuple[Tensor, Tensor | None] = upstream(self, logits, generators, k, p)
                 return answer
             kept = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
@@ -37,7 +37,7 @@ def install_cpu_sampling() -> None:
             uniform = torch.rand(len(logits), 1, dtype=torch.float64)
             for row, generator in generators.items():
                 uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
-            return draw(logprobs, uniform), logprobs
+            return draw(logprobs, uniform), logprobs if self.logprobs_mode == "processed_logprobs" else None
 
         forward_cpu.gleaner = True  # type: ignore[attr-defined]
         sampler.forward_cpu = forward_cpu

@@ -121,7 +121,7 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
             {"train_dataset": datasets.Dataset.from_list(ROWS), "peft_config": object()},
             "(?s)^train_dataset: unknown key; docs/trl.md says of TRL's: dataset; .*\npeft_config: .* learner.lora",
         ),
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p: there is no such key: the learner scores the full distribution"),
+        ({"rollout": {"top_p": 0.9, "temperature": 0.7}}, "rollout.top_p, top_k, min_p: need rollout.temperature=1"),
         ({"learner": {"learning_rate": np.zeros(2)}}, "^learner.learning_rate: must be what .* got ndarray"),
         ({"model": object()}, "^model: must be a hub name or a folder, got object; .* save_pretrained"),
         ({"rewards": accuracy}, r"^rewards: must be a list, got function; write rewards=\[...\]"),

@@ -97,7 +97,7 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
             "model.revision: must name a branch, tag or commit, or be left out for the newest (got '')",
         ),
         ("rollout.kv_cache=12 parsecs", "rollout.kv_cache: not a size: '12 parsecs'; write for example 256MiB"),
-        ("learner.lora.rank=17", "learner.lora.rank: Input should be 8, 16, 32, 64, 128 or 256 (got 17)"),
+        ("learner.lora.rank=17", "learner.lora.rank: Input should be 1, 2, 4, 8, 16, 32, 64, 128 or 256 (got 17)"),
         ("learner.learning_rate=.nan", "learner.learning_rate: Input should be a finite number (got nan)"),
     ],
 )
@@ -107,9 +107,8 @@ def test_one_mistake_one_sentence(override: str, sentence: str) -> None:
 
 
 def test_a_key_of_other_programs_says_why_there_is_none() -> None:
-    (said,) = refusal("rollout.top_p=0.9")
-    assert said.startswith("rollout.top_p: there is no such key: the learner scores the full distribution")
-    assert said.endswith("lower rollout.temperature instead (got 0.9)")
+    (said,) = refusal("rollout.oversample=2")
+    assert said.startswith("rollout.oversample: there is no such key: running ahead gives more")
     assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
 
 
@@ -258,7 +257,7 @@ def test_a_file_that_would_take_minutes_or_the_process_is_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["--help"], 0, "  learner.lora.rank = 16  (8 | 16 | 32 | 64 | 128 | 256)\n"),
+        (["--help"], 0, "  learner.lora.rank = 16  (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256)\n"),
         ([], 2, "config: --config: required, but not given; gleaner init my-run writes a first one\n"),
         (["--confg", "my.yaml"], 2, "config: '--confg': an override is written key=value; did you mean --config?\n"),
         (["model.path=x", "rollouts.workers=2"], 2, "config: rollouts: unknown key; did you mean rollout?\n"),

@@ -67,7 +67,7 @@ def test_train_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--learner.learnin_rate=1", "model.path=x", "data.path=y"]) == 2
     assert "did you mean learning_rate?" in capsys.readouterr().err
     assert main(["train", "--keys"]) == 0
-    assert "  learner.lora.rank = 16  (8 | 16 | 32" in capsys.readouterr().out
+    assert "  learner.lora.rank = 16  (1 | 2 | 4 | 8 | 16 | 32" in capsys.readouterr().out
 
 
 def test_the_shell_is_given_keys_to_complete() -> None:

@@ -263,6 +263,25 @@ def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Pa
     assert {fit.at(position).columns["question"] for position in range(len(fit))} == {"?" * 10}
 
 
-def test_one_problem_cannot_be_trained_on_and_held_out(tmp_path: Path, chat: Chat) -> None:
-    with pytest.raises(ProblemsError, match=r"at least 2 different prompts.*data\.eval\.every: 0"):
-        load(DataConfig(path=jsonl(tmp_path, ROWS[:1] * 3)), chat, 256, seed=0)
+def test_of_one_prompt_none_is_held_out_unless_evaluation_was_asked_for(
+    tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = DataConfig(path=jsonl(tmp_path, ROWS[:1] * 3))
+    problems, held_out = load(data, chat, 256, seed=0)
+    assert (len(problems), held_out) == (3, [])
+    assert "none is held out and nothing is evaluated" in caplog.text
+    for asked in (EvalConfig(every=5), EvalConfig(size=1)):
+        with pytest.raises(ProblemsError, match=r"at least 2 different prompts.*data\.eval\.every: 0"):
+            load(data.model_copy(update={"eval": asked}), chat, 256, seed=0)
+
+
+def test_without_shuffle_each_epoch_is_in_the_order_of_the_source(tmp_path: Path, chat: Chat) -> None:
+    rows = [{"question": f"{i} + 1"} for i in range(12)]
+    data = DataConfig(path=jsonl(tmp_path, rows), shuffle=False)
+    problems, held_out = load(data, chat, 256, seed=3)
+    assert len(held_out) == 1
+    kept = [row["question"] for row in rows if row["question"] != held_out[0].columns["question"]]
+    assert [problems.at(i).columns["question"] for i in range(22)] == kept * 2
+    assert [problems.at(i).epoch for i in (10, 11)] == [0, 1]
+    fit = problems.fitting(data, 256, tools=1)
+    assert [fit.at(i).columns["question"] for i in range(3)] == kept[:3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from examples.random_model import make_tiny_model
@@ -44,6 +45,32 @@ def test_end_tokens_of_the_tokenizer_and_strings_end_completions(model: Path) ->
         own.check(completion, PROMPT, own.newest)
         seen.add(tokens[-1])
     assert {258, 256, max(ends - set(ids))} <= seen
+    run(own.engine.close())
+
+
+def test_top_p_top_k_and_min_p_take_tokens_out_and_leave_the_logprobs_of_the_others(model: Path) -> None:
+    """Those of the whole distribution, which the learner scores; another engine would give those of what is kept."""
+    pytest.importorskip("vllm")
+    own = EngineCase(model, truncates=True, stop_ids=(ELSEWHERE,))
+    run(own.push())
+
+    def out_of(**kept: float) -> dict[str, int]:
+        """How many sampled tokens each would have taken out."""
+        found = {"top_p": 0, "top_k": 0, "min_p": 0}
+        for completion in run(own.engine.generate(PROMPT, Sampling(n=6, max_tokens=40, seed=0, **kept))):  # type: ignore[arg-type]
+            own.check(completion, PROMPT, own.newest)
+            ids = PROMPT + completion.token_ids.tolist()
+            every = np.exp(own.distributions([own.newest] * (len(ids) - 1), ids)[len(PROMPT) - 1 :])
+            for row, token in zip(every, completion.token_ids, strict=True):
+                likelier = row[row > row[token]]
+                found["top_p"] += likelier.sum() >= 0.5 + 1e-4
+                found["top_k"] += len(likelier) >= 3
+                found["min_p"] += row[token] < 0.3 * row.max() - 1e-5
+        return found
+
+    assert min(out_of().values()) > 5
+    for name, value in {"top_p": 0.5, "top_k": 3, "min_p": 0.3}.items():
+        assert out_of(**{name: value})[name] == 0
     run(own.engine.close())
 
 
