@@ -14,7 +14,7 @@ from learner.config.env_rules import ENV
 from learner.config.learner import LoraConfig, ValueConfig
 from learner.config.rank_rules import RANKS
 from learner.config.rule import Rule
-from learner.config.settings import Settings
+from learner.config.settings import EarlyStopConfig, Settings
 from learner.config.shard_rules import SHARDS
 from rewards.config import adapters_of, functions_of
 from rollout.data.hub import is_hub_name, split
@@ -25,6 +25,16 @@ def broken_rules(config: Settings) -> list[str]:
     return [rule.sentence(config) for rule in RULES if rule.broken(config)]
 
 
+EVALUATED = (
+    Rule(
+        "checkpoint.best: true", "needs evaluations, which say what is best", "set data.eval.every, or leave it out",
+        ("data.eval.every",), lambda c: c.checkpoint.best and c.data.eval.every == 0,
+    ),
+    Rule(
+        "early_stop:", "needs evaluations, by which it goes", "set data.eval.every, or leave it out",
+        ("data.eval.every",), lambda c: c.early_stop != EarlyStopConfig() and c.data.eval.every == 0,
+    ),
+)  # fmt: skip
 SAMPLED = (
     Rule(
         "rollout.top_p, top_k, min_p:", "need rollout.temperature=1: at another vLLM gives no logprobs of the whole "
@@ -295,6 +305,6 @@ SHARED = (
 )  # fmt: skip
 
 RULES = (
-    *REWARDS, *MODEL_REWARDS, *TEMPLATE, *SAMPLED, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY, *SHARED,
-    *RANKS, *SHARDS,
+    *REWARDS, *MODEL_REWARDS, *TEMPLATE, *SAMPLED, *EVALUATED, *ENV, *LENGTH, *MODEL, *FULL, *LEARNER, *PPO, *MEMORY,
+    *SHARED, *RANKS, *SHARDS,
 )  # fmt: skip

@@ -81,6 +81,19 @@ class CheckpointConfig(Frozen):
     """Steps between checkpoints. Lower it where losing so many steps would hurt."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints that stay; older ones are deleted. Raise it to go back further."""
+    best: bool = False
+    """Keep that of the highest `eval/accuracy` as well, which is written after each evaluation that is higher than all
+    before. `gleaner export --step` takes it."""
+
+
+class EarlyStopConfig(Frozen):
+    """Ends a run before its last step, with a checkpoint, by `eval/accuracy`."""
+
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Evaluations in a row none of which is higher than the best before them. Set it where a run may stop to learn
+    unwatched."""
+    accuracy: float | None = None
+    """What it must reach. Set it where more is not needed."""
 
 
 class GuardConfig(Frozen):
@@ -128,6 +141,7 @@ class Settings(Frozen):
     learner: LearnerConfig = LearnerConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
     guard: GuardConfig = GuardConfig()
     cluster: ClusterConfig = ClusterConfig()
     trackers: tuple[Annotated[str, AfterValidator(known_tracker)], ...] = ("tensorboard",)

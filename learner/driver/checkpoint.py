@@ -67,14 +67,16 @@ class State(BaseModel):
 
 
 @asynccontextmanager
-async def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None) -> AsyncIterator[Path]:
+async def commit(
+    root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None, spared: int | None = None
+) -> AsyncIterator[Path]:
     """Write a checkpoint: `async with commit(root, step, keep) as folder: save into folder`.
 
     `written`, which may be filled until the block ends, is what another process says it wrote, by path in the folder:
     where this process finds something else there, CheckpointError is raised and nothing is committed.
 
     The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
-    all but the `keep` newest whole ones are deleted.
+    all but the `keep` newest whole ones, and that of the step `spared`, are deleted.
 
     Files are hashed and put on the disk in a thread, gigabytes of them in full mode: generators are served meanwhile.
     """
@@ -86,7 +88,7 @@ async def commit(root: Path, step: int, keep: int, written: Mapping[str, Digest]
         shutil.rmtree(folder, ignore_errors=True)  # what went wrong matters more; the next commit removes the rest
         raise
     await to_its_end(_name, folder, root / name_of(step))
-    await to_its_end(_prune, root, step, keep)
+    await to_its_end(_prune, root, step, keep, spared)
 
 
 async def to_its_end(work: Callable[..., T], *args: Any) -> T:
@@ -294,13 +296,16 @@ def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Di
         )
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints. step: of the one that has just been committed."""
+def _prune(root: Path, step: int, keep: int, spared: int | None) -> None:
+    """Delete all but the `keep` newest whole checkpoints, and that of the step `spared`. step: of the one that has just
+    been committed."""
     kept = 0
     with writing(root):
         for folder in reversed(listing(root)):
             if step_of(folder) == step or (kept < keep and verify(folder) is None):
                 kept += 1
+                continue
+            if step_of(folder) == spared:
                 continue
             # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
             _delete(folder.rename(root / f"{TEMPORARY}pruned-{folder.name}"))

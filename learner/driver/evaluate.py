@@ -18,6 +18,7 @@ from rollout.types import Sampling
 
 NUM_SAMPLES = 3
 ACCURACY = "accuracy"  # eval/accuracy is the held-out score
+ACCURACY_METRIC = f"eval/{ACCURACY}"
 
 
 @dataclass(slots=True)
@@ -73,6 +74,38 @@ class HeldOut:
     def evaluated(self, step: int) -> bool:
         """Whether the policy of this step has been, in this run or before the checkpoint that it goes on from."""
         return any(evaluation.step == step for evaluation in self.evaluations)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """Of the highest accuracy, the first of several."""
+        known = [one for one in self.evaluations if ACCURACY_METRIC in one.metrics]
+        return max(known, key=lambda one: one.metrics[ACCURACY_METRIC], default=None)
+
+    def is_best(self, step: int) -> bool:
+        """Whether checkpoint.best wants that of this step."""
+        return self._config.checkpoint.best and self.best is not None and self.best.step == step
+
+    def kept(self) -> str | None:
+        """A line about the checkpoint that checkpoint.best keeps, else None."""
+        if not self._config.checkpoint.best or (best := self.best) is None:
+            return None
+        highest = f"{ACCURACY_METRIC} {best.metrics[ACCURACY_METRIC]:.4g}"
+        if best.step == 0:
+            return f"checkpoint.best: no policy has a higher {highest} than that of the start"
+        return f"checkpoint.best: {highest} is that of step {best.step}: gleaner export RUN OUT --step {best.step}"
+
+    def ends(self) -> str | None:
+        """Why the run ends by early_stop, else None."""
+        stop, best = self._config.early_stop, self.best
+        if best is None:
+            return None
+        highest = f"{ACCURACY_METRIC} was {best.metrics[ACCURACY_METRIC]:.4g} at step {best.step}"
+        if stop.accuracy is not None and best.metrics[ACCURACY_METRIC] >= stop.accuracy:
+            return f"early_stop.accuracy: {highest}, and {stop.accuracy:g} is enough: the run ends here"
+        later = sum(one.step > best.step for one in self.evaluations)
+        if stop.patience is not None and later >= stop.patience:
+            return f"early_stop.patience: {highest}, and none of {later} evaluations since is higher: the run ends here"
+        return None
 
     async def score(self, step: int) -> dict[str, float]:
         """The metrics of the policy that the generators have; none where nothing is held out or evaluated."""

@@ -102,7 +102,7 @@ class Loop:
         self.metrics.start()
         if self.schedule.evaluates(self.step) and not self.held_out.evaluated(self.step):
             self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
-        while not self.schedule.done(self.step) and not self.stop.is_set():
+        while not self.schedule.done(self.step) and not self.stop.is_set() and not self.held_out.ends():
             batch = await self._unless_stopped(self.batches.take(self.step))
             if batch is None:
                 break
@@ -121,13 +121,15 @@ class Loop:
                 self.metrics.add(await self._unless_stopped(self._evaluate()) or {})  # made up when it goes on
             metrics = self.metrics.flush(self.step)
             reason = self.guard.check(metrics)
-            if reason or self.schedule.saves(self.step):
+            if reason or self.schedule.saves(self.step) or self.held_out.is_best(self.step):
                 await self._save()
             if reason:
                 raise GuardStopped(f"step {self.step}: {reason}")
         await delivery
-        if early := self.schedule.early_end(self.step):
+        if early := self.schedule.early_end(self.step) or self.held_out.ends():
             self.metrics.note(early)
+        if kept := self.held_out.kept():
+            self.metrics.note(kept)
         used_up = self.updates.passed_over and self.schedule.done(self.step)  # by batches without a reward
         if used_up and not self.held_out.evaluated(self.step):
             self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
@@ -170,5 +172,6 @@ class Loop:
 
     async def _save(self) -> None:
         self._saving = True
-        await self.checkpoints.save(self.step, self.held_out.evaluations)
+        best = self.held_out.best
+        await self.checkpoints.save(self.step, self.held_out.evaluations, None if best is None else best.step)
         self._saving = False

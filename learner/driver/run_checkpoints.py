@@ -64,20 +64,23 @@ class RunCheckpoints:
                 "on one node"
             )
 
-    async def save(self, step: int, evaluations: Sequence[Evaluation]) -> None:
-        """Commits a checkpoint, then publishes its adapter or model; killed between the two, the next start does."""
+    async def save(self, step: int, evaluations: Sequence[Evaluation], best: int | None = None) -> None:
+        """Commits a checkpoint, then publishes its adapter or model; killed between the two, the next start does.
+
+        best: the step whose checkpoint stays with checkpoint.best.
+        """
         with self._sinks.timeline.span("checkpoint", "loop", step=step):
-            await self._commit(step, evaluations)
+            await self._commit(step, evaluations, best if self._config.checkpoint.best else None)
             self.saved = step
             folder = self._root / checkpoint.name_of(step)
             whole = self._config.learner.mode == "full"
             await checkpoint.to_its_end(partial(publish, folder, self._sinks.folder, whole_model=whole))
         self._sinks.progress.note(f"checkpoint of step {step}")
 
-    async def _commit(self, step: int, evaluations: Sequence[Evaluation]) -> None:
+    async def _commit(self, step: int, evaluations: Sequence[Evaluation], spared: int | None) -> None:
         written: dict[str, Digest] = {}
         await checkpoint.to_its_end(ledger.settle, self._sinks.folder / "rollouts", self.saved or 0)
-        async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written) as folder:
+        async with checkpoint.commit(self._root, step, self._config.checkpoint.keep, written, spared) as folder:
             theirs = await self._trainer.call(TrainerService.save, self.deadline_s, folder / TRAINER)
             written |= {f"{TRAINER}/{name}": digest for name, digest in theirs.items()}
             state = {

@@ -14,6 +14,7 @@ import pytest
 from cluster.actor import ActorDied, Local, Unusable
 from learner.driver import checkpoint
 from learner.driver.batch_metrics import unscored
+from learner.driver.evaluate import Evaluation
 from learner.driver.updates import MOST_UNSCORED
 from rollout import ledger
 from rollout.schema import Problem, build_group
@@ -23,6 +24,7 @@ from rollout.weight_sync import Answer, DeliveryError
 from tests.learner.loops import (
     PER_STEP,
     PROBLEMS,
+    Built,
     Trainer,
     Worker,
     build,
@@ -323,6 +325,66 @@ async def test_an_evaluation_that_ended_a_run_is_made_up_when_it_goes_on(tmp_pat
     assert [line["step"] for line in written] == list(range(7))
     assert [line["step"] for line in written if "eval/accuracy" in line] == [0, 2, 4, 6]
     assert written[2]["loss/total"] == 2.0
+
+
+def scored(loop: Built, accuracies: list[float]) -> Built:
+    """With these as eval/accuracy of steps 0, 2, 4, ..."""
+
+    async def score(step: int) -> dict[str, float]:
+        loop.evaluations.append(Evaluation(step, {"eval/accuracy": accuracies[step // 2]}, []))
+        return loop.evaluations[-1].metrics
+
+    loop.loop.held_out.score = score  # type: ignore[method-assign]
+    return loop
+
+
+def kept(folder: Path) -> list[int]:
+    return [checkpoint.step_of(one) for one in checkpoint.listing(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ([0.1, 0.5, 0.7, 0.6, 0.7, 0.2], [4, 10]),  # the first of two that are equal
+        ([0.9, 0.5, 0.7, 0.6, 0.7, 0.2], [10]),  # the start was best, and has no checkpoint
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [10]),
+    ],
+)
+async def test_the_best_checkpoint_stays_beside_the_newest(
+    tmp_path: Path, accuracies: list[float], expected: list[int]
+) -> None:
+    config = configure(checkpoint={"every": 5, "keep": 1, "best": True})
+    await finish(scored(build(tmp_path, config, 10), accuracies))
+    assert kept(tmp_path) == expected
+    without = configure(checkpoint={"every": 5, "keep": 1})
+    (tmp_path / "without").mkdir()
+    await finish(scored(build(tmp_path / "without", without, 10), accuracies))
+    assert kept(tmp_path / "without") == [10]
+
+
+@pytest.mark.parametrize(
+    ("early_stop", "accuracies", "last"),
+    [
+        ({"patience": 2}, [0.1, 0.5, 0.4, 0.5, 0.9, 0.9], 6),
+        ({"patience": 2}, [0.1, 0.5, 0.4, 0.6, 0.5, 0.5], 10),
+        ({"patience": 1}, [0.5, 0.5, 0.9, 0.9, 0.9, 0.9], 2),
+        ({"accuracy": 0.6}, [0.1, 0.5, 0.6, 0.7, 0.8, 0.9], 4),
+        ({"accuracy": 0.1}, [0.1, 0.5, 0.6, 0.7, 0.8, 0.9], 0),
+    ],
+)
+async def test_a_run_ends_early_with_a_checkpoint_and_stays_ended(
+    tmp_path: Path, early_stop: dict[str, Any], accuracies: list[float], last: int
+) -> None:
+    config = configure(early_stop=early_stop, checkpoint={"every": 50})
+    await finish(scored(build(tmp_path, config, 10), accuracies))
+    assert kept(tmp_path) == ([last] if last else [])
+    assert [line["step"] for line in lines(tmp_path)] == list(range(last + 1))
+    if 0 < last < 10:
+        newest, _ = checkpoint.newest(tmp_path / "checkpoints")
+        resumed = scored(build(tmp_path, config, 10, resume_step=last), accuracies)
+        await finish(resumed, newest)
+        assert resumed.step == last
+        assert len(lines(tmp_path)) == last + 1
 
 
 async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["rewards", "lst"], "gleaner rewards: must be followed by list or try, got lst; did you mean gleaner rewards"),
         (["plan", "--gpu", "24", "--modle", "x"], "gleaner plan: No such option: --modle; did you mean --model[?]$"),
         (["plan"], "--gpu: required, but not given$"),
-        (["plan", "--gpu", "24", "--rank", "3"], "--rank: '3' is not one of '8', '16'"),
+        (["plan", "--gpu", "24", "--rank", "3"], "--rank: '3' is not one of '1', '2', '4', '8', '16'"),
         (["plan", "--gpu", "24", "--model", "x", "--all"], "--all: does not go with --model, .*; leave one"),
         (["reward-model", "train", "p", "--model", "m", "--out", "o", "--learning-rate", "-1"],
          "--learning-rate: must be a finite number above 0, got '-1'$"),

@@ -129,7 +129,9 @@ def test_requests_are_sampled_as_the_training_was_and_not_as_the_base_advises(ti
     assert not {"repetition_penalty", "max_new_tokens"} & set(written)
     assert server.command[server.command.index("--middleware") + 1] == "learner.tools.served_stops.TrainingStops"
     assert json.loads(server.environment["GLEANER_STOP"]) == ["</answer>"]
-    assert server.notes[0].startswith("sampled as in training unless a request says otherwise: temperature 0.8, no")
+    assert server.notes[0].startswith(
+        "sampled as in training unless a request says otherwise: temperature 0.8, the whole distribution, no"
+    )
     plain = run_folder(tmp_path / "plain", model)
     write_adapter(plain / "adapter", ["q_proj"])
     (plain / "generation_config.json").mkdir()  # as one that this user may not write
