@@ -124,7 +124,7 @@ class RolloutConfig(Frozen):
     generation."""
     max_prompt_length: Annotated[int, Field(ge=1)] = 256
     """Longest prompt in tokens; see `data.overlong` for longer ones."""
-    max_completion_length: Annotated[int, Field(ge=1)] = 256
+    max_completion_length: Annotated[int, Field(ge=1)] = 512
     """Longest completion in tokens. Raise it while `rollout/truncated` is far from 0; memory and time grow with it."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """Strings that end a completion, beside the end tokens of the tokenizer, generation_config.json and the chat

@@ -91,7 +91,7 @@ class HeldOut:
             return None
         highest = f"{ACCURACY_METRIC} {best.metrics[ACCURACY_METRIC]:.4g}"
         if best.step == 0:
-            return f"checkpoint.best: no policy has a higher {highest} than that of the start"
+            return f"checkpoint.best: no policy was better than that of the start, {highest}"
         return f"checkpoint.best: {highest} is that of step {best.step}: gleaner export RUN OUT --step {best.step}"
 
     def ends(self) -> str | None:
