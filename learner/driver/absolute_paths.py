@@ -51,15 +51,19 @@ def _environment(env: EnvConfig) -> dict[str, Any]:
     """What names it, and those of its arguments that name code or paths."""
     use, args = str(env.use), dict(env.args)
     for name in args.keys() & {*NAMES.get(use, ())}:
-        given = args[name]
-        args[name] = [_code(one) for one in given] if isinstance(given, list | tuple) else _code(given)
+        args[name] = _code(args[name])
     for name in args.keys() & {*PATHS.get(use, ())}:
         args[name] = _whole(args[name]) if isinstance(args[name], str) else args[name]
     return {"use": _function(use), "args": args}
 
 
-def _code(name: Any) -> Any:
-    return _function(name) if isinstance(name, str) else name
+def _code(given: Any) -> Any:
+    """A name of code, or several in a list or mapping."""
+    if isinstance(given, list | tuple):
+        return [_code(one) for one in given]
+    if isinstance(given, dict):
+        return {key: _code(one) for key, one in given.items()}
+    return _function(given) if isinstance(given, str) else given
 
 
 def _function(use: str) -> str:

@@ -1,7 +1,7 @@
 """An environment tried once before a run: does it begin, and can the model's chat template carry its turns."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster import confinement
@@ -10,7 +10,9 @@ from learner.driver.findings import PreflightError
 from learner.driver.prompt_check import check_prompts
 from learner.driver.trials import TOOL_PARSER, Trial
 from rollout.data.chat import Chat
+from rollout.data.files import Row
 from rollout.data.observation_check import check, hidden_tools, loses
+from rollout.env.config import ENVIRONMENT
 from rollout.env.play import opened
 from rollout.env.processes.forks import Forks, spec_of
 from rollout.env.processes.process import EnvironmentProcess
@@ -26,6 +28,21 @@ class Tried(NamedTuple):
 
     notes: tuple[str, ...] = ()
     tools: int = 0
+
+
+def check_environment_column(config: RunConfig, rows: Iterable[Row]) -> None:
+    """Where the data names an environment class for each problem (trl_environment), whether there is that class. Raises
+    PreflightError."""
+    factories = config.env.args.get("factory")
+    if config.env.use != "trl_environment" or not isinstance(factories, Mapping):
+        return
+    for number, row in enumerate(rows):
+        name = row.get(ENVIRONMENT)
+        if not isinstance(name, str) or name not in factories:
+            raise PreflightError(
+                f"env.args.factory: must have what the column `{ENVIRONMENT}` of each row names, and training row "
+                f"{number} names {name!r:.80}; it has {', '.join(map(str, factories))}; add that, or correct the row"
+            )
 
 
 def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:

@@ -18,7 +18,7 @@ from learner.driver import checkpoint, mismatch_files, phases, run_lock, standar
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
-from learner.driver.env_check import Tried, check_environment
+from learner.driver.env_check import Tried, check_environment, check_environment_column
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.function_checks import check_accuracy, check_loss, check_rewards
@@ -184,6 +184,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         notes += chat.notes(config.rollout.stop)
         first = data[0].at(0)
         notes += found.of(check_rewards, config, first, chat.prefilled(first.prompt_ids)) or ()
+        found.of(check_environment_column, config, data[0].rows())
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
         notes += tried.notes
         data = found.of(_with_tools, data, config, tried.tools)

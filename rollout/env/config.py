@@ -8,6 +8,7 @@ from cluster.config import Frozen
 from rewards.secret_values import Arguments
 from rollout.config import Bytes
 
+ENVIRONMENT = "environment"  # the column that names the class of each problem, where trl_environment has several
 TURN_TIMEOUT_S = 20.0
 """Seconds for all tool calls of a turn, where env.args.turn_timeout_s does not say; below env.step_timeout_s."""
 

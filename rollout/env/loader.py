@@ -38,8 +38,14 @@ def code_of(use: str | None, args: Mapping[str, Any]) -> list[str]:
     if use is None:
         return []
     given = [args.get(name) for name in NAMES.get(use, ())]
-    names = [name for one in given for name in (one if isinstance(one, list | tuple) else [one])]
+    names = [name for one in given for name in _each(one)]
     return [BUILT_INS.get(use, use), *(name for name in names if isinstance(name, str) and ":" in name)]
+
+
+def _each(given: Any) -> list[Any]:
+    if isinstance(given, Mapping):
+        return [*given.values()]
+    return [*given] if isinstance(given, list | tuple) else [given]
 
 
 def found(use: str) -> Any:

@@ -17,7 +17,7 @@ import transformers.utils.chat_template_utils  # noqa: F401
 from rewards.base import said
 from rewards.loader import load_own
 from rollout.env.adapters.trl_rewards import check_given, given, load_rewards
-from rollout.env.config import TURN_TIMEOUT_S
+from rollout.env.config import ENVIRONMENT, TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
 from rollout.env.tools.answering import Answering, CallLimits
 from rollout.env.tools.function_tool import FunctionTool, ToolFailed
@@ -40,7 +40,8 @@ class TrlEnvironment:
     Python's and numpy's global random numbers are seeded with the group's seed, since TRL's reset has none and all
     trajectories of a group must begin alike.
 
-    factory: what makes an instance, as in `rewards[].use`: path/file.py:Class or package.module:function.
+    factory: what makes an instance, as in `rewards[].use`: path/file.py:Class or package.module:function; or a mapping
+        of names to such, of which the column `environment` of the data names one for each problem.
     rewards: functions in TRL's convention that ask for `environments`; called with this instance alone, they see one
         trajectory at a time: `prompts`, `completions` (messages) and every column hold one element. Each is a part of
         the reward with weight 1.
@@ -54,15 +55,23 @@ class TrlEnvironment:
 
     def __init__(
         self,
-        factory: str,
+        factory: str | Mapping[str, str],
         *,
         rewards: Sequence[str] = (),
         timeout_s: float = 10.0,
         turn_timeout_s: float = TURN_TIMEOUT_S,
         max_chars: int = 4000,
     ) -> None:
-        self._factory = load_own(factory, "MyEnvironment")
-        self._rewards = load_rewards(rewards, getattr(self._factory, "__name__", ""))
+        named = {"": factory} if isinstance(factory, str) else factory
+        if not isinstance(named, Mapping) or not named or not all(isinstance(one, str) for one in named.values()):
+            raise ToolError(
+                "env.args.factory: must be a name such as my.py:Class, or a mapping of names to such, got "
+                f"{factory!r:.80}"
+            )
+        self._several = not isinstance(factory, str)
+        self._factories = {name: load_own(one, "MyEnvironment") for name, one in named.items()}
+        classes = [getattr(one, "__name__", "") for one in self._factories.values()]
+        self._rewards = load_rewards(rewards, classes)
         self._limits = CallLimits(timeout_s, turn_timeout_s, max_chars)
         self._thread = ThreadPoolExecutor(1)  # plain methods all run in one, since some libraries demand it
         self._columns: dict[str, Any] = {}
@@ -76,7 +85,7 @@ class TrlEnvironment:
             raise ToolError("trl_environment: problems must be chat messages, got plain text; see data.prompt")
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self._environment = await self._run(self._factory)
+        self._environment = await self._run(self._factory_of(problem))
         names = [name for name, _ in inspect.getmembers(type(self._environment), inspect.isfunction)]
         if "reset" not in names:
             raise ToolError(f"env.args.factory: {type(self._environment).__name__} must have a method reset; write one")
@@ -93,6 +102,15 @@ class TrlEnvironment:
         for name, reward in self._rewards.items():
             check_given(name, reward, self._have())
         return Start(tuple(shown), tuple(tool.spec for tool in tools.values()))
+
+    def _factory_of(self, problem: Problem) -> Callable[..., Any]:
+        name = problem.columns.get(ENVIRONMENT) if self._several else ""
+        if not isinstance(name, str) or name not in self._factories:
+            raise ToolError(
+                f"env.args.factory: must have what the column `{ENVIRONMENT}` of each problem names, and "
+                f"{problem.id} names {name!r:.80}; it has {', '.join(self._factories)}"
+            )
+        return self._factories[name]
 
     async def step(self, turn: Turn) -> Step:
         """Calls the tools in their order."""

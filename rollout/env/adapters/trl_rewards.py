@@ -1,7 +1,7 @@
 """TRL's reward functions where they are called with one trajectory at a time."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rewards.loader import load_own
@@ -29,17 +29,18 @@ def check_given(name: str, reward: Callable[..., Any], have: Mapping[str, Any]) 
         )
 
 
-def load_rewards(uses: Sequence[str], taken: str = "") -> dict[str, Callable[..., Any]]:
-    """The functions by the names that their parts of the reward have. taken: the name of another part.
+def load_rewards(uses: Sequence[str], taken: Collection[str] = ()) -> dict[str, Callable[..., Any]]:
+    """The functions by the names that their parts of the reward have. taken: the names of other parts.
 
     Raises rewards.base.RewardLoadError for a name that leads to no function, ToolError for two parts of one name.
     """
     uses = [uses] if isinstance(uses, str) else uses
     functions = [load_own(use, "my_reward") for use in uses]
     found = {str(getattr(one, "__name__", type(one).__name__)): one for one in functions}
-    if len(found) < len(functions) or taken in found:
+    both = [name for name in taken if name in found]
+    if len(found) < len(functions) or both:
         raise ToolError(
             f"env.args.rewards: each part of the reward must have a name of its own, got {', '.join(uses)}"
-            f"{f' beside {taken}' if taken in found else ''}; rename a function"
+            f"{f' beside {both[0]}' if both else ''}; rename a function"
         )
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from learner.config import RunConfig
-from learner.driver.env_check import check_environment
+from learner.driver.env_check import check_environment, check_environment_column
 from learner.driver.findings import PreflightError
 from rollout.data.chat import Chat
 from rollout.schema import Problem
@@ -126,3 +126,13 @@ def test_a_template_that_is_to_render_the_past_must_write_answers_behind_calls_t
     with pytest.raises(PreflightError, match="env.history: template, .* role tool .* text, and leaves it out; set"):
         check_environment(config(env | {"history": "template"}), chat, PROBLEM)
     assert check_environment(config({"use": FAULTY, "history": "template"}), chat_of(FICKLE), PROBLEM).notes == ()
+
+
+def test_a_row_that_names_no_class_is_refused_before_anything_runs() -> None:
+    factories = {"up": "a.py:Up", "down": "a.py:Down"}
+    several = config({"use": "trl_environment", "args": {"factory": factories}})
+    check_environment_column(several, [{"environment": "down"}, {"environment": "up"}])
+    for row, told in (({"environment": "left"}, "'left'"), ({}, "None"), ({"environment": ["up"]}, r"\['up'\]")):
+        with pytest.raises(PreflightError, match=f"training row 1 names {told}; it has up, down; add that, or correct"):
+            check_environment_column(several, [{"environment": "up"}, row])
+    check_environment_column(config({"use": "trl_environment", "args": {"factory": "a.py:Up"}}), [{}])

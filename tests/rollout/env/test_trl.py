@@ -38,6 +38,24 @@ async def test_a_class_is_played_as_trl_plays_it() -> None:
     assert await env.score() == {"Counter": 1.0}
 
 
+async def test_the_data_names_the_class_of_each_problem() -> None:
+    both = {"up": f"{CLASSES}:Counter", "said": f"{CLASSES}:Judged"}
+    for name, tools, parts in (("up", ["add", "look"], {}), ("said", [], {"Judged": 0.5})):
+        env = TrlEnvironment(both)
+        start = await env.reset(problem("Count.", goal=0, tell=False, environment=name), 5)
+        assert [tool["function"]["name"] for tool in start.tools] == tools
+        await env.step(said("?"))
+        assert await env.score() == parts
+    for columns in ({"environment": "down"}, {}):
+        with pytest.raises(ToolError, match="must have what the column `environment` of .* p-0 names .*; it has up"):
+            await TrlEnvironment(both).reset(problem("?", **columns), 5)
+    for wrong in ({}, {"up": 3}, ["a.py:B"]):
+        with pytest.raises(ToolError, match=r"env.args.factory: must be a name such as my.py:Class, or a mapping"):
+            TrlEnvironment(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ToolError, match="must have a name of its own, got .* beside Judged"):
+        TrlEnvironment(both, rewards=[f"{CLASSES}:Judged"])
+
+
 async def test_no_observation_and_no_reward() -> None:
     env = TrlEnvironment(f"{CLASSES}:Counter")
     start = await env.reset(problem("Count.", goal=0, tell=False), 5)
