@@ -26,7 +26,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print config and placement, stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print placement and notes, stop")
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run: print every setting, too")
     parser.add_argument(
         "--assume-gpus", metavar="SIZE", help="with --dry-run: check as if cards were here: h100, 80GiB, 2x24GiB"
     )
@@ -66,11 +67,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.assume_gpus is not None and not args.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
         return 2
+    if args.verbose and not args.dry_run:
+        print("error: --verbose: is of --dry-run; a run writes its settings to config.yaml", file=sys.stderr)
+        return 2
     from rollout.data import hub
 
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
-        return _dry_run(config, args.assume_gpus) if args.dry_run else _train(config)
+        return _dry_run(config, args.assume_gpus, verbose=args.verbose) if args.dry_run else _train(config)
     except SystemExit as error:  # what SIGTERM is while Ray starts
         raise KeyboardInterrupt from error
     except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or a request to end during its start
@@ -87,14 +91,14 @@ def _run(args: argparse.Namespace) -> int:
         return _fail(cause)
 
 
-def _dry_run(config: "RunConfig", assumed: str | None) -> int:
+def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:
     from learner.driver import cards as known_cards
     from learner.driver import node_checks, preflight
 
     cards = None if assumed is None else known_cards.parse(assumed)
     prepared = preflight.rehearse(config, cards)
     on_nodes = [] if cards is not None else asyncio.run(node_checks.rehearse_nodes(prepared))
-    print(preflight.report(prepared, cards, on_nodes))
+    print(preflight.report(prepared, cards, on_nodes, verbose=verbose))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Numbers of a batch of rollout groups, before anything is learned from it. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -77,6 +77,16 @@ def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
     versions = pc.list_flatten(rows.column("token_versions")).to_numpy()[np.concatenate(masks_of(rows))]
     counts = np.bincount(version - versions)
     return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
+
+
+# Names below reward/ of what no function gave.
+OF_ALL = ("mean", "std", "failed", "ms", "zero_variance_groups", "zeroed")
+
+
+def function_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Each reward function's own mean, by its name, out of the metrics of a step."""
+    own = {key.removeprefix("reward/"): value for key, value in metrics.items() if key.startswith("reward/")}
+    return {name: value for name, value in own.items() if name not in OF_ALL and not name.startswith("status_")}
 
 
 def logged_means(rows: pa.Table) -> dict[str, float]:

@@ -26,7 +26,7 @@ OVERSAMPLE = (
 # Keys that other programs have, or earlier versions had, and why there is none here.
 NOT_HERE = {"oversample": OVERSAMPLE}
 
-OPTIONS = ("--config", "--dry-run", "--assume-gpus", "--keys")  # of what starts a run
+OPTIONS = ("--config", "--dry-run", "--verbose", "--assume-gpus", "--keys")  # of what starts a run
 INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 

@@ -262,11 +262,12 @@ def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:
     return (f"data.eval.size: {found} problems are held out, {wanted.size} were asked for: {why}",)
 
 
-def report(prepared: Prepared, cards: Cards | None, on_nodes: Sequence[str] = ()) -> str:
-    """What --dry-run prints. on_nodes: what a cluster that would be joined says."""
+def report(prepared: Prepared, cards: Cards | None, on_nodes: Sequence[str] = (), *, verbose: bool = False) -> str:
+    """What --dry-run prints. on_nodes: what a cluster that would be joined says. verbose: with every setting."""
     config = prepared.config
     assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, not looked for"]
-    lines = [to_yaml(config), f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
+    settings = [to_yaml(config)] if verbose else []
+    lines = [*settings, f"run folder   {config.run_dir}", f"steps        {prepared.total_steps}"]
     lines += [f"resume       {prepared.resume_from or 'from the start'}"]
     lines += [f"changed      {change}, as resume_allow_changed allows" for change in prepared.changed]
     lines += [f"problems     {len(prepared.problems)} to train on, {len(prepared.heldout)} held out"]

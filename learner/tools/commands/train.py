@@ -33,12 +33,13 @@ def train(
     ] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="The YAML file of the run; see configs/.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print configuration and placement, start nothing.")
+        bool, typer.Option("--dry-run", help="Check everything, print placement and notes, start nothing.")
     ] = False,
     assume_gpus: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="With --dry-run: check as if cards were here: h100, 80GiB, 2x24GiB."),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --dry-run: print every setting, too.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List every key with its choices and default.")] = False,
 ) -> int:
     """Train a model on your own reward.
@@ -55,4 +56,5 @@ def train(
 
     options = {"--config": config, "--assume-gpus": assume_gpus}
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
-    return main([*words, *(["--dry-run"] if dry_run else []), *(overrides or [])])
+    flags = {"--dry-run": dry_run, "--verbose": verbose}
+    return main([*words, *(name for name, given in flags.items() if given), *(overrides or [])])

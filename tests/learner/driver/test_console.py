@@ -32,6 +32,25 @@ def test_the_time_left_is_that_of_a_usual_step_for_each_one_to_come() -> None:
     assert [line.split(", ")[-1] for line in later] == ["6 min left", "3 min left", "50 s left"]
 
 
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"number": 0.5, "a[b]": -1.25}, "step 3/13 reward 0.100 (number 0.500, a[b] -1.250)"),
+        ({"number": 0.5}, "step 3/13 reward 0.100"),
+    ],
+)
+def test_several_reward_functions_are_told_apart(own: dict[str, float], told: str) -> None:
+    others = {"reward/mean": 0.1, "reward/std": 1.0, "reward/failed": 0.5, "reward/status_error": 2.0, "reward/ms": 3.0}
+    metrics = others | {f"reward/{name}": value for name, value in own.items()}
+    said = io.StringIO()
+    Progress(13, Console(file=said, width=200)).step(3, metrics)
+    assert said.getvalue() == f"{told}\n"
+    on_terminal = Console(width=120, force_terminal=True, file=io.StringIO(), color_system=None)
+    with Progress(13, on_terminal) as progress:
+        progress.step(3, metrics)
+        assert ("number 0.500" in str(progress._status)) == (len(own) > 1)
+
+
 def summary(run_dir: Path, *evaluations: Evaluation) -> str:
     said = io.StringIO()
     Progress(total_steps=4, console=Console(file=said, width=200)).summary(evaluations, run_dir, Phases(), [])

@@ -117,7 +117,11 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
     config = config_of(model, cluster={"gpus": {"generator": 0.5, "learner": 0.5}})
     Path("config.yaml").write_text(yaml.safe_dump(config))
     assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", "80GiB"]) == 0
+    brief = capsys.readouterr().out
+    assert brief.startswith("run folder ")
+    assert main(["--config", "config.yaml", "--dry-run", "--verbose", "--assume-gpus", "80GiB"]) == 0
     out = capsys.readouterr().out
+    assert out.endswith(brief)
     assert "assumed      1 cards of 80.0 GiB" in out
     assert "memory: slices on 80.0 GiB: learner " in out
     assert "device: null" in out  # the configuration itself is as it was given
@@ -127,6 +131,8 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
     assert "placement: the run needs" in line
     (line,) = refused(config, "--dry-run", capsys=capsys)
     assert "cluster.gpus: the run needs 1 GPU, and no NVIDIA driver answers; install one" in line
+    (line,) = refused(config, "--verbose", capsys=capsys)
+    assert line.startswith("error: --verbose: is of --dry-run; a run writes its settings to config.yaml")
     (line,) = refused(config, "--assume-gpus", "80GiB", capsys=capsys)
     assert line == "error: --assume-gpus: a run needs the cards themselves; give it with --dry-run"
     (line,) = refused(config_of(model), "--dry-run", "--assume-gpus", "80GiB", capsys=capsys)
