@@ -14,10 +14,10 @@ from rollout.architecture import text_of
 from rollout.data.bounded import fails_within
 from rollout.data.chat_error import ChatError as ChatError  # here too: whoever uses Chat catches it
 from rollout.data.model_files import load_tokenizer, read_json
-from rollout.data.observation import MARKER, USER, Observations, TemplateRefuses
+from rollout.data.observation import Observations, TemplateRefuses
 from rollout.data.ordinary_text import meaningful
 from rollout.data.template import TemplateKwargsError, check_kwargs
-from rollout.data.turn_end import TurnEnd, behind_asked, opens_with, turn_end
+from rollout.data.turn_end import TurnEnd, behind_asked, opens_with, turn_end, turn_marks
 from rollout.remote_code import needs_own_code
 from rollout.stopping import StopError, split
 
@@ -59,8 +59,7 @@ class Chat:
         self.has_template = bool(tokenizer.chat_template)
         self._stop = tuple(stop)
         self._dropped: set[int] = set()  # stop tokens that prompts would have ended in
-        self._marks: set[str] = set()  # of turns, in the texts of prompts
-        self._marked = 0  # prompts with such a text
+        self._marked: list[set[str]] = []  # of each prompt that holds marks of turns in a text, these
 
     @classmethod
     def load(
@@ -148,9 +147,9 @@ class Chat:
                 f"rollout.max_completion_length; set rollout.stop to {named}"
             )
         if self._marked:
-            names = ", ".join(map(repr, sorted(self._marks)))
+            names = ", ".join(map(repr, sorted(set.union(*self._marked))))
             told.append(
-                f"data: {self._marked} of the prompts looked at hold {names} in a message, with which the chat "
+                f"data: {len(self._marked)} of the prompts looked at hold {names} in a message, with which the chat "
                 "template marks turns: it is rendered within a turn all the same; where such a text is a whole prompt, "
                 "rendered already, set data.chat_template: none, and the model continues it as it stands"
             )
@@ -179,8 +178,7 @@ class Chat:
             return text, self._known(self._open_ended(self._encoded(text), text))
         prompt = tuple(dict(message) for message in messages)
         if marks := {mark for message in prompt for mark in self._turn_marks.findall(str(message["content"]))}:
-            self._marks |= marks
-            self._marked += 1
+            self._marked.append(marks)
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
             ids = self.tokenizer.apply_chat_template(
@@ -203,12 +201,7 @@ class Chat:
     @cached_property
     def _turn_marks(self) -> re.Pattern[str]:
         """The special tokens that the chat template puts around messages, but the one that begins any text."""
-        try:
-            text = self.observations.render([USER, {"role": "assistant", "content": MARKER}, USER], opened=True)
-        except TemplateRefuses:
-            text = ""
-        marks = [name for name in self._added if name in text and name != self.tokenizer.bos_token]
-        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+        return turn_marks(self.observations, [name for name in self._added if name != self.tokenizer.bos_token])
 
     def converse(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """The ids of `render` for a conversation with an environment: no text in it makes a special token, but what the

@@ -44,6 +44,16 @@ def turn_end(observations: Observations, stops: Collection[str], added: Mapping[
     return TurnEnd(text=next((found.rstrip().lstrip(" ") for found in texts if found.strip()), ""))
 
 
+def turn_marks(observations: Observations, added: Collection[str]) -> re.Pattern[str]:
+    """Those of the added tokens that the template puts around messages; of a template that cannot be asked none."""
+    try:
+        text = observations.render([USER, SAID, USER])
+    except TemplateRefuses:
+        text = ""
+    marks = sorted((name for name in added if name in text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+
+
 def opens_with(observations: Observations) -> str | None:
     """What the template writes between a user's message and the assistant's that answers it; None where it cannot be
     asked."""

@@ -47,6 +47,17 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         ["env.use=tools", "env.timeout_s=900"],
         "env.timeout_s: must be below cluster.deadlines.group.*got cluster.deadlines.group=900.0",
     ),
+    (
+        ["data.chat_template=none", "data.chat_template_kwargs={a: 1}"],
+        "data.chat_template: none does not go with data.",
+    ),
+    (
+        ["data.chat_template=none", "env.use=tools"],
+        "data.chat_template: none does not go with an env.*got env.use=tools",
+    ),
+    (["rollout.top_k=5", "rollout.temperature=0.7"], "rollout.top_p, top_k, min_p: need .*got rollout.temperature=0.7"),
+    (["checkpoint.best=true", "data.eval.every=0"], "checkpoint.best: true needs evaluations.*got data.eval.every=0"),
+    (["early_stop.patience=2", "data.eval.every=0"], "early_stop: needs evaluations.*got data.eval.every=0"),
     (["steps=3", "epochs=1"], "steps: does not go with epochs.*got steps=3, epochs=1.0"),
     (["rollout.in_flight=continue"], "rollout.in_flight: continue needs.*got max_staleness=0"),
     (["model.base=nf4", "model.dtype=float32"], "model.base: nf4 needs a type of 16 bits.*got model.dtype=float32"),

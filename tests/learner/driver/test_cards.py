@@ -65,6 +65,9 @@ def test_sequences_follow_the_step_and_the_room() -> None:
     model = SHAPES["Llama-3.1-8B"].to_config()
     many = config_of(model={"path": "Llama-3.1-8B"}, learner={"groups_per_step": 32})
     assert settle(many, model, 139 * GIB).sequences == 256  # 32 groups of 8
+    many = config_of(
+        model={"path": "Llama-3.1-8B"}, learner={"groups_per_step": 32}, rollout={"max_completion_length": 256}
+    )
     small = settle(many, SHAPES["Llama-3.2-1B"].to_config(), int(8.25 * GIB))
     assert small.plan is not None
     assert (small.plan.sequences, small.sequences) == (33, 64)  # the logits of 256 would leave room for fewer

@@ -22,6 +22,7 @@ from tests.learner.tools.exports import STEP
 from tests.rollout.data.test_weight_names import Change, changed, having, without
 
 NORM = "model.norm.weight"
+SHORT = ["rollout.max_completion_length=64"]  # the tiny model has a context of 512
 DAMAGES: dict[str, tuple[Change, str]] = {
     "lost": (without("model.layers.0.mlp.up_proj.weight"), "lacks 1 tensor .*: model.layers.0.mlp.up_proj.weight;"),
     "no numbers": (having(model__norm__weight=torch.full((64,), -torch.inf)), "in 1 tensor: model.norm.weight;"),
@@ -52,7 +53,7 @@ def test_of_a_base(
     content["model"]["path"] = str(base)
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     shutil.copytree(adapter_path, run / "adapter", dirs_exist_ok=True)
-    data, out = ["--data", "rg:chain_sum", "--limit", "2"], str(tmp_path / "out")
+    data, out = ["--data", "rg:chain_sum", "--limit", "2", *SHORT], str(tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
     for words, key in (
         (["eval", "--model", str(base), *data, "--reward", "format"], "model.path"),
@@ -76,7 +77,7 @@ def test_of_an_adapter(made: Path, tiny_path: str, tmp_path: Path, capsys: pytes
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"step": STEP, "files": digests_in(folder)}))
     shutil.copytree(folder / "trainer", run / "adapter", dirs_exist_ok=True)
     message, out = f"not finite .nan or inf. in 1 tensor: {name};", str(tmp_path / "out")
-    data = ["--data", "rg:chain_sum", "--limit", "2", "--reward", "format"]
+    data = ["--data", "rg:chain_sum", "--limit", "2", "--reward", "format", *SHORT]
     refused(["export", str(run), out], f"^error: RUN: .*{message}", capsys)
     refused(["export", str(run), out, "--adapter-only"], f"^error: RUN: .*{message}", capsys)
     refused(["serve", str(run), "--port", "0"], f"^error: RUN: .*{message}", capsys)

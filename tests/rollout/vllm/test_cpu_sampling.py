@@ -87,11 +87,13 @@ def test_a_row_is_drawn_by_its_own_generator_whatever_stands_beside_it(sample: A
 
 
 def test_top_k_and_other_kinds_of_logprobs(sample: Any) -> None:
-    logits = torch.arange(40.0).expand(64, -1).clone()
+    logits = torch.arange(40.0).expand(64, -1)
     tokens, logprobs = sample("processed_logprobs", logits.clone() / 9, {}, torch.full((64,), 3), None)
     assert set(tokens.tolist()) == {37, 38, 39}
     assert bool((logprobs[:, :37] == -torch.inf).all())
-    assert sample("raw_logprobs", logits, {}, None, None) == "upstream's"
+    tokens, logprobs = sample("raw_logprobs", logits.clone() / 9, {}, torch.full((64,), 3), None)
+    assert (set(tokens.tolist()), logprobs) == ({37, 38, 39}, None)
+    assert sample("raw_logits", logits, {}, None, None) == "upstream's"
 
 
 def _upstream(*_: Any) -> str:
