@@ -8,6 +8,7 @@ import pkgutil
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -36,7 +37,7 @@ EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 
 def load(use: str) -> Reward:
     """The function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
-    `path/file.pickle:function` (rewards.pickled).
+    `path/file.pickle:function` (rewards.pickled). Of a class with `__call__` (ms-swift's) an instance of it.
 
     Raises RewardLoadError with one sentence: what is missing, and what there is instead.
     """
@@ -48,7 +49,24 @@ def load(use: str) -> Reward:
         raise RewardLoadError(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
         raise RewardLoadError(no_built_in(use, "reward", BUILT_INS, "function"))
-    return cast(Reward, load_own(use, "my_reward"))
+    found = load_own(use, "my_reward")
+    return _instance(found, use) if isinstance(found, type) else cast(Reward, found)
+
+
+def _instance(kind: type, use: str) -> Reward:
+    if not _has_call(kind):
+        raise RewardLoadError(f"{use}: is a class without __call__; write __call__(self, completions, **kwargs)")
+    try:
+        return cast(Reward, kind())
+    except (Exception, SystemExit) as error:
+        raise RewardLoadError(
+            f"{use}: is a class, made without arguments, and raised {described(error, caller=__file__)}; if it wants "
+            f"some, make it in your file, reward = {kind.__name__}(...), and use: file.py:reward"
+        ) from error
+
+
+def _has_call(kind: type) -> bool:
+    return any("__call__" in vars(one) for one in kind.__mro__)  # hasattr would find that of `type` itself
 
 
 def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
@@ -157,8 +175,7 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
         return cast(Callable[..., Any], found)
     classes = example[0].isupper()
     wanted, plural = ("class or function", "classes and functions") if classes else ("function", "functions")
-    kinds = FunctionType | type if classes else FunctionType
-    own = [n for n, f in vars(module).items() if isinstance(f, kinds) and f.__module__ == module.__name__]
+    own = [n for n, one in vars(module).items() if _own(one, module.__name__, classes)]
     there = f"{plural} there: {', '.join(own) or 'none'}"
     if found is not None:
         raise RewardLoadError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a {wanted}; {there}")
@@ -167,3 +184,14 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
             f"{use!r} names no {wanted}; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
         )
     raise RewardLoadError(f"{module.__file__} has no {wanted} {name!r}; {there}")
+
+
+def _own(value: Any, module: str, classes: bool) -> bool:
+    """Whether a function could be meant that the module has made itself: or, with `classes`, any class, else one whose
+    instances are called, or such an instance."""
+    if isinstance(value, partial):
+        return True
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, FunctionType) or (classes and isinstance(value, type)):
+        return bool(value.__module__ == module)
+    return kind.__module__ == module and _has_call(kind)
