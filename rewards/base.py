@@ -18,6 +18,8 @@ written for TRL or open-r1 work unchanged:
   then counts, so each task of a mixed data set can have a function of its own. A completion without any score is
   left out of training (status `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 or anything else that is
   not a number is a failure: the sample gets status `nan` and no reward.
+* A function with the parameters of verl, OpenRLHF or ms-swift, or one of a single completion, is used as it is
+  (rewards.signatures).
 * Calls of an `async def` for several groups are under way at once, on one event loop.
 
 Of TRL's extras, `trainer_state` has `global_step`, `max_steps` and `epoch`; what `log_metric(name, value)` is given is

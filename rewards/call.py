@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from cluster.deadline import within
-from rewards import memory
+from rewards import memory, signatures
 from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
 from rewards.logged import BEGIN, NAMES, Log, Progress, Told, TrainerState
@@ -119,6 +119,8 @@ def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: b
     size, begin = len(group.completions), time.perf_counter()
     log = Log(size)
     try:
+        if not built_in:
+            reward, args = signatures.taken(reward, args)
         returned = reward(**_arguments(reward, group, args, log, built_in=built_in))
         if isinstance(returned, Awaitable):
             return _Begun(returned, size, begin, log)
