@@ -52,6 +52,41 @@ def test_a_helper_may_be_imported_when_the_function_is_called(tmp_path: Path, mo
     assert load(f"{tmp_path}/b/mine.py:f")(completions=[""]) == [2]  # loaded after a's was imported
 
 
+def test_a_file_of_a_package_imports_what_is_relative_to_it(tmp_path: Path) -> None:
+    for top, value in (("a", 1), ("b", 2)):  # two packages of one name
+        inner = tmp_path / top / "pkg" / "rewards"
+        inner.mkdir(parents=True)
+        (inner.parent / "__init__.py").write_text(f"VALUE = {value}")
+        (inner / "__init__.py").write_text("")
+        (inner / "helpers.py").write_text("from .. import VALUE\ndef ten(): return 10 * VALUE")
+        (inner / "mine.py").write_text(
+            "from .helpers import ten\n"
+            "def f(completions): return [ten()]\n"
+            "def late(completions):\n    from ..rewards import helpers\n    return [helpers.VALUE]\n"
+        )
+    found = [
+        load(f"{tmp_path}/{top}/pkg/rewards/mine.py:{name}")(completions=[""]) for top in "ab" for name in ("f", "late")
+    ]
+    assert found == [[10], [1], [20], [2]]
+    assert "pkg" not in sys.modules
+
+
+def test_relative_imports_in_a_folder_that_is_no_package(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 3")
+    (tmp_path / "mine.py").write_text("from .beside import VALUE\ndef f(completions): return [VALUE]")
+    assert load(f"{tmp_path}/mine.py:f")(completions=[""]) == [3]
+
+
+def test_what_a_package_imports_is_left_alone_without_relative_imports(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("import not_installed_here")
+    (tmp_path / "mine.py").write_text("def f(completions): return [1.0]")
+    (tmp_path / "part.py").write_text("from .mine import f")
+    assert load(f"{tmp_path}/mine.py:f")(completions=[""]) == [1.0]
+    for _ in range(2):
+        with pytest.raises(RewardLoadError, match="part.py does not import: ModuleNotFoundError.*not_installed_here"):
+            load(f"{tmp_path}/part.py:f")
+
+
 def test_what_is_called_like_a_function_is_one(tmp_path: Path) -> None:
     (tmp_path / "kinds.py").write_text(
         "from functools import partial\n"
