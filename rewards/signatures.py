@@ -1,9 +1,10 @@
 """Reward functions that were written for others than TRL, known by the names of their parameters.
 
-* verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, of one completion: a number, or a
-  dict with `score`; and its batched form, `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
+* verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, of one completion: a number, a dict
+  with `score`, or a tuple that begins with the number; and its graders, which call the text otherwise. Its batched form,
+  `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
 * OpenRLHF's `reward_func(queries, prompts, labels)`: numbers, or a dict with `rewards`, `scores` and `extra_logs`.
-* Of one completion, `reward(completion, prompt, answer, **columns)`: a number, or a dict with `score`.
+* Of one completion, `reward(completion, prompt, answer, **columns)`, with the same results.
 * ms-swift's ORM, which has TRL's convention with completions that are texts.
 
 They are given texts, whatever form prompt and completion have. Other numbers of a dict are metrics, as of `log_metric`.
@@ -25,6 +26,7 @@ from rewards.text import prompt_text, text_of
 GOLD = ("answer", "ground_truth", "solution", "label", "target")  # columns that hold a right answer, the first counts
 _GOLDEN = {"ground_truth", "ground_truths", "label", "labels"}  # parameters that are given one
 _SINGULAR = {name: name[:-1] for name in ("data_sources", "ground_truths", "extra_infos", "labels")}
+_OF_ONE = ("completion", "solution_str", "model_output", "predict_str")  # parameters for the text of one completion
 _OPENRLHF = {"queries", "prompts", "labels"}
 _ORM = {"ORM", "AsyncORM"}
 
@@ -40,7 +42,7 @@ def taken(function: Reward, args: Mapping[str, Any]) -> tuple[Reward, Mapping[st
     if "completions" in names:
         of_swift = _ORM & {one.__name__ for one in type(function).__mro__}
         return (_of_texts(function) if of_swift else function), args
-    each = bool(names & {"solution_str", "completion"})
+    each = not names.isdisjoint(_OF_ONE)
     if not each and "solution_strs" not in names and not names >= _OPENRLHF:
         return function, args
     required = [one.name for one in parameters if one.name in names and one.default is one.empty]
@@ -77,7 +79,7 @@ class _Theirs:
         there."""
         answers, asked = [text_of(one) for one in completions], [prompt_text(one) for one in prompts]
         texts: Columns = {
-            **dict.fromkeys(("completion", "solution_str", "solution_strs"), answers),
+            **dict.fromkeys((*_OF_ONE, "solution_strs"), answers),
             **dict.fromkeys(("prompt", "prompts"), asked),
             "completion_ids": completion_ids,
             "queries": [before + after for before, after in zip(asked, answers, strict=True)],
@@ -176,6 +178,8 @@ def _numbers(found: Any, log_metric: Metric) -> Any:
 
 def _score(found: Any, log_metric: Metric) -> Any:
     """What it says of one completion."""
+    if isinstance(found, list | tuple) and found:
+        return found[0]
     if not isinstance(found, Mapping):
         return found
     if "score" not in found:

@@ -31,6 +31,8 @@ def short_score(solution_str, ground_truth, data_source="own"):
     assert data_source == "own"
     return solution_str.endswith(ground_truth)
 
+def pair(model_output, ground_truth): return model_output == ground_truth, {"note": "of verl's prime_code"}
+
 def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
     return [{"score": len(text), "of": len(gold)} for text, gold in zip(solution_strs, ground_truths, strict=True)]
 
@@ -89,6 +91,7 @@ def group_of(texts: Sequence[str], chat: bool = True, **columns: Any) -> Group:
         ("compute_score", {}, ["7"], {"ground_truth": "7", "extra_info": {"seen": 4}}, [1.0],
          {"acc": 1.0, "seen": 5.0}),
         ("short_score", {}, ["so 12", "1 2"], {"solution": "12"}, [1.0, 0.0], {}),
+        ("pair", {}, ["12", "1"], {"answer": "12"}, [1.0, 0.0], {}),
         ("compute_scores", {}, ["a", "abc"], {"target": "ab"}, [1.0, 3.0], {"of": 2.0}),
         ("later", {}, ["4", "x", "5"], {"answer": "4", "data_source": "gsm8k"}, [1.0, NAN, 0.0], {}),
         ("reward_func", {}, ["4", "44"], {"label": "44"}, [0.0, 1.0], {"scores": 0.5}),
