@@ -1,7 +1,7 @@
 """Reward functions that were written for others than TRL, known by the names of their parameters.
 
 * verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, of one completion: a number, a dict
-  with `score`, or a tuple that begins with the number; and its graders, which call the text otherwise. Its batched form,
+  with `score`, or a tuple that begins with the number; and its graders, which call the text otherwise. In batches,
   `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
 * OpenRLHF's `reward_func(queries, prompts, labels)`: numbers, or a dict with `rewards`, `scores` and `extra_logs`.
 * Of one completion, `reward(completion, prompt, answer, **columns)`, with the same results.
