@@ -13,10 +13,13 @@ written for TRL or open-r1 work unchanged:
 * Where the model has a chat template a prompt is a list of messages, also where the data gives a text, and a completion
   is `[{"role": "assistant", "content": "..."}]`. Without one both are strings. `text.text_of` reads both.
 * `args` of the configuration are passed on every call and win over a column of the same name.
-* It returns one number per completion, or None for one that it does not score. As in TRL, the other functions' sum
+* It returns one number per completion, as a list or anything else that has them in order (a tuple, an array, a
+  generator), or None for one that it does not score. As in TRL, the other functions' sum
   then counts, so each task of a mixed data set can have a function of its own. A completion without any score is
   left out of training (status `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 or anything else that is
   not a number is a failure: the sample gets status `nan` and no reward.
+* A function with the parameters of verl, OpenRLHF or ms-swift, or one of a single completion, is used as it is
+  (rewards.signatures).
 * Calls of an `async def` for several groups are under way at once, on one event loop.
 
 Of TRL's extras, `trainer_state` has `global_step`, `max_steps` and `epoch`; what `log_metric(name, value)` is given is
@@ -25,9 +28,9 @@ completion in the rollouts (rewards.logged). `environments` is not provided: a r
 far from them. One that demands it is refused before training starts.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-Values = Sequence[float | None]
+Values = Iterable[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
 
 JUDGE = "judge"  # the `use` of a language model that is asked

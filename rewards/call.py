@@ -4,12 +4,13 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from cluster.deadline import within
-from rewards import memory
+from rewards import memory, signatures
 from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
 from rewards.logged import BEGIN, NAMES, Log, Progress, Told, TrainerState
@@ -17,6 +18,10 @@ from rewards.text import behind, tag_of
 
 Status = Literal["ok", "nan", "timeout", "error"]
 PREFILLED = "prefilled"  # the parameter of a function of the user's that wants to know of it
+FACTORY = (
+    "makes a function (a factory): call it in your file and name its result, for example reward = get_reward(...); "
+    "then use: file.py:reward"
+)
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
 # One loop for all calls of a process: a client or a semaphore of a module works in the loop that first used it alone.
 _RUNNER = asyncio.Runner()
@@ -114,6 +119,8 @@ def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: b
     size, begin = len(group.completions), time.perf_counter()
     log = Log(size)
     try:
+        if not built_in:
+            reward, args = signatures.taken(reward, args)
         returned = reward(**_arguments(reward, group, args, log, built_in=built_in))
         if isinstance(returned, Awaitable):
             return _Begun(returned, size, begin, log)
@@ -195,8 +202,15 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, 
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
     missing = [name for name in required if name not in given]
     if missing:
-        raise RewardError(_missing(missing, group, settings))
+        raise RewardError(FACTORY if _makes_function(reward, names) else _missing(missing, group, settings))
     return given if open_ended else {n: v for n, v in given.items() if n in names}
+
+
+def _makes_function(reward: Reward, names: set[str]) -> bool:
+    """Whether it is a factory, such as TRL's get_soft_overlong_punishment: it says that it returns a function, and
+    asks for nothing of a group."""
+    returns = inspect.signature(reward).return_annotation
+    return "Callable" in str(returns) and not names & {*_OWN}
 
 
 def _tags(parameters: Iterable[inspect.Parameter], args: Mapping[str, Any]) -> list[Any]:
@@ -230,13 +244,15 @@ def _missing(names: Sequence[str], group: Group, settings: set[str]) -> str:
 
 
 def _read(returned: Any, size: int) -> Verdict:
-    values = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy and torch
-    if not isinstance(values, list | tuple):
+    if callable(returned):
+        return failed("error", size, FACTORY)
+    values = _listed(returned, size)
+    if values is None:
         problem = f"returned {type(returned).__name__}, must return a list with one number per completion"
         return failed("error", size, problem)
     if len(values) != size:
-        problem = f"returned {len(values)} values for {size} completions, must return one for each"
-        return failed("error", size, problem)
+        many = f"more than {size}" if len(values) > size and not isinstance(returned, Sized) else len(values)
+        return failed("error", size, f"returned {many} values for {size} completions, must return one for each")
     numbers = [None if value is None else _number(value) for value in values]
     if (odd := next((i for i, value in enumerate(values) if not _is_number(value)), None)) is not None:
         kind, shown = type(values[odd]).__name__, repr(values[odd])[:LONGEST]
@@ -247,6 +263,17 @@ def _read(returned: Any, size: int) -> Verdict:
     why = returned.why.get(bad[0]) if isinstance(returned, Zeroed) else None
     first = f"sample {bad[0]}: {why or repr(values[bad[0]])}"[:LONGEST]
     return Verdict("nan", numbers, f"{len(bad)} of {size} values are no finite numbers up to 1e30, first {first}")
+
+
+def _listed(returned: Any, size: int) -> Sequence[Any] | None:
+    """Its values, None if it is nothing that has them in order. Of an iterator, which may have no end, one more than
+    there must be."""
+    values = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy and torch
+    if isinstance(values, list | tuple):
+        return values
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
+        return None
+    return list(values if isinstance(values, Sized) else islice(values, size + 1))
 
 
 def _is_number(value: Any) -> bool:

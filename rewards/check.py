@@ -11,7 +11,7 @@ from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
 from rewards.loader import BUILT_INS
 from rewards.pool import RewardPool, Scores
-from rewards.text import text_of
+from rewards.text import prompt_text, text_of
 
 PATIENCE_S = 30.0  # for the first call of a late function
 FIRST_CALL = (
@@ -82,7 +82,7 @@ async def _for_texts(
     if not doubtful:
         return set()
     texts = Group(
-        ["\n\n".join(str(message.get("content") or "") for message in prompt) for prompt in group.prompts],
+        [prompt_text(prompt) for prompt in group.prompts],
         [text_of(completion) for completion in group.completions],
         group.completion_ids,
         group.columns,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 _PATIENT, _HURRIED = 2, 1 / 8
 _OF_THE_REST = 1 / 4  # of the time that a call has left, for one completion
+_OF_OTHERS, _OF_THE_LAST = 1 / 2, 9 / 10  # the same, where a function of the user's has one completion a call
 _LEAST_S = 0.01
 _ends: list[float] = []  # of time.monotonic, by when the call that this process answers must be over
 
@@ -53,6 +54,19 @@ def computing(seconds: float, error: type[BaseException] = Late) -> Iterator[Non
 
 
 @contextmanager
+def sharing(last: bool, error: type[BaseException] = Late) -> Iterator[None]:
+    """Of the time that its call has left, half for this completion, so that of several that take equally long none is
+    late; nine tenths for the last of a group. No limit where somebody else's code has a handler of its own for SIGALRM:
+    by it that limits itself."""
+    if not _ends or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+        yield
+        return
+    rest = max(_LEAST_S, (_ends[-1] - time.monotonic()) * (_OF_THE_LAST if last else _OF_OTHERS))
+    with _alarms({signal.ITIMER_REAL: (rest, rest)}, error):
+        yield
+
+
+@contextmanager
 def _alarms(timers: dict[int, tuple[float, float]], error: type[BaseException]) -> Iterator[None]:
     """timers: seconds to the first alarm of each, and between others."""
     if threading.current_thread() is not threading.main_thread():
@@ -75,7 +89,8 @@ def _alarms(timers: dict[int, tuple[float, float]], error: type[BaseException]) 
         over = True  # before the timers are stopped: a busy machine may have had the next alarm by now
         for timer, handler in before.items():
             signal.setitimer(timer, 0)
-            signal.signal(signals[timer], handler)
+            if signal.getsignal(signals[timer]) is late:  # not a module's own, which it set as it was imported in here
+                signal.signal(signals[timer], handler)
 
 
 class Patience:

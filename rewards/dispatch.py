@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf
+from pathlib import Path
 
 from rewards.call import Verdict
 from rewards.slot import Asked, Call, Slot
@@ -49,9 +50,9 @@ class _Waiting:
 class Dispatch:
     """The worker processes of one pool. Made once; used from one event loop; closed at the end."""
 
-    def __init__(self, functions: Sequence[Call], workers: int, memory_bytes: int) -> None:
+    def __init__(self, functions: Sequence[Call], workers: int, memory_bytes: int, printed: Path | None = None) -> None:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
-        self._slots = [Slot(memory_bytes, self._starter) for _ in range(workers)]
+        self._slots = [Slot(memory_bytes, self._starter, printed) for _ in range(workers)]
         for slot in self._slots:
             for call in functions:
                 slot.preload(call)

@@ -1,5 +1,6 @@
 """`use` -> function. Runs in the worker process, never in the driver, since an import runs code."""
 
+import ast
 import contextlib
 import difflib
 import importlib
@@ -8,6 +9,8 @@ import pkgutil
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -30,13 +33,14 @@ BUILT_INS = {
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
 PREFIX = "gleaner_reward_"  # of the module of a file
+INIT = "__init__.py"
 _KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
 EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
 
 
 def load(use: str) -> Reward:
     """The function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
-    `path/file.pickle:function` (rewards.pickled).
+    `path/file.pickle:function` (rewards.pickled). Of a class with `__call__` (ms-swift's) an instance of it.
 
     Raises RewardLoadError with one sentence: what is missing, and what there is instead.
     """
@@ -48,7 +52,24 @@ def load(use: str) -> Reward:
         raise RewardLoadError(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
         raise RewardLoadError(no_built_in(use, "reward", BUILT_INS, "function"))
-    return cast(Reward, load_own(use, "my_reward"))
+    found = load_own(use, "my_reward")
+    return _instance(found, use) if isinstance(found, type) else cast(Reward, found)
+
+
+def _instance(kind: type, use: str) -> Reward:
+    if not _has_call(kind):
+        raise RewardLoadError(f"{use}: is a class without __call__; write __call__(self, completions, **kwargs)")
+    try:
+        return cast(Reward, kind())
+    except (Exception, SystemExit) as error:
+        raise RewardLoadError(
+            f"{use}: is a class, made without arguments, and raised {described(error, caller=__file__)}; if it wants "
+            f"some, make it in your file, reward = {kind.__name__}(...), and use: file.py:reward"
+        ) from error
+
+
+def _has_call(kind: type) -> bool:
+    return any("__call__" in vars(one) for one in kind.__mro__)  # hasattr would find that of `type` itself
 
 
 def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
@@ -97,25 +118,66 @@ def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise RewardLoadError(f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}")
-    # Unique by path: two files may be called rewards.py, and neither may hide a package of that name.
-    name = f"{PREFIX}{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    package = _package_of(path)
+    name = _unique(path) if package is None else ".".join((_unique(package), *_parts(path, package)))
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardLoadError(f"Python has no loader for {path}; the file name must end in .py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _forget(_KEPT.keys() - {path.parent})  # what functions of files elsewhere have imported when they were called
     before = set(sys.modules)
     try:
         with _on_path(path.parent):
-            spec.loader.exec_module(module)
+            if package is None:
+                module = _executed(name, path)
+            else:
+                if _unique(package) not in sys.modules:
+                    _executed(_unique(package), package / INIT, package)
+                module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
         raise RewardLoadError(f"{path} does not import: {described(error)}") from error
     finally:
         _forget({path.parent}, before)
     _keep_on_path(path.parent)
+    return module
+
+
+def _unique(path: Path) -> str:
+    """The name of the module of a file, or of a package's folder: two files may be called rewards.py, and neither may
+    hide a package of that name."""
+    return f"{PREFIX}{path.stem}_{zlib.crc32(bytes(path)):08x}"
+
+
+def _parts(path: Path, package: Path) -> tuple[str, ...]:
+    return path.relative_to(package).with_suffix("").parts
+
+
+def _package_of(path: Path) -> Path | None:
+    """The folder of the outermost package that a file with relative imports is in: without __init__.py that which it
+    lies in. None for other files: what __init__.py imports is none of their business."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):  # told when it is imported
+        return None
+    if not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)):
+        return None
+    top = path.parent
+    while (top / INIT).is_file() and (top.parent / INIT).is_file():
+        top = top.parent
+    return top
+
+
+def _executed(name: str, path: Path, package: Path | None = None) -> ModuleType:
+    """The file as the module of that name, or as the __init__.py of that package, which may have none."""
+    found = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    spec = found or ModuleSpec(name, None, is_package=True)
+    if package is not None:
+        spec.submodule_search_locations = [str(package)]
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        if spec.loader is not None:
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -157,8 +219,7 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
         return cast(Callable[..., Any], found)
     classes = example[0].isupper()
     wanted, plural = ("class or function", "classes and functions") if classes else ("function", "functions")
-    kinds = FunctionType | type if classes else FunctionType
-    own = [n for n, f in vars(module).items() if isinstance(f, kinds) and f.__module__ == module.__name__]
+    own = [n for n, one in vars(module).items() if _own(one, module.__name__, classes)]
     there = f"{plural} there: {', '.join(own) or 'none'}"
     if found is not None:
         raise RewardLoadError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a {wanted}; {there}")
@@ -167,3 +228,14 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
             f"{use!r} names no {wanted}; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
         )
     raise RewardLoadError(f"{module.__file__} has no {wanted} {name!r}; {there}")
+
+
+def _own(value: Any, module: str, classes: bool) -> bool:
+    """Whether a function could be meant that the module has made itself: or, with `classes`, any class, else one whose
+    instances are called, or such an instance."""
+    if isinstance(value, partial):
+        return True
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, FunctionType) or (classes and isinstance(value, type)):
+        return bool(value.__module__ == module)
+    return kind.__module__ == module and _has_call(kind)

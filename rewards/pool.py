@@ -83,9 +83,11 @@ class RewardPool:
         workers: int = 1,
         memory_bytes: int = memory.DEFAULT,
         judged: Judging = NOWHERE,
+        printed: Path | None = None,
     ) -> None:
         """`workers`: processes, each making one call at a time, or several of an asynchronous function; none without
-        functions, and nothing is scored then. `memory_bytes`: the most that each may hold. Raises ValueError without a
+        functions, and nothing is scored then. `memory_bytes`: the most that each may hold. `printed`: the file for what
+        functions print (None: standard error). Raises ValueError without a
         worker, RewardError for a variable that is named and not set, and for wrong args of a judge."""
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
@@ -93,7 +95,7 @@ class RewardPool:
         self._rewards = tuple(rewards)
         self._calls = [_call(r, name, judged) for name, r in zip(self.names, rewards, strict=True)]
         functions = [one.call for one in self._calls if isinstance(one, Function)]
-        self._dispatch = Dispatch(functions, workers if functions else 0, memory_bytes)
+        self._dispatch = Dispatch(functions, workers if functions else 0, memory_bytes, printed)
 
     async def score(self, group: Group) -> Scores:
         """Scores one group.

@@ -1,6 +1,7 @@
 """Reward functions in a process that is asked by others: generators, of their own node or another."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rewards.base import RewardFailed
@@ -22,9 +23,11 @@ class RewardService(Protocol):
 class RewardServer:
     """The RewardService of a process: a pool for whoever asks."""
 
-    def __init__(self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int, judged: Judging) -> None:
+    def __init__(
+        self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int, judged: Judging, printed: Path
+    ) -> None:
         """As RewardPool."""
-        self._pool = RewardPool(rewards, workers, memory_bytes, judged)
+        self._pool = RewardPool(rewards, workers, memory_bytes, judged, printed)
 
     async def score(self, group: Group) -> Scores | str:
         try:

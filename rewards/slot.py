@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
@@ -61,10 +62,11 @@ class Asked(NamedTuple):
 class Slot:
     """One worker process, replaced whenever it dies. Used by one caller at a time."""
 
-    def __init__(self, memory_bytes: int, starter: ThreadPoolExecutor) -> None:
+    def __init__(self, memory_bytes: int, starter: ThreadPoolExecutor, printed: Path | None = None) -> None:
         """`starter`: starts the processes; its thread must live as long as the slot. When the *thread* that started a
-        process ends, the kernel takes that for the end of the parent, and PDEATHSIG would kill the worker."""
-        self._memory_bytes = memory_bytes
+        process ends, the kernel takes that for the end of the parent, and PDEATHSIG would kill the worker. printed:
+        as of RewardPool."""
+        self._memory_bytes, self._printed = memory_bytes, printed
         self._starter = starter
         self._closed = False
         self._running: Future[Any] | None = None
@@ -78,7 +80,7 @@ class Slot:
         pool = ProcessPool(
             max_workers=1,
             initializer=worker.start,
-            initargs=(self._memory_bytes, os.getpid(), self._mark),
+            initargs=(self._memory_bytes, os.getpid(), self._mark, self._printed and str(self._printed)),
             context=multiprocessing.get_context("spawn"),
         )
         self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it

@@ -19,6 +19,13 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(_content(message.get("content")) for message in said)
 
 
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a prompt: of a conversation that of all its messages, without the marks of a chat template."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(_content(message.get("content")) for message in prompt)
+
+
 def _content(content: Any) -> str:
     if content is None:  # an assistant message that only calls tools
         return ""

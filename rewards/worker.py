@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.confinement import limit
 from cluster.process_tree import MARK
-from rewards import call, deadline, environment, memory
+from rewards import call, deadline, environment, memory, output
 from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load
 
@@ -27,9 +27,10 @@ PID_DIGITS, LONGEST = 10, 32  # characters of a mark: of its last part, and in a
 _CHECK_S = 1.0  # between looks at what the process holds
 
 
-def start(memory_bytes: int, parent: int, mark: str) -> None:
+def start(memory_bytes: int, parent: int, mark: str, printed: str | None) -> None:
     """Runs first in every worker, for the slot that has it, which finds by `mark` what the functions have started, once
-    this process is no more."""
+    this process is no more. printed: the file for what they print (rewards.output.redirect)."""
+    output.redirect(printed)
     confine(memory_bytes, parent)
     environment.overwrite(MARK, f"{mark}{os.getpid():0{PID_DIGITS}}")
 

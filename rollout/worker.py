@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -53,6 +54,7 @@ class WorkerSpec:
     make_engine: Callable[[EngineSettings], Engine]
     env: EnvSettings | None = None  # None: single completions
     judged: Judging = NOWHERE
+    printed: Path | None = None  # file for what reward functions print
     reward_processes: RewardProcesses | None = None  # None: reward_workers of them, beside the engine
     chat_template: Template = "auto"  # data.chat_template
     steps: int = 0  # of the run
@@ -228,7 +230,7 @@ def _scorer(spec: WorkerSpec) -> Scorer | None:
         return SharedScorer(spec.reward_processes, spec.rank)
     if not spec.rewards and spec.env is not None:
         return None
-    return RewardPool(spec.rewards, spec.reward_workers, spec.reward_memory, spec.judged)
+    return RewardPool(spec.rewards, spec.reward_workers, spec.reward_memory, spec.judged, spec.printed)
 
 
 def vllm_engine(settings: EngineSettings) -> Engine:

@@ -78,6 +78,8 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
     idle = advice(loop.metrics.idle, config)
     advised = loop.metrics.signal.advice() or ([] if idle is None else [idle])
     progress.summary(loop.held_out.evaluations, config.run_dir, phases, advised)
+    if printed := loop.metrics.printed.total():
+        progress.note(printed)
     if stop.is_set() and loop.step < prepared.total_steps:
         progress.note(f"stopped  at step {loop.step} of {prepared.total_steps}; the same command goes on from there")
     return 0

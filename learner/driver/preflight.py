@@ -42,6 +42,7 @@ from learner.model.adapter_config import MODEL, AdapterError
 from learner.model.reference_config import ReferenceConfigError
 from learner.trainer.learning_rate import rate_factor
 from rewards.base import RewardError
+from rewards.output import NAME as REWARD_OUTPUT
 from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.model_files import CONFIG, read_json
@@ -57,7 +58,7 @@ PROBLEMS = (
 # What a run writes in its folder.
 FILES = (
     run_lock.NAME, standard_streams.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", phases.FILE, POLICIES,
-    "timeline.json", ID,
+    "timeline.json", ID, REWARD_OUTPUT,
 )  # fmt: skip
 FOLDERS = ("rollouts", mismatch_files.FOLDER, "checkpoints", ADAPTER, MODEL)
 

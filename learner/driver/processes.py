@@ -27,6 +27,7 @@ from learner.ranks.service import RankService
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, functions_of
 from rewards.environment import DEVICE
+from rewards.output import NAME as OUTPUT
 from rewards.pool import Judging
 from rewards.service import RewardServer, RewardService
 from rollout.engine import EngineSettings
@@ -117,7 +118,13 @@ def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServ
     rollout, asked = config.rollout, config.cluster.rewards
     env = CHILDREN_END_BY_THEMSELVES | ({} if asked.gpus == 0 else {DEVICE: "cuda"})
     judged = Judging(config.run_dir / JUDGED, 1 / max(asked.processes, 1))
-    wanted = [functions_of(config.rewards), rollout.reward_workers, rollout.reward_memory, judged]
+    wanted = [
+        functions_of(config.rewards),
+        rollout.reward_workers,
+        rollout.reward_memory,
+        judged,
+        config.run_dir / OUTPUT,
+    ]
     return [session.spawn(role, RewardServer, wanted, env, stateless=True) for role in reward_roles(config)]
 
 
@@ -201,6 +208,7 @@ def worker_spec(
         chat_template=config.data.chat_template,
         steps=steps,
         judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
+        printed=config.run_dir / OUTPUT,
         reward_processes=RewardProcesses(tuple(rewards), config.group_deadline_s) if rewards else None,
     )
 

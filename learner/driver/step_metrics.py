@@ -12,6 +12,7 @@ from learner.driver.console import Progress
 from learner.driver.idle_advice import IdleTimes
 from learner.driver.phases import Phases
 from learner.driver.plan_file import PlanFile
+from learner.driver.reward_output import RewardOutput
 from learner.driver.signal_watch import SignalWatch
 from rollout.producer import Pipes, Producer
 from rollout.weight_sync import Answer, Receipt
@@ -50,7 +51,7 @@ class StepMetrics:
 
     def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, signal: SignalWatch) -> None:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
-        self.idle, self.signal = IdleTimes(), signal
+        self.idle, self.signal, self.printed = IdleTimes(), signal, RewardOutput(sinks.folder)
         self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
         self._held: dict[str, float] | None = None  # of the newest step, not written yet
 
@@ -143,3 +144,5 @@ class StepMetrics:
         self._sinks.progress.step(step, metrics)
         for sentence in self.signal.add(metrics):
             self.note(f"step {step}: {sentence}")
+        if printed := self.printed.first():
+            self.note(printed)

@@ -155,7 +155,7 @@ def test_a_cancelled_group_leaves_the_others_of_its_message_alone_and_the_last_o
 class Quick:
     """In the place of a process: answers in the next turn of the event loop; some messages of several calls fail."""
 
-    def __init__(self, memory_bytes: int, starter: object) -> None:
+    def __init__(self, memory_bytes: int, starter: object, printed: object) -> None:
         self.busy = False
 
     def preload(self, call: Call) -> None:

@@ -1,7 +1,8 @@
 """One call: which arguments a reward function gets, and what its return value means."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import pytest
@@ -29,6 +30,10 @@ def mute(completions: Sequence[str]) -> NoReturn:
 
 def broken_text(completions: Sequence[str]) -> NoReturn:
     raise ValueError("bad \ud83d")  # half of a surrogate pair, as of a text that was cut
+
+
+def punishment(longest: int) -> Callable[..., list[float]]:
+    return lambda completion_ids: [float(len(ids) > longest) for ids in completion_ids]
 
 
 def call(reward: Reward, args: Mapping[str, Any] | None = None, built_in: bool = False) -> Verdict:
@@ -69,6 +74,11 @@ def test_a_plain_function_gets_what_it_names() -> None:
         ([2.0, "1.0"], [2.0, NAN], "error"),
         ([{"reward": 1.0}, 1.0], [NAN, 1.0], "error"),
         ([1e30, -1e39], [1e30, NAN], "nan"),  # float32 holds no sum of more of them
+        ({"x": 1.0, "y": 0.5}.values(), [1.0, 0.5], "ok"),
+        (range(2), [0.0, 1.0], "ok"),
+        ({0.5, 1.0}, [NAN, NAN], "error"),  # in no order
+        ({0.5: "x", 1.0: "y"}, [NAN, NAN], "error"),
+        (b"ab", [NAN, NAN], "error"),
         ([1.0], [NAN, NAN], "error"),
         (1.0, [NAN, NAN], "error"),
         ("ab", [NAN, NAN], "error"),
@@ -87,6 +97,11 @@ def test_numpy_values_count_and_an_array_is_a_list() -> None:
     assert call(returning(np.array([0.5, 1.0]))).values == [0.5, 1.0]
     assert call(returning([np.float32(0.5), np.bool_(True)])).values == [0.5, 1.0]
     assert call(returning(np.array(1.0))).status == "error"
+
+
+def test_what_is_read_once_is_a_list() -> None:
+    assert call(lambda completions: map(len, completions)).values == [1.0, 1.0]
+    assert call(lambda completions: (float(text == "b") for text in completions)).values == [0.0, 1.0]
 
 
 def test_async_functions_are_awaited() -> None:
@@ -150,6 +165,11 @@ def test_what_a_call_leaves_behind_ends_with_it() -> None:
         (lambda completions: [], {"targt": 1}, False, "args: unknown targt; this reward takes none"),
         (number, {"colum": "x"}, True, "args: unknown colum; this reward takes column, tag"),
         (returning([1.0]), {}, False, "returned 1 values for 2 completions"),
+        (returning(itertools.count()), {}, False, "returned more than 2 values for 2 completions"),
+        (lambda completions: (1 / 0 for _ in completions), {}, False, "ZeroDivisionError"),
+        (returning(len), {}, False, "makes a function (a factory): call it in your file and name its result"),
+        (punishment, {}, False, "makes a function (a factory)"),
+        (punishment, {"longest": 3}, False, "then use: file.py:reward"),
         (lambda completions: 1 / 0, {}, False, "ZeroDivisionError: division by zero (test_reward_call.py, line "),
         (lambda completions: exit(), {}, False, "SystemExit"),
         (broken_text, {}, False, r"ValueError: bad \ud83d (test_reward_call.py"),

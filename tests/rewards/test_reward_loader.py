@@ -52,6 +52,62 @@ def test_a_helper_may_be_imported_when_the_function_is_called(tmp_path: Path, mo
     assert load(f"{tmp_path}/b/mine.py:f")(completions=[""]) == [2]  # loaded after a's was imported
 
 
+def test_a_file_of_a_package_imports_what_is_relative_to_it(tmp_path: Path) -> None:
+    for top, value in (("a", 1), ("b", 2)):  # two packages of one name
+        inner = tmp_path / top / "pkg" / "rewards"
+        inner.mkdir(parents=True)
+        (inner.parent / "__init__.py").write_text(f"VALUE = {value}")
+        (inner / "__init__.py").write_text("")
+        (inner / "helpers.py").write_text("from .. import VALUE\ndef ten(): return 10 * VALUE")
+        (inner / "mine.py").write_text(
+            "from .helpers import ten\n"
+            "def f(completions): return [ten()]\n"
+            "def late(completions):\n    from ..rewards import helpers\n    return [helpers.VALUE]\n"
+        )
+    found = [
+        load(f"{tmp_path}/{top}/pkg/rewards/mine.py:{name}")(completions=[""]) for top in "ab" for name in ("f", "late")
+    ]
+    assert found == [[10], [1], [20], [2]]
+    assert "pkg" not in sys.modules
+
+
+def test_relative_imports_in_a_folder_that_is_no_package(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 3")
+    (tmp_path / "mine.py").write_text("from .beside import VALUE\ndef f(completions): return [VALUE]")
+    assert load(f"{tmp_path}/mine.py:f")(completions=[""]) == [3]
+
+
+def test_what_a_package_imports_is_left_alone_without_relative_imports(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("import not_installed_here")
+    (tmp_path / "mine.py").write_text("def f(completions): return [1.0]")
+    (tmp_path / "part.py").write_text("from .mine import f")
+    assert load(f"{tmp_path}/mine.py:f")(completions=[""]) == [1.0]
+    for _ in range(2):
+        with pytest.raises(RewardLoadError, match="part.py does not import: ModuleNotFoundError.*not_installed_here"):
+            load(f"{tmp_path}/part.py:f")
+
+
+def test_what_is_called_like_a_function_is_one(tmp_path: Path) -> None:
+    (tmp_path / "kinds.py").write_text(
+        "from functools import partial\n"
+        "class Length:\n    def __call__(self, completions, **_): return [float(len(one)) for one in completions]\n"
+        "class Twice(Length):\n"
+        "    def __init__(self, times=2): self.times = times\n"
+        "    def __call__(self, completions, **_): return [self.times * n for n in super().__call__(completions)]\n"
+        "def of(times, completions): return [float(times)] * len(completions)\n"
+        "three, ten = partial(of, 3), Twice(10)\n"
+    )
+    found = {name: load(f"{tmp_path}/kinds.py:{name}") for name in ("Length", "Twice", "three", "ten")}
+    assert {name: call(completions=["ab", ""]) for name, call in found.items()} == {
+        "Length": [2.0, 0.0],
+        "Twice": [4.0, 0.0],
+        "three": [3.0, 3.0],
+        "ten": [20.0, 0.0],
+    }
+    with pytest.raises(RewardLoadError, match="functions there: Length, Twice, of, three, ten$"):
+        load(f"{tmp_path}/kinds.py:four")
+
+
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
@@ -67,12 +123,17 @@ def test_a_helper_may_be_imported_when_the_function_is_called(tmp_path: Path, mo
             "'good.py' names no function; write it after a colon, as in good.py:my_reward; functions there: acc",
         ),
         ("good.py:LIMIT", "good.py: 'LIMIT' is a int, not a function; functions there: accuracy, style"),
+        ("good.py:Plain", "good.py:Plain: is a class without __call__; write __call__"),
+        ("wants.py:Wants", r"raised TypeError: .*'limit'; if it wants some, make it in your file, reward = Wants\("),
         ("no_such_package.x:f", "module 'no_such_package.x' does not import: ModuleNotFoundError: No module named"),
     ],
 )
 def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, sentence: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.py").write_text("LIMIT = 3\ndef accuracy(): ...\ndef style(): ...")
+    (tmp_path / "good.py").write_text("LIMIT = 3\ndef accuracy(): ...\ndef style(): ...\nclass Plain: ...")
+    (tmp_path / "wants.py").write_text(
+        "class Wants:\n    def __init__(self, limit): ...\n    def __call__(self, completions): ..."
+    )
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "raises.py").write_text("def f(): ...\n\nx = 1 / 0")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")

@@ -20,7 +20,7 @@ from cluster.actor import Unusable, ValueLost
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
 from learner.tools.rescore import group_of
 from rewards.config import RewardConfig
-from rewards.pool import Judging, RewardPool
+from rewards.pool import RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
 from rollout.fake_engine import FakeEngine
 from rollout.safetensors_stream import Source
@@ -182,19 +182,20 @@ async def test_end_tokens_of_the_model_and_of_stop_reach_the_engine(spec: Worker
     assert [(settings.stop_ids, settings.stop) for settings in wanted] == [((*EOS_IDS, 257), ("</answer>",))]
 
 
-async def test_number_and_memory_of_the_reward_processes_reach_the_pool(
-    spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+async def test_the_settings_of_the_reward_processes_reach_the_pool(
+    spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[tuple[Any, ...]] = []
 
     class Noted(RewardPool):
-        def __init__(self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int, judged: Judging) -> None:
-            pools.append((rewards, workers, memory_bytes))
-            super().__init__(rewards, workers, memory_bytes, judged)
+        def __init__(self, *given: Any) -> None:
+            pools.append(given)
+            super().__init__(*given)
 
     monkeypatch.setattr("rollout.worker.RewardPool", Noted)
-    await RolloutWorker(replace(spec, reward_workers=2, reward_memory=3 * 2**30)).close()
-    assert pools == [(spec.rewards, 2, 3 * 2**30)]
+    printed = tmp_path / "reward_output.log"
+    await RolloutWorker(replace(spec, reward_workers=2, reward_memory=3 * 2**30, printed=printed)).close()
+    assert pools == [(spec.rewards, 2, 3 * 2**30, spec.judged, printed)]
 
 
 async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(

@@ -12,7 +12,7 @@ from rollout.data import sources
 from rollout.data.prompts import messages_of
 from rollout.data.sources import ProblemsError, Row
 
-REFERENCES = ("answer", "solution", "completion", "chosen")  # columns that may hold what a right completion says
+REFERENCES = ("answer", "ground_truth", "solution", "completion", "chosen")  # may hold what a right completion says
 
 
 class TrialError(ValueError):

@@ -98,6 +98,7 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
 
     found = spawn_rewards(config, cast(Any, Session()))
     wanted = [functions_of(config.rewards), 2, 5 * 2**30, Judging(config.run_dir / "judged", 1 / 2)]
+    wanted += [config.run_dir / "reward_output.log"]
     env = CHILDREN_END_BY_THEMSELVES | {"GLEANER_REWARD_DEVICE": "cuda"}
     assert asked == [(Role(f"rewards-{i}", 3, 1, node="big"), RewardServer, wanted, env, True) for i in range(2)]
     budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")

@@ -74,6 +74,17 @@ def test_a_run_to_come(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(alone["functions"]) == ["exact"]
 
 
+def test_what_a_function_prints_is_not_in_the_json(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "loud.py").write_text(
+        "import os\nprint('{')\n"
+        "def loud(completions): print('by Python'); os.system('echo by a child'); return [1.0] * len(completions)\n"
+    )
+    assert main(["rewards", "try", "loud.py:loud", "--data", "train.jsonl", "--samples", "2", "--json"]) == 0
+    told = capfd.readouterr()
+    assert len(json.loads(told.out)["completions"]) == 4
+    assert [told.err.count(line) for line in ("{", "by Python", "by a child")] == [1, 2, 2]
+
+
 def test_a_line_ends_where_json_lines_say_so(tmp_path: Path) -> None:
     (tmp_path / "said.jsonl").write_text('"a\u2028b\x85c"\r\n\n["d"]\n', encoding="utf-8")
     assert read_completions(tmp_path / "said.jsonl") == [["a\u2028b\x85c"], ["d"]]
