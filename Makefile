@@ -59,7 +59,7 @@ setup:
 	echo "setup: bytecode"
 	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every process would compile what it imports.
 	# The exit status says only that some shipped templates are no Python, so it is not asked.
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' .venv/lib learner rollout rewards cluster || true
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' .venv/lib gleaner learner rollout rewards cluster || true
 	if [ -n "$(GPU)" ]; then echo "$(GPU)" > .venv/.gpu; fi
 	rm .venv/.unfinished
 	echo "$$wanted" > .venv/.stamp
@@ -77,7 +77,7 @@ check:
 	$(BIN)/lint-imports --no-logo
 	mkdir -p build
 	# Beside the tests, which wait for processes a good part of the time: hence three of them at once on two cores, too.
-	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples > build/mypy.log 2>&1 & types=$$!
+	$(BIN)/mypy gleaner learner rollout rewards cluster tests benchmarks examples > build/mypy.log 2>&1 & types=$$!
 	trap 'kill $$types 2>/dev/null || true' EXIT
 	$(BIN)/pytest -n 3 --dist loadscope -m "not long" && failed=0 || failed=1
 	wait $$types || failed=1
