@@ -59,7 +59,7 @@ setup:
 	echo "setup: bytecode"
 	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every process would compile what it imports.
 	# The exit status says only that some shipped templates are no Python, so it is not asked.
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' .venv/lib learner rollout rewards cluster || true
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' .venv/lib gleaner learner rollout rewards cluster || true
 	if [ -n "$(GPU)" ]; then echo "$(GPU)" > .venv/.gpu; fi
 	rm .venv/.unfinished
 	echo "$$wanted" > .venv/.stamp
@@ -77,7 +77,7 @@ check:
 	$(BIN)/lint-imports --no-logo
 	mkdir -p build
 	# Beside the tests, which wait for processes a good part of the time: hence three of them at once on two cores, too.
-	$(BIN)/mypy learner rollout rewards cluster tests benchmarks examples > build/mypy.log 2>&1 & types=$$!
+	$(BIN)/mypy gleaner learner rollout rewards cluster tests benchmarks examples > build/mypy.log 2>&1 & types=$$!
 	trap 'kill $$types 2>/dev/null || true' EXIT
 	$(BIN)/pytest -n 3 --dist loadscope -m "not long" && failed=0 || failed=1
 	wait $$types || failed=1
@@ -136,10 +136,10 @@ package: setup
 	@rm -rf build/package build/lib && mkdir -p build/package/work
 	echo "package: sdist, and the wheel from it"
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("build/package")' > build/package/sdist.log
-	$(PIP) wheel --no-deps --no-build-isolation -w build/package build/package/gleaner-*.tar.gz
+	$(PIP) wheel --no-deps --no-build-isolation -w build/package build/package/gleaner_rl-*.tar.gz
 	echo "package: a clean environment (two minutes)"
 	$(PYTHON) -m venv build/package/env
-	install="build/package/env/bin/python -m pip --disable-pip-version-check -qq install $$(ls build/package/gleaner-*.whl)[cpu]"
+	install="build/package/env/bin/python -m pip --disable-pip-version-check -qq install $$(ls build/package/gleaner_rl-*.whl)[cpu]"
 	$$install $(TORCH) 2>/dev/null || $$install --extra-index-url $(TORCH_CPU_INDEX)
 	build/package/env/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec triton
 	cd build/package/work
@@ -150,7 +150,7 @@ package: setup
 	cd first
 	../../env/bin/gleaner train --config config.yaml steps=2
 	../../env/bin/gleaner report runs/first-run
-	echo "package: build/package/$$(cd ../.. && ls gleaner-*.whl) works"
+	echo "package: build/package/$$(cd ../.. && ls gleaner_rl-*.whl) works"
 
 # lm-evaluation-harness on an exported folder, with a task of its own.
 test-lm-eval: setup

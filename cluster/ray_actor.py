@@ -63,9 +63,11 @@ class Started(NamedTuple):
 class Host:
     """The one Ray actor class: holds any object."""
 
-    def __init__(self, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(self, factory: Callable[..., Any], args: Sequence[Any], path: Sequence[str] = ()) -> None:
+        """path: where what is not found on this process's own is looked for, last: the driver's."""
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         _forget_script()
+        sys.path += [entry for entry in path if entry and entry not in sys.path]
         self._object: Any = None
         try:
             with uncollected():

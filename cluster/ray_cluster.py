@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from cluster.placement import PlacementError, Role, waiting
 from cluster.prestart import setup
 from cluster.ray_actor import Host, Remote
 from cluster.ray_metrics import metrics_address
-from cluster.ray_private import check_doors, close_doors, short_start, system_config
+from cluster.ray_private import check_doors, close_doors, job_config, short_start, system_config
 from cluster.ray_reservation import Node, Reservation
 from cluster.ray_temp_dir import RuntimeFolder
 from cluster.ray_watch import RayProcesses
@@ -108,8 +109,9 @@ class Session:
         named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
         actor_class: Any = ray.remote(named).options(**options)
         sent = list(args)
+        path = [*sys.path, os.getcwd()]
         remote: Remote[S] = Remote(
-            role.name, lambda: actor_class.remote(factory, sent), self._exits, self.ray_processes.lost
+            role.name, lambda: actor_class.remote(factory, sent, path), self._exits, self.ray_processes.lost
         )
         self._actors.append(remote)
         return remote
@@ -218,6 +220,7 @@ def _connected(
                 log_to_driver=True,
                 _temp_dir=str(folder.ray),
                 _system_config=system_config(shows_metrics),
+                job_config=job_config(),
             )
     except BaseException:
         folder.remove()
@@ -233,7 +236,10 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(
+            address=None if in_job() else address, log_to_driver=True, logging_level=logging.WARNING,
+            job_config=job_config(),
+        )  # fmt: skip
     except ConnectionError as error:
         raise PlacementError(
             f"cluster.address: no running Ray was found for {address!r}; start one with: ray start --head, or use "

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from cluster.own_path import entries
 from cluster.prestart.worker import leave_to_the_driver
 
 REGISTER_S, LOOK_S = 20.0, 0.02  # for which a node's entry is waited for, and between two looks
@@ -104,6 +105,17 @@ def short_start(setup: Path) -> Iterator[None]:
         Node.start_monitor, Node.start_api_server = monitor, server  # type: ignore[method-assign]
         Node.start_ray_processes = processes  # type: ignore[method-assign]
         services.get_node, services.ConsolePopen = found, popen  # type: ignore[misc]
+
+
+def job_config() -> Any:
+    """Of a driver by whose files none of ours is hidden in its workers. Ray puts the folder of the driver's script and
+    its working directory first on their path: they get none of it, as where a job has a working directory of its own,
+    and the driver's path last (cluster.ray_actor.Host)."""
+    from ray.job_config import JobConfig
+
+    config: JobConfig = JobConfig(_py_driver_sys_path=entries())
+    config._runtime_env_has_working_dir = lambda: True  # type: ignore[method-assign]
+    return config
 
 
 def end_at_once(node: Any) -> None:

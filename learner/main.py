@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
     130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
     standard_streams.last()
+    called_from.ours_first()
     try:
         with end_requests.interrupting():
             if wrong := called_from.hidden_package() or called_from.wrong_place():

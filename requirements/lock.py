@@ -28,7 +28,7 @@ GPU = """\
 def of_report(text: str) -> list[str]:
     """Of pip's report on what it would install."""
     found = [item["metadata"] for item in json.loads(text)["install"]]
-    left_out = {*LEFT_OUT, "gleaner", "pip"}
+    left_out = {*LEFT_OUT, "gleaner-rl", "pip"}
     return [f"{one['name']}=={one['version']}" for one in found if one["name"].lower() not in left_out]
 
 

@@ -32,10 +32,11 @@ BUILT_INS = {
     "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
+OURS = ("cluster", "gleaner", "learner", "rewards", "rollout")  # packages
 PREFIX = "gleaner_reward_"  # of the module of a file
 INIT = "__init__.py"
 _KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
-EXTRAS = {"math": "math-verify", "reasoning_gym": "gleaner[demo]"}
+EXTRAS = {"math": "math-verify", "reasoning_gym": "'gleaner-rl[demo]'"}
 
 
 def load(use: str) -> Reward:
@@ -91,6 +92,8 @@ def load_own(use: str, example: str) -> Callable[..., Any]:
         return cast(Callable[..., Any], pickled.load(Path(place)))
     if not place:
         place, function = use, ""
+    if place in OURS and Path(f"{place}.py").is_file():
+        raise RewardLoadError(f"{use!r} names gleaner's own package {place}; for your file write {place}.py:{function}")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     return _function(module, function, use, example)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("learner", "rollout", "rewards", "cluster")
+PACKAGES = ("gleaner", "learner", "rollout", "rewards", "cluster")
 SOURCES = sorted(
     file for folder in (*PACKAGES, "examples", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")
 )

@@ -90,3 +90,31 @@ def test_the_page_of_licences_is_of_what_is_pinned() -> None:
 
 def test_a_citation_names_the_version() -> None:
     assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# What pip would take from PyPI, where the name without -rl is other people's.
+THEIRS = re.compile(
+    r"(?<![\w./-])gleaner(?:\[|[=<>~]=)|gleaner-\d+\.\d|\bpip3? install\b[^\n`&;|]*[\s'\"]gleaner(?![\w./-])"
+)
+
+
+def test_no_text_has_other_people_s_package_installed() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    texts = {name: (ROOT / name).read_bytes().decode(errors="replace") for name in tracked.splitlines()}
+    assert {name: found[0] for name, text in texts.items() if (found := THEIRS.search(text))} == {}
+    assert any("gleaner-rl[" in text for text in texts.values())
+
+
+@pytest.mark.parametrize(
+    "words", ["pip install {}", "pip install -U '{}[wandb]'", "{}>=0.1", "needs {}[plan]", "{}-0.1.0.tar.gz"]
+)
+def test_such_a_text_is_seen(words: str) -> None:
+    assert THEIRS.search(words.format("gleaner"))
+    assert not THEIRS.search(words.format("gleaner-rl" if "tar" not in words else "gleaner_rl"))
+
+
+def test_the_installed_command_is_of_the_distribution_that_the_code_looks_up() -> None:
+    from learner.driver import installed_over
+    from learner.tools.cli import VERSIONS
+
+    assert VERSIONS["gleaner"] == (PROJECT["name"],) == (installed_over.OURS,) == ("gleaner-rl",)

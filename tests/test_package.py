@@ -14,7 +14,7 @@ import pytest
 from learner.tools.cli import VERSIONS
 
 ROOT = Path(__file__).parents[1]
-OURS = ("cluster/", "learner/", "rewards/", "rollout/")
+OURS = ("cluster/", "gleaner/", "learner/", "rewards/", "rollout/")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq")
 
 
@@ -60,7 +60,7 @@ def test_the_sdist_is_the_repository_and_the_wheel_its_packages(sdist: Path, whe
         held = {file.name.partition("/")[2] for file in files.getmembers() if file.isfile()}
     assert tracked - held == set()
     with zipfile.ZipFile(wheel) as packed:
-        installed = {name for name in packed.namelist() if not name.startswith("gleaner-")}
+        installed = {name for name in packed.namelist() if not name.startswith("gleaner_rl-")}
     assert {name for name in tracked if name.startswith(OURS)} - installed == set()
 
 
@@ -69,6 +69,8 @@ def test_the_commands_before_a_first_run(environment: Path, tmp_path: Path) -> N
     """`make package` goes on to the run itself, with dependencies that pip has chosen."""
     gleaner = environment / "gleaner"
     assert [line.split()[0] for line in told(gleaner, "--version", cwd=tmp_path).splitlines()] == [*VERSIONS]
+    version = "import gleaner; print(gleaner.__version__, gleaner.train.__module__)"
+    assert told(environment / "python", "-c", version, cwd=tmp_path) == "0.1.0 learner.api.training\n"
     told(gleaner, "init", "first", cwd=tmp_path)
     assert f'path: "{environment.parent}' in (tmp_path / "first" / "config.yaml").read_text()
     assert "cluster:" in told(gleaner, "plan", "--gpu", "24", "--model", "meta-llama/Llama-3.2-1B", cwd=tmp_path)
@@ -77,10 +79,8 @@ def test_the_commands_before_a_first_run(environment: Path, tmp_path: Path) -> N
 
 def test_somebody_else_s_package_of_our_name_is_named(environment: Path, tmp_path: Path) -> None:
     gleaner = environment / "gleaner"
-    (tmp_path / "rewards.py").write_text("")
-    said = told(gleaner, "plan", "--gpu", "24", "--model", "x", cwd=tmp_path, code=2)
-    assert said.startswith(f"error: {tmp_path / 'rewards.py'} hides gleaner's package rewards (in ")
-    (tmp_path / "rewards.py").unlink()
+    (tmp_path / "rewards.py").write_text("")  # the user's, which no process takes for ours
+    assert "cluster:" in told(gleaner, "plan", "--gpu", "24", "--model", "meta-llama/Llama-3.2-1B", cwd=tmp_path)
     info = "shop_rewards-1.0.dist-info"
     with zipfile.ZipFile(tmp_path / "shop_rewards-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("rewards/__init__.py", "POINTS = 3\n")

@@ -30,6 +30,6 @@ def known_tracker(name: str) -> str:
     package = getattr(TRACKERS[name], "PACKAGE", None)
     if package is not None and find_spec(package) is None:
         raise ValueError(
-            f"{name} needs the package {package}, which is not installed; run: pip install 'gleaner[{name}]'"
+            f"{name} needs the package {package}, which is not installed; run: pip install 'gleaner-rl[{name}]'"
         )
     return name

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from learner.api.child import tie_to
 from learner.driver import config_io
+from learner.driver.called_from import ours_first
 from learner.main import leave
 from learner.tools.evaluation import evaluate
 from learner.tools.reported import reported
@@ -32,4 +33,5 @@ def work(folder: Path) -> None:
 
 if __name__ == "__main__":
     tie_to(int(sys.argv[1]))
+    ours_first()
     leave(reported(lambda: work(Path(sys.argv[2]))))

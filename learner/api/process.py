@@ -9,8 +9,8 @@ import tempfile
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 
+from cluster import own_path
 from learner.api.errors import InputError, RunFailed, TrainError
-from learner.driver.called_from import ROOT
 
 CLOSE_S = 60.0  # for a run that is to end at once: it takes its processes down
 LOOK_S = 0.2  # between two looks at what it has written
@@ -19,7 +19,6 @@ TAIL = 2**16  # characters of output in which its last words are looked for
 SAID = ("error: ", "config: ")
 # Lines, not the moving table of a terminal: notebooks set FORCE_COLOR, by which rich would take the file for one.
 PLAIN = {"TTY_COMPATIBLE": "0", "RAY_COLOR_PREFIX": "0"}
-INSTALLED = ("site-packages", "dist-packages")
 
 
 class RunProcess:
@@ -34,10 +33,10 @@ class RunProcess:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
         self._read, self._tail, self._interrupted = 0, "", 0
-        command = [sys.executable, "-u", "-m", module, str(os.getpid()), *arguments]
+        command = [sys.executable, "-P", "-u", "-m", module, str(os.getpid()), *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True,
-            env=_environment(),
+            env={**os.environ, **PLAIN, **own_path.environment()},  # sys.path may have been changed in this process
         )  # fmt: skip
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # one that died says why
@@ -122,11 +121,3 @@ def _last_words(lines: list[str]) -> list[str]:
         elif found:
             break
     return found
-
-
-def _environment() -> dict[str, str]:
-    """Ours, in which the child finds the same packages: sys.path may have been changed in this process."""
-    if ROOT.name in INSTALLED:
-        return {**os.environ, **PLAIN}
-    path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**os.environ, **PLAIN, "PYTHONPATH": os.pathsep.join(dict.fromkeys(entry for entry in path if entry))}

@@ -1,34 +1,51 @@
-"""Where a call of learner.main.main cannot work: beside other packages of our names, inside a running event loop, in a
-script without a guard. Loads the standard library alone, since packages of our names may be other people's."""
+"""Where a call of learner.main.main cannot work: where PYTHONPATH has other packages of our names, inside a running
+event loop, in a script without a guard; and how a path is ordered on which files of our names are the user's."""
 
 import ast
 import asyncio
-import importlib.util
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from cluster.own_path import ROOT
 from learner.driver.installed_over import installed_over
 
-ROOT = Path(__file__).parents[2]
-OURS = ("cluster", "learner", "rewards", "rollout")
+OURS = ("cluster", "gleaner", "learner", "rewards", "rollout")
+
+
+def ours_first() -> None:
+    """Folders with a module of our names come last on the path of this process, and so of those that multiprocessing
+    starts from here. The user's files there are loaded by their paths (rewards.loader)."""
+    sys.path.sort(key=lambda entry: next(_theirs(entry), None) is not None)  # in which the others keep their order
+
+
+def _theirs(folder: str) -> Iterator[Path]:
+    """Files there that would be imported in place of a package of ours; '' is the working directory."""
+    for name in OURS:
+        for file in (Path(folder, name, "__init__.py").absolute(), Path(folder, f"{name}.py").absolute()):
+            if file.is_file():
+                if file.resolve() != (ROOT / name / "__init__.py").resolve():
+                    yield file
+                break  # a package comes before a module beside it
 
 
 def hidden_package() -> str:
-    """A sentence if a module of somebody else would be imported in place of a package of this project, or ''.
+    """A sentence if a new process would import a module of somebody else in place of a package of this project, or ''.
 
-    The working directory counts in any case: Ray puts it first on the path of its workers.
+    The working directory does not count: no process of a run has it on its path before our packages.
     """
-    for name in OURS:
-        spec = importlib.util.find_spec(name)
-        found = [] if spec is None or spec.origin is None else [Path(spec.origin)]
-        here = [Path(f"{name}.py").absolute(), Path(name, "__init__.py").absolute()]
-        for file in [*found, *(file for file in here if file.is_file())]:
-            if file.resolve() != (ROOT / name / "__init__.py").resolve():
-                return (
-                    f"{file} hides gleaner's package {name} (in {ROOT}) in the processes of a run; rename it, or "
-                    "start from another folder"
-                )
+    given = os.environ.get("PYTHONPATH")
+    for folder in given.split(os.pathsep) if given else ():
+        if Path(folder).resolve() == ROOT:
+            break
+        if (file := next(_theirs(folder), None)) is not None:
+            name = file.parent.name if file.name == "__init__.py" else file.stem
+            return (
+                f"PYTHONPATH: {file} hides gleaner's package {name} (in {ROOT}) in the processes of a run; rename it, "
+                "or leave that folder out"
+            )
     return installed_over(OURS)
 
 

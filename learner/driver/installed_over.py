@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, PackagePath, distributions, files
 
-OURS = "gleaner"
+OURS = "gleaner-rl"
 
 
 def installed_over(packages: Sequence[str]) -> str:
@@ -19,7 +19,7 @@ def installed_over(packages: Sequence[str]) -> str:
             if name != OURS and str(file) in map(str, other.files or ()):
                 return (
                     f"{file.locate()} is the distribution {name}'s, installed over gleaner's package {file.parent}; "
-                    f"install gleaner again in an environment without {name}"
+                    f"install gleaner-rl again in an environment without {name}"
                 )
     return ""
 

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from cluster import own_path
 from cluster.deadline import LOOK_S, Awake
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
@@ -16,7 +16,6 @@ from learner.model.trial_note import told
 LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
 TOOL_PARSER = "rollout.vllm.parser_trial"
 SHARED_BASE = "learner.model.shared_base_trial"
-ROOT = Path(__file__).parents[2]
 
 log = logging.getLogger("learner")
 
@@ -28,11 +27,10 @@ class Trial:
         self._module, self._deadline = module, config.cluster.deadlines.start
         self._key, self._what = key, what  # setting that is tried, and what it names
         self._begin = time.monotonic()
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **own_path.environment()},
         )  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(config.model_dump_json())

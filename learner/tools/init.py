@@ -49,7 +49,7 @@ def _demo() -> Path:
     if DEMO.is_dir():
         return DEMO
     try:
-        installed = [file for file in files("gleaner") or [] if file.match(f"{DEMO.name}/config.json")]
+        installed = [file for file in files("gleaner-rl") or [] if file.match(f"{DEMO.name}/config.json")]
     except PackageNotFoundError:
         installed = []
     if not installed:

@@ -117,7 +117,7 @@ def run(asked: Asked) -> int:
         try:
             plan_picture.save_png([one.chosen for one in found], size.bytes, Path(asked.png))
         except ImportError:
-            print("error: --png needs matplotlib: pip install 'gleaner[plan]'", file=sys.stderr)
+            print("error: --png needs matplotlib: pip install 'gleaner-rl[plan]'", file=sys.stderr)
             return 2
         except (OSError, ValueError) as error:  # of another ending than matplotlib knows
             print(f"error: --png: {asked.png} cannot be written: {error}; give another file", file=sys.stderr)

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from cluster import own_path
 from learner.config import RunConfig
 from learner.driver import config_io
 from learner.driver.model_checks import check_served
@@ -40,7 +41,7 @@ def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    os.environ.update(server.environment)
+    os.environ.update({**server.environment, **own_path.environment()})
     for note in server.notes:
         print(note, flush=True)
     print(_how_to_ask(run_dir, f"http://{host}:{port}/v1"), flush=True)
@@ -100,7 +101,7 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
     """
     config, learned = _run_in(run_dir)
     # The module, since vLLM's build for CPUs has no command `vllm serve`.
-    command = [sys.executable, "-m", *_server(config, learned), "--host", host, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", *_server(config, learned), "--host", host, "--port", str(port)]
     command += [*_model(config, learned), "--dtype", config.model.dtype]
     if config.data.chat_template_kwargs:
         command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]

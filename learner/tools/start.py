@@ -1,4 +1,4 @@
-"""The console script: `gleaner` once it is known that the packages of our names are ours."""
+"""The console script: `gleaner` once it is known that packages of our names are ours in each process."""
 
 import sys
 from typing import NoReturn
@@ -7,7 +7,7 @@ from learner.driver.called_from import hidden_package
 
 
 def console() -> NoReturn:
-    """Exit code 2 where a module of the user would be imported in place of a package of ours."""
+    """Exit code 2 where one of a new process would be another's."""
     if wrong := hidden_package():
         print(f"error: {wrong}", file=sys.stderr)
         sys.exit(2)

@@ -112,7 +112,7 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
     except ImportError as error:
         raise ProblemsError(
             f"data.path: rg:{task} needs reasoning_gym, which cannot be imported ({error}); run make setup, or "
-            "pip install 'gleaner[demo]'"
+            "pip install 'gleaner-rl[demo]'"
         ) from error
     if task not in factory.DATASETS:
         tasks = factory.DATASETS

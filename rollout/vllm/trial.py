@@ -21,7 +21,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         from vllm import ModelRegistry
         from vllm.transformers_utils.config import get_config
     except ImportError as error:
-        return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner[gpu]'"]
+        return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner-rl[gpu]'"]
     path, revision, learner = config["model"]["path"], config["model"]["revision"], config["learner"]
     if config["model"]["base"] == "nf4":
         try:

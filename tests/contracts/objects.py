@@ -117,6 +117,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ray": ("ray",),
         "ray.util": ("ray.util",),
         "params": ("ray._private.parameter.RayParams",),
+        "config": ("ray.job_config.JobConfig",),
         "node._ray_params": ("ray._private.parameter.RayParams",),
     },
     "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},

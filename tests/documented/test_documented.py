@@ -68,7 +68,7 @@ def test_commands_that_change_the_machine_are_declared() -> None:
 @pytest.mark.parametrize(
     ("command", "program"),
     [
-        ("pip install gleaner", "pip"), ("cd my-run && touch a; .venv/bin/pip uninstall -y ray", "pip"),
+        ("pip install gleaner-rl", "pip"), ("cd my-run && touch a; .venv/bin/pip uninstall -y ray", "pip"),
         ("HF_HUB_OFFLINE=1 python3.11 -m pip install x", "pip"), ("sudo apt-get install chromium", "sudo"),
         ("cd gleaner && make setup", "make"), ("echo $(curl localhost)", "curl"), ("ray stop", "ray"),
     ],

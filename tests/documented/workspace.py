@@ -80,7 +80,7 @@ class Workspace:
         """With a `gleaner` and a `python` of these sources."""
         programs = self.folder / ".bin"
         programs.mkdir(exist_ok=True)
-        start = "from learner.tools.start import console; console()"
+        start = "from gleaner.__main__ import console; console()"
         for name, arguments in {"gleaner": f"-P -c '{start}'", "python": ""}.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
             (programs / name).chmod(0o755)

@@ -13,7 +13,7 @@ from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("learner", "rollout", "rewards", "cluster")
+PACKAGES = ("gleaner", "learner", "rollout", "rewards", "cluster")
 
 
 def _loads_without_saying_so(tree: ast.AST) -> list[str]:

@@ -40,7 +40,7 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Main memory of the machine, 64GiB; else of this one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every number, by role and part, in bytes.")] = False,
-    png: Annotated[str | None, typer.Option(metavar="FILE", help="Stacked bars; needs gleaner[plan].")] = None,
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="Stacked bars; needs gleaner-rl[plan].")] = None,
 ) -> int:
     """Say which models fit a card, and how.
 

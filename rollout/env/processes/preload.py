@@ -18,14 +18,16 @@ from rollout.env.loader import found
 from rollout.env.processes import sweeper
 
 VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
+SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"  # with values for its start alone
 
 
 def request(code: Sequence[str], variables: Sequence[str], seconds: float) -> str:
     """What the server is to be told through VARIABLE: what names the environment's code (rollout.env.loader.code_of),
-    which variables that may see and how long it may take to load, and what the main module of this process is."""
+    which variables that may see and how long it may take to load, what the main module of this process is, and the
+    values of SAFE and PATH from which on all goes."""
     main = spawn.get_preparation_data("environments")
     names = main.get("init_main_from_name"), main.get("init_main_from_path")
-    return json.dumps([code, list(variables), seconds, *names])
+    return json.dumps([{name: os.environ.get(name) for name in (SAFE, PATH)}, code, list(variables), seconds, *names])
 
 
 def prepare(code: Sequence[str], variables: Sequence[str], seconds: float, name: str | None, path: str | None) -> None:
@@ -51,4 +53,8 @@ def prepare(code: Sequence[str], variables: Sequence[str], seconds: float, name:
 
 if VARIABLE in os.environ:
     sweeper.start()
-    prepare(*json.loads(os.environ.pop(VARIABLE)))
+    before, *asked = json.loads(os.environ.pop(VARIABLE))
+    for one in (SAFE, PATH):
+        os.environ.pop(one)
+    os.environ.update({one: value for one, value in before.items() if value is not None})
+    prepare(*asked)

@@ -1,4 +1,5 @@
-"""A call that cannot work says why: somebody else's packages, a running event loop, a script without a guard."""
+"""A call that cannot work says why: somebody else's packages on PYTHONPATH, a running event loop, a script without a
+guard."""
 
 import asyncio
 import os
@@ -8,39 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from learner.driver.called_from import hidden_package
+from cluster.own_path import ROOT
+from learner.driver.called_from import hidden_package, ours_first
 from learner.main import main
 
 
-@pytest.mark.parametrize("file", ["cluster.py", "rewards/__init__.py", "learner.py", "rollout.py"])
-def test_a_module_of_our_name_in_the_working_directory(
+@pytest.mark.parametrize("file", ["cluster.py", "rewards/__init__.py"])
+def test_another_module_of_our_name_that_new_processes_would_import(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     (tmp_path / "data" / "cluster").mkdir(parents=True)
-    Path("rewards").mkdir()  # a folder without __init__.py hides nothing
+    (tmp_path / "rewards").mkdir()  # a folder without __init__.py hides nothing
     assert hidden_package() == ""
-    Path(file).write_text("")
+    (tmp_path / file).write_text("")
     assert main(["model.path=x"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"error: {tmp_path / file} hides gleaner's package {file.split('/')[0].removesuffix('.py')} "
-    )
+    name = file.split("/")[0].removesuffix(".py")
+    assert line.startswith(f"error: PYTHONPATH: {tmp_path / file} hides gleaner's package {name} (in {ROOT}) ")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    assert hidden_package() == ""
 
 
-def test_it_is_said_before_our_own_imports_fail(tmp_path: Path) -> None:
-    """As the command line meets it: the user's cluster.py comes first on the path."""
-    (tmp_path / "cluster.py").write_text("raise RuntimeError('not ours')")
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"}
-    words = [sys.executable, "-m", "learner.main", "model.path=x"]
-    ran = subprocess.run(words, capture_output=True, text=True, cwd=root, env=environment, timeout=120)
-    # `python -m` puts the working directory first, so that ours are found here; from elsewhere the user's are.
-    assert "model.path" not in ran.stdout
-    ran = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
-    assert ran.returncode == 2
-    assert ran.stderr.startswith(f"error: {tmp_path / 'cluster.py'} hides gleaner's package cluster")
-    assert len(ran.stderr.splitlines()) == 1
+@pytest.mark.parametrize("entry", ["", "given"])
+def test_folders_with_modules_of_our_names_come_last(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(tmp_path) if entry else ""
+    monkeypatch.setattr(sys, "path", [folder, "other", str(ROOT)])
+    ours_first()
+    assert sys.path == [folder, "other", str(ROOT)]
+    Path("rewards.py").write_text("")
+    ours_first()
+    assert sys.path == ["other", str(ROOT), folder]
 
 
 def test_a_call_in_a_running_event_loop(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,4 +96,4 @@ def test_the_server_of_a_model_that_transformers_knows_asks_it(made: Path, tmp_p
     content["model"]["path"] = str(make_family(tmp_path / "granite", "granite"))
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     command = server_of(run, "127.0.0.1", 1, []).command
-    assert command[1:4] == ["-m", "rollout.vllm.served", str(tmp_path / "granite")]
+    assert command[2:5] == ["-m", "rollout.vllm.served", str(tmp_path / "granite")]

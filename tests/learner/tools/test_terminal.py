@@ -153,4 +153,4 @@ def test_what_is_not_there_is_said_before(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)
     assert main(["report", str(run), "--terminal"]) == 1
-    assert capsys.readouterr().err == "error: --terminal needs textual: pip install 'gleaner[terminal]'\n"
+    assert capsys.readouterr().err == "error: --terminal needs textual: pip install 'gleaner-rl[terminal]'\n"
