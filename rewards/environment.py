@@ -41,9 +41,14 @@ def values_of(names: Sequence[str], label: str) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
+def kept(name: str) -> bool:
+    """Whether reward functions do not see a variable of this name, unless they name it."""
+    return name not in ALLOWED and not name.startswith(ALLOWED_BEGINNINGS)
+
+
 def withhold() -> None:
     """Takes from this process, and from what it will start, every variable that is not allowed."""
-    names = [n for n in os.environ if n not in ALLOWED and not n.startswith(ALLOWED_BEGINNINGS)]
+    names = [name for name in os.environ if kept(name)]
     _withheld.update(names)
     for name in names:
         del os.environ[name]

@@ -14,6 +14,7 @@ from rewards.config import RewardConfig, functions_of
 from rewards.format import TAGS
 from rewards.text import tag_of
 from rewards.unit_tests import late
+from rewards.withheld import withheld_notes
 from rollout.schema import Problem
 
 
@@ -47,7 +48,12 @@ def check_rewards(config: RunConfig, problem: Problem, prefilled: str) -> tuple[
             raise PreflightError(f"rewards.{i}.{wrong}")
     group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns, prefilled)
     tried = try_rewards(functions, group, config.rollout.reward_memory)
-    return (*tried.notes, *classifier_notes(config), *prefilled_notes(functions, prefilled))
+    return (*tried.notes, *requests_notes(functions), *classifier_notes(config), *prefilled_notes(functions, prefilled))
+
+
+def requests_notes(functions: Sequence[RewardConfig]) -> list[str]:
+    """What users should know of where requests of their functions go."""
+    return [note for i, reward in enumerate(functions) for note in withheld_notes(reward, f"rewards.{i}")]
 
 
 def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[str]:

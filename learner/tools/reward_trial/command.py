@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.config_io import ConfigError, load, sentences
-from learner.driver.function_checks import prefilled_notes
+from learner.driver.function_checks import prefilled_notes, requests_notes
 from learner.tools.other_data import of_other_data
 from learner.tools.reward_trial.cases import (
     Case,
@@ -95,7 +95,7 @@ def _tried(asked: Asked) -> bool:
     memory = asked.memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT)
     found = asyncio.run(score(meant.rewards, memory, texts, cases))
     notes = [*meant.notes, *([texts.note] if texts.note else [])]
-    notes += prefilled_notes(meant.rewards, texts.prefilled(cases[0]))
+    notes += [*requests_notes(meant.rewards), *prefilled_notes(meant.rewards, texts.prefilled(cases[0]))]
     print(json.dumps(as_json(found), indent=2) if asked.as_json else as_text(found, notes))
     return failed(found)
 
