@@ -55,6 +55,7 @@ setup:
 	while IFS= read -r setting; do export "$$setting"; done < <($(BIN)/python -m pip config list | $(BIN)/python requirements/uv_settings.py)
 	# What uv cannot get (from an index that asks for a password, say) pip tries.
 	$(UV_INSTALL) -r $(LIST) || $(INSTALL) -r $(LIST)
+	$(BIN)/python -m pip -qq uninstall -y gleaner 2>/dev/null  # the name before gleaner-rl; both have the command gleaner
 	$(INSTALL) -e .
 	echo "setup: bytecode"
 	# Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, every process would compile what it imports.
