@@ -55,7 +55,7 @@ def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
 def _no_setting(word: str) -> str:
     key = word.lstrip("-").replace("-", "_")
     near = [f"{key}=..."] if key in {one.name for one in keys()} else []
-    near += difflib.get_close_matches(word, OPTIONS, n=1) if word.startswith("-") else []
+    near += difflib.get_close_matches(word, OPTIONS, n=1, cutoff=0.7) if word.startswith("-") else []
     meant = f"--config {word}" if word.endswith((".yaml", ".yml")) else near[0] if near else ""
     hint = f"did you mean {meant}?" if meant else "for example learner.learning_rate=1e-4"
     return f"{word!r}: an override is written key=value{'; ' if meant else ', '}{hint}"

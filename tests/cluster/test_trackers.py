@@ -101,5 +101,5 @@ def test_a_tracker_that_fails_costs_one_line_and_no_metrics(
 def test_a_tracker_whose_package_is_missing_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Down, "PACKAGE", "no_such_tracker", raising=False)
     monkeypatch.setitem(TRACKERS, "lines", Down)
-    with pytest.raises(ConfigError, match=r"trackers\.0: lines needs the package no_such_tracker.*gleaner\[lines\]"):
+    with pytest.raises(ConfigError, match=r"trackers\.0: lines needs the package no_such_tracker.*gleaner-rl\[lines\]"):
         load(None, [*REQUIRED, "trackers=[lines]"])

@@ -44,7 +44,7 @@ def check(config: dict[str, Any], *words: str, capsys: pytest.CaptureFixture[str
 def test_a_dry_run_says_what_would_run_and_writes_nothing(
     config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = check(config, "--dry-run", "rollout.workers=2", capsys=capsys)
+    code, out, _ = check(config, "--dry-run", "--verbose", "rollout.workers=2", capsys=capsys)
     assert code == 0
     assert "generator-1: 1 CPU, 0 GPU" in out
     assert "27 to train on, 3 held out" in out

@@ -47,7 +47,9 @@ def adapter(tmp_path: Path, model: Path) -> Path:
 def test_settings_that_are_left_open_follow_the_adapter(
     config: dict[str, Any], adapter: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = check(config, "--dry-run", f"model.adapter={adapter}", "learner.lora.alpha=16", capsys=capsys)
+    code, out, _ = check(
+        config, "--dry-run", "--verbose", f"model.adapter={adapter}", "learner.lora.alpha=16", capsys=capsys
+    )
     assert code == 0
     assert "learner.lora follows model.adapter: rank 8, targets ['q_proj', 'v_proj']" in out
     assert "rank: 8" in out

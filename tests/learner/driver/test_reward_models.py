@@ -108,7 +108,7 @@ def test_what_its_files_say_is_checked_before_the_start(
 ) -> None:  # fmt: skip
     harm(reward_model)
     rewards = [*config["rewards"], {"use": "adapter:helpful"}]
-    code, out, err = check(config | {"rewards": rewards}, "--dry-run", capsys=capsys)
+    code, out, err = check(config | {"rewards": rewards}, "--dry-run", "--verbose", capsys=capsys)
     assert code == (2 if message else 0)
     found = [line for line in err.splitlines() if line.startswith(("error: ", "config: "))]
     assert [bool(re.search(message, line)) for line in found] == [True] * bool(message)
