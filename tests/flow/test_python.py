@@ -37,6 +37,7 @@ sys.stdout.write("TOLD " + json.dumps(told))
 """
 
 
+@pytest.mark.long  # tests/flow/test_user_files.py runs train() from a script in every `make test`
 @pytest.mark.timeout(400)
 def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
     (cell,) = [block for block in blocks("python") if "import train" in block]
