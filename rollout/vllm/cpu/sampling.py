@@ -15,6 +15,7 @@ from torch import Tensor
 
 # Entries that are summed before their sums are searched: of 49,152 a search in 384 sums, then in 128 entries.
 _BLOCK = 128
+_SMALL = 1024  # entries up to which one sum after the other is no slower
 _BELOW_1 = torch.tensor(1 - 2**-52, dtype=torch.float64)  # so that a product with it is not rounded to the other factor
 
 
@@ -35,8 +36,9 @@ def install_cpu_sampling() -> None:
             kept = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
             logprobs = kept.log_softmax(dim=-1, dtype=torch.float32)
             uniform = torch.rand(len(logits), 1, dtype=torch.float64)
+            rows = uniform.unbind()  # once: each look at a row by its number takes as long as its random number
             for row, generator in generators.items():
-                uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
+                rows[row].uniform_(generator=generator)
             return draw(logprobs, uniform), logprobs if self.logprobs_mode == "processed_logprobs" else None
 
         forward_cpu.gleaner = True  # type: ignore[attr-defined]
@@ -50,6 +52,10 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """
     probabilities = logprobs.exp()
     vocabulary = probabilities.shape[1]
+    if vocabulary <= _SMALL:
+        ends = probabilities.cumsum(-1, dtype=torch.float64)
+        found = torch.searchsorted(ends, torch.minimum(uniform, _BELOW_1) * ends[:, -1:], right=True)
+        return found.clamp_(max=vocabulary - 1).squeeze(1)
     whole = vocabulary // _BLOCK * _BLOCK
     sums = probabilities[:, :whole].view(len(probabilities), -1, _BLOCK).sum(-1)
     rest = probabilities[:, whole:].sum(-1, keepdim=True)
