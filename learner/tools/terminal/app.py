@@ -87,6 +87,8 @@ class RunApp(App[int]):
             return
         self._files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
         done = f"{run.name}  step {run.steps[-1] if run.steps else 0} of {run.of or '?'}"
+        if not self.query("#run"):  # it ends, and its screen is empty already
+            return
         self.query_one("#run", Static).update(Text(escaped(done), style="bold", no_wrap=True))
         spent = [f"{start.steps}  {sentence(start.phases)}" for start in reversed(starts_of(run))]
         for place, said in (("#remarks", " ".join(run.remarks)), ("#time", "\n".join(spent))):
