@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cluster", "gleaner", "learner", "rewards", "rollout")
 INSTALLED = ("site-packages", "dist-packages")  # folders that each Python has on its path
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from cluster.own_path import PACKAGES
 from rewards import pickled
 from rewards.base import ADAPTER, JUDGE, Reward, RewardLoadError
 from rewards.described import described
@@ -32,7 +33,6 @@ BUILT_INS = {
     "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
-OURS = ("cluster", "gleaner", "learner", "rewards", "rollout")  # packages
 PREFIX = "gleaner_reward_"  # of the module of a file
 INIT = "__init__.py"
 _KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
@@ -92,7 +92,7 @@ def load_own(use: str, example: str) -> Callable[..., Any]:
         return cast(Callable[..., Any], pickled.load(Path(place)))
     if not place:
         place, function = use, ""
-    if place in OURS and Path(f"{place}.py").is_file():
+    if place in PACKAGES and Path(f"{place}.py").is_file():
         raise RewardLoadError(f"{use!r} names gleaner's own package {place}; for your file write {place}.py:{function}")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     return _function(module, function, use, example)

@@ -18,7 +18,7 @@ LONGEST_NAME, LONGEST_TEXT = 100, 2000
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the run was when a group was sampled: updates of the policy that sampled it, of how many, and the epoch."""
+    """Where the run is as a group is scored: updates of its generator's newest policy, of how many, and the epoch."""
 
     step: int = 0
     steps: int = 0

@@ -50,5 +50,8 @@ def _texts(use: str) -> Iterator[bytes]:
         for one in (file, *(own_imports(file, file.parent) if file.suffix == ".py" else ())):
             try:
                 yield read_bytes(one, MOST)
-            except (OSError, Unreadable):  # said where it is loaded
+            except (
+                OSError,
+                Unreadable,
+            ):  # what cannot be read is said as it is loaded; a larger file is not looked through
                 continue

@@ -124,11 +124,14 @@ class RolloutWorker(RolloutService):
         """With the tag that its prompt ends in."""
         return replace(problem, prefilled=self.chat.prefilled(prompt_ids))
 
+    def _progress(self, problem: Problem) -> Progress:
+        return Progress(self._version, self.spec.steps, problem.epoch)
+
     async def _of_completions(self, problem: Problem, completions: Sequence[Completion], by: Origin) -> Columns:
         ids = [c.token_ids.tolist() for c in completions]
         texts = [self.chat.decode(tokens) for tokens in ids]
         assert self.scorer is not None
-        progress = Progress(self._version, self.spec.steps, problem.epoch)
+        progress = self._progress(problem)
         group = Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled, progress)
         scores = await self.scorer.score(group)
         self._tell_of(scores)
@@ -144,8 +147,7 @@ class RolloutWorker(RolloutService):
 
     async def _of_trajectories(self, problem: Problem, played: Sequence[Trajectory], by: Origin) -> Columns:
         self._sentences.warn(sentence_of(t) for t in played if t.faulted)
-        progress = Progress(self._version, self.spec.steps, problem.epoch)
-        scores = await scored(self.scorer, problem, played, progress)
+        scores = await scored(self.scorer, problem, played, self._progress(problem))
         if scores is not None:
             self._tell_of(scores)
         assert self.spec.env is not None

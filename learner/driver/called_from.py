@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from cluster.own_path import ROOT
+from cluster.own_path import PACKAGES, ROOT
 from learner.driver.installed_over import installed_over
-
-OURS = ("cluster", "gleaner", "learner", "rewards", "rollout")
 
 
 def ours_first() -> None:
@@ -23,7 +21,7 @@ def ours_first() -> None:
 
 def _theirs(folder: str) -> Iterator[Path]:
     """Files there that would be imported in place of a package of ours; '' is the working directory."""
-    for name in OURS:
+    for name in PACKAGES:
         for file in (Path(folder, name, "__init__.py").absolute(), Path(folder, f"{name}.py").absolute()):
             if file.is_file():
                 if file.resolve() != (ROOT / name / "__init__.py").resolve():
@@ -46,7 +44,7 @@ def hidden_package() -> str:
                 f"PYTHONPATH: {file} hides gleaner's package {name} (in {ROOT}) in the processes of a run; rename it, "
                 "or leave that folder out"
             )
-    return installed_over(OURS)
+    return installed_over(PACKAGES)
 
 
 def wrong_place() -> str:

@@ -68,17 +68,17 @@ class Progress:
         """One finished step."""
         left = self._left(step, metrics)
         cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
-        parts = ", ".join(f"{escaped(name)} {value:.3f}" for name, value in function_means(metrics).items())
-        several = "," in parts
+        means = function_means(metrics)
+        parts = ", ".join(f"{escaped(name)} {value:.3f}" for name, value in means.items()) if len(means) > 1 else ""
         where = f"{step}/{self.total_steps}"
         if not self._still_live():
-            if several:
+            if parts:
                 cells[0] += f" ({parts})"
             words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
             self.console.print(f"step {where} {words}{left}", highlight=False, soft_wrap=True, markup=False)
         else:
             self._rows.append([where, *cells])
-            self._status = f"step {step} of {self.total_steps}{left}" + (f"; {parts}" if several else "")
+            self._status = f"step {step} of {self.total_steps}{left}" + (f"; {parts}" if parts else "")
             self._show()
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -81,9 +81,11 @@ class HeldOut:
         known = [one for one in self.evaluations if ACCURACY_METRIC in one.metrics]
         return max(known, key=lambda one: one.metrics[ACCURACY_METRIC], default=None)
 
-    def is_best(self, step: int) -> bool:
-        """Whether checkpoint.best wants that of this step."""
-        return self._config.checkpoint.best and self.best is not None and self.best.step == step
+    @property
+    def spared(self) -> int | None:
+        """The step whose checkpoint checkpoint.best keeps; None without it."""
+        best = self.best if self._config.checkpoint.best else None
+        return None if best is None else best.step
 
     def kept(self) -> str | None:
         """A line about the checkpoint that checkpoint.best keeps, else None."""
@@ -116,6 +118,15 @@ class HeldOut:
         return self.evaluations[-1].metrics
 
 
+def sampled(config: RunConfig, n: int, seed: int) -> Sampling:
+    """n completions as the training samples them."""
+    rollout = config.rollout
+    return Sampling(
+        n=n, max_tokens=rollout.max_completion_length, temperature=rollout.temperature, seed=seed,
+        top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p,
+    )  # fmt: skip
+
+
 def greedy(config: RunConfig) -> Sampling:
     """One completion, of the likeliest tokens."""
     return Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
@@ -132,7 +143,7 @@ async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], confi
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}
     means |= {key.replace("env/", "eval/"): value for key, value in metrics.items()}
-    means |= {key.replace("log/", "eval/log_"): value for key, value in logged_means(rows).items()}
+    means |= {f"eval/log_{key.removeprefix('log/')}": value for key, value in logged_means(rows).items()}
     means["eval/failed"] = float(failed(rows).mean())
     if scores:
         means["eval/accuracy"] = sum(scores) / len(scores)

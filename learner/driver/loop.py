@@ -121,7 +121,7 @@ class Loop:
                 self.metrics.add(await self._unless_stopped(self._evaluate()) or {})  # made up when it goes on
             metrics = self.metrics.flush(self.step)
             reason = self.guard.check(metrics)
-            if reason or self.schedule.saves(self.step) or self.held_out.is_best(self.step):
+            if reason or self.schedule.saves(self.step) or self.held_out.spared == self.step:
                 await self._save()
             if reason:
                 raise GuardStopped(f"step {self.step}: {reason}")
@@ -172,6 +172,5 @@ class Loop:
 
     async def _save(self) -> None:
         self._saving = True
-        best = self.held_out.best
-        await self.checkpoints.save(self.step, self.held_out.evaluations, None if best is None else best.step)
+        await self.checkpoints.save(self.step, self.held_out.evaluations, self.held_out.spared)
         self._saving = False

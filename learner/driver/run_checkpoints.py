@@ -64,13 +64,13 @@ class RunCheckpoints:
                 "on one node"
             )
 
-    async def save(self, step: int, evaluations: Sequence[Evaluation], best: int | None = None) -> None:
+    async def save(self, step: int, evaluations: Sequence[Evaluation], spared: int | None = None) -> None:
         """Commits a checkpoint, then publishes its adapter or model; killed between the two, the next start does.
 
-        best: the step whose checkpoint stays with checkpoint.best.
+        spared: a step whose checkpoint stays, however many are newer.
         """
         with self._sinks.timeline.span("checkpoint", "loop", step=step):
-            await self._commit(step, evaluations, best if self._config.checkpoint.best else None)
+            await self._commit(step, evaluations, spared)
             self.saved = step
             folder = self._root / checkpoint.name_of(step)
             whole = self._config.learner.mode == "full"

@@ -10,7 +10,7 @@ from cluster.policy_slot import PolicySlot
 from learner.config import RunConfig
 from learner.driver.batches import Batches
 from learner.driver.card_turns import CardTurns
-from learner.driver.evaluate import HeldOut
+from learner.driver.evaluate import HeldOut, sampled
 from learner.driver.fingerprints import Fingerprints
 from learner.driver.loop import Loop
 from learner.driver.mismatch_guard import MismatchGuard
@@ -90,17 +90,8 @@ def wire(
 
 def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
     """(position, attempt) -> how that group is sampled; a pure function, so rollouts are reproducible."""
-    rollout = config.rollout
 
     def sampling(position: int, attempt: int) -> Sampling:
-        return Sampling(
-            n=rollout.num_generations,
-            max_tokens=rollout.max_completion_length,
-            temperature=rollout.temperature,
-            seed=group_seed(config.seed, position, attempt),
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-        )
+        return sampled(config, config.rollout.num_generations, group_seed(config.seed, position, attempt))
 
     return sampling

@@ -15,7 +15,7 @@ from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import present, size_for
 from learner.driver.env_check import Tried, check_environment
-from learner.driver.evaluate import accuracy_reward, greedy, scores_of
+from learner.driver.evaluate import accuracy_reward, greedy, sampled, scores_of
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.function_checks import check_accuracy, check_rewards
 from learner.driver.machine_checks import check_placement
@@ -231,15 +231,7 @@ def _without_learner(config: RunConfig) -> RunConfig:
 
 
 def _sampling(config: RunConfig, samples: int, problem: Problem) -> Sampling:
-    return Sampling(
-        n=samples,
-        max_tokens=config.rollout.max_completion_length,
-        temperature=config.rollout.temperature,
-        seed=group_seed(config.seed, problem.position, attempt=1),
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        min_p=config.rollout.min_p,
-    )
+    return sampled(config, samples, group_seed(config.seed, problem.position, attempt=1))
 
 
 def metrics_of(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -59,7 +60,7 @@ class Chat:
         self.has_template = bool(tokenizer.chat_template)
         self._stop = tuple(stop)
         self._dropped: set[int] = set()  # stop tokens that prompts would have ended in
-        self._marked: list[set[str]] = []  # of each prompt that holds marks of turns in a text, these
+        self._marked = Counter[frozenset[str]]()  # prompts that hold marks of turns in a text, by these marks
 
     @classmethod
     def load(
@@ -147,9 +148,9 @@ class Chat:
                 f"rollout.max_completion_length; set rollout.stop to {named}"
             )
         if self._marked:
-            names = ", ".join(map(repr, sorted(set.union(*self._marked))))
+            names = ", ".join(map(repr, sorted(frozenset().union(*self._marked))))
             told.append(
-                f"data: {len(self._marked)} of the prompts looked at hold {names} in a message, with which the chat "
+                f"data: {self._marked.total()} of the prompts looked at hold {names} in a message, with which the chat "
                 "template marks turns: it is rendered within a turn all the same; where such a text is a whole prompt, "
                 "rendered already, set data.chat_template: none, and the model continues it as it stands"
             )
@@ -177,8 +178,8 @@ class Chat:
             text = _plain(messages)
             return text, self._known(self._open_ended(self._encoded(text), text))
         prompt = tuple(dict(message) for message in messages)
-        if marks := {mark for message in prompt for mark in self._turn_marks.findall(str(message["content"]))}:
-            self._marked.append(marks)
+        if marks := frozenset(mark for one in prompt for mark in self._turn_marks.findall(str(one["content"]))):
+            self._marked[marks] += 1
         try:
             # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
             ids = self.tokenizer.apply_chat_template(

@@ -109,7 +109,9 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
     if row["env_metrics"]:
         made["env"] = [[part["name"], _finite(part["value"])] for part in row["env_metrics"]]
     if row["logged"]:
-        made["logged"] = [[one["name"], one["text"] or _finite(one["value"])] for one in row["logged"]]
+        made["logged"] = [
+            [one["name"], _finite(one["value"]) if one["text"] is None else one["text"]] for one in row["logged"]
+        ]
     if tokens:
         made["ids"] = row["completion_ids"]
         made["logprobs"] = [_hundredths(value) for value in row["behavior_logprobs"]]
