@@ -1,9 +1,9 @@
 """Which problems are held out of training, and what is said where they cannot be."""
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +15,16 @@ from rollout.data.problems import ProblemsError, load
 
 
 class Letters:
-    """The text's bytes as token ids; `slow`: what takes 0.02 s."""
+    """The text's bytes as token ids; texts that begin with `slow` take 0.02 s by `self.now`, a clock of its own."""
 
     def __init__(self, slow: str = "?") -> None:
         self._slow = slow
+        self.now = 0.0
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         text = messages[-1]["content"]
         if text.startswith(self._slow):
-            time.sleep(0.02)
+            self.now += 0.02
         return tuple(map(dict, messages)), tuple(text.encode())
 
     def count(self, text: str) -> int:
@@ -56,7 +57,8 @@ def test_arguments_are_those_of_their_path(tmp_path: Path) -> None:
 def test_the_problems_that_take_too_long_are_named(
     slow: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "PROBE_S", 0.05)
+    letters = Letters(slow)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: letters.now))
     train, held = (jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(900)]) for name in ("train", "held"))
     with pytest.raises(ProblemsError, match=f"^{key}: tokenising .* took .*; lower {key}$"):
-        load(config(train, path=held), Letters(slow), 99, 0, deadline_s=2)
+        load(config(train, path=held), letters, 99, 0, deadline_s=2)
