@@ -11,6 +11,7 @@ from learner.driver import called_from, end_requests, standard_streams
 
 if TYPE_CHECKING:  # heavy imports wait until the configuration is known to be right
     from learner.config import RunConfig
+    from learner.driver.config_io import WrongSettings
 
 EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
 
@@ -64,6 +65,8 @@ def _run(args: argparse.Namespace) -> int:
         config = config_io.load(args.config, args.overrides)
     except config_io.ConfigError as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
+        if isinstance(error, config_io.WrongSettings):
+            _tell_more(error)
         return 2
     if args.assume_gpus is not None and not args.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
@@ -83,13 +86,29 @@ def _run(args: argparse.Namespace) -> int:
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
     except (Exception, BaseExceptionGroup) as several:
-        from learner.driver import preflight
+        from learner.driver.first_checks import PROBLEMS
 
         cause = failure.first_of(several)
-        if isinstance(cause, preflight.PROBLEMS):  # some of them only a cluster that was joined can tell
+        if isinstance(cause, PROBLEMS):  # some of them only a cluster that was joined can tell
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 2
         return _fail(cause)
+
+
+def _tell_more(wrong: "WrongSettings") -> None:
+    """What else is wrong: files, columns and reward functions that the other settings name."""
+    if (others := wrong.others()) is None:
+        return
+    from learner.driver.findings import PreflightError
+    from learner.driver.first_checks import look
+    from rollout.data import hub
+
+    config, sections = others
+    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    try:
+        look(config, sections=sections).finish()
+    except PreflightError as error:
+        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
 
 
 def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:
@@ -104,15 +123,18 @@ def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:
 
 
 def _train(config: "RunConfig") -> int:
+    from learner.driver.first_checks import look
     from learner.driver.prestart import prestarted
 
     standard_streams.are_commentary()
+    first = look(config)
+    if first.wrong:
+        first.finish()
     with prestarted(config) as early:
         from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
 
-        config = preflight.place_output(config)
-        with run_lock.held(config.run_dir):
-            return asyncio.run(launch.run(preflight.prepare(config), early.commands))
+        with run_lock.held(first.config.run_dir):
+            return asyncio.run(launch.run(preflight.prepare(first.config), early.commands))
 
 
 def _fail(error: BaseException) -> int:

@@ -120,7 +120,7 @@ def _import_module(name: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise RewardLoadError(f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}")
+        raise RewardLoadError(no_file(path))
     package = _package_of(path)
     name = _unique(path) if package is None else ".".join((_unique(package), *_parts(path, package)))
     if name in sys.modules:
@@ -141,6 +141,11 @@ def _import_file(path: Path) -> ModuleType:
         _forget({path.parent}, before)
     _keep_on_path(path.parent)
     return module
+
+
+def no_file(path: Path) -> str:
+    """The sentence for a file that is not there."""
+    return f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}"
 
 
 def _unique(path: Path) -> str:

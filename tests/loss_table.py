@@ -82,6 +82,13 @@ T is the number of trained tokens of a completion.
 std is a sample's, divided by n - 1 (`reward/std` is divided by n), and eps is 1e-4. A group whose rewards are all
 equal, or of which fewer than two are known, has advantage 0. PPO's are in [ppo.md](ppo.md).
 
+## learner.loss.top_entropy
+
+Below 1 the objective is of that share of the batch's trained tokens alone before which the policy that the batch begins
+with had the highest entropies (Wang et al. 2506.01939, section 5: 0.2); coefficients and the KL stay those of all
+tokens. The entropies take one more forward pass of the batch, and the gradient depends neither on micro-batches nor on
+ranks. Completions that are not trained on, since their group has no difference, have no part in the share.
+
 ## learner.loss.beta
 
 The KL of a token, with d = ref - log π and w = π / sampler (also with several updates per batch), where ref is the

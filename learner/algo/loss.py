@@ -54,6 +54,7 @@ def token_loss(
     reference: Float[Tensor, " N"] | None,
     version: int,
     proximal: Float[Tensor, " N"] | None = None,
+    learned: Bool[Tensor, " N"] | None = None,
 ) -> tuple[Float[Tensor, " N"], dict[str, Tensor]]:
     """dL/dlp of a micro-batch (L is a share of the optimizer batch's loss) and what its metrics are made of.
 
@@ -63,6 +64,8 @@ def token_loss(
         version: the policy version that the batch began with.
         proximal: logprobs of that version, if the batch is split into several updates; None: `logprobs`
             are its own, and the ratio is to the sampler.
+        learned: which tokens the objective has (learner.algo.top_entropy); None: all. The KL has all of them, and no
+            coefficient becomes another.
 
     Returns:
         What to start the backward pass of `logprobs` with, and scalars: sums, and maxima under names that end
@@ -77,9 +80,9 @@ def token_loss(
     with torch.enable_grad():
         tokens = Tokens.of(logprobs, log_ratio, batch.advantages, batch.lengths, stale)
         objective, clipped = objective_of(tokens, config)
-        loss = -batch.coefficients.dot(objective)
+        loss = -(batch.coefficients if learned is None else batch.coefficients * learned).dot(objective)
     (slope,) = torch.autograd.grad(loss, tokens.unit)  # d unit = d log pi
-    parts = _parts(batch, slope, clipped, gap, version) | {
+    parts = _parts(batch, slope, clipped, gap, version, learned) | {
         "entropy": entropy.sum(),
         "k3": ((tokens.sg_ratio if stale is None else stale) - mismatch - 1).sum(),
         "loss": loss.detach(),
@@ -93,14 +96,19 @@ def token_loss(
 
 
 def _parts(
-    batch: MicroBatch, slope: Float[Tensor, " N"], clipped: Bool[Tensor, " N"], gap: Float[Tensor, " N"], version: int
+    batch: MicroBatch,
+    slope: Float[Tensor, " N"],
+    clipped: Bool[Tensor, " N"],
+    gap: Float[Tensor, " N"],
+    version: int,
+    learned: Bool[Tensor, " N"] | None,
 ) -> dict[str, Tensor]:
     """What is counted; `gap`: absolute differences to the sampler's logprobs."""
-    current = batch.versions == version
+    current, lost = batch.versions == version, (batch.advantages != 0) & (slope == 0)
     return {
         "tokens": batch.lengths.sum(),
         "clipped": clipped.count_nonzero(),
-        "masked": ((batch.advantages != 0) & (slope == 0)).count_nonzero(),
+        "masked": (lost if learned is None else lost & learned).count_nonzero(),
         "gap_max": gap.max(),
         "current_tokens": current.count_nonzero(),
         "current_gap_max": torch.where(current, gap, 0.0).max(),

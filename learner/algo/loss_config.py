@@ -47,6 +47,10 @@ class LossConfig(Frozen):
     """DAPO: completions cut at `max_completion_length` count in the advantages, but are not trained on. Set it where
     cut completions score badly only for being cut."""
 
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of a batch's tokens that the objective is of: those before which the policy was least certain. The KL
+    has all. Below 1 it costs one more forward pass; the paper's 0.2 is for long chains of thought."""
+
     @property
     def own(self) -> bool:
         """Whether the surrogate is a function of the user's."""

@@ -79,7 +79,7 @@ def train(
 def _placed(config: "RunConfig") -> Path:
     """The run folder. Raises InputError if it cannot be written."""
     from learner.driver.findings import PreflightError
-    from learner.driver.preflight import place_output
+    from learner.driver.first_checks import place_output
 
     try:
         return place_output(config).run_dir

@@ -1,5 +1,6 @@
 """YAML + dotted overrides -> RunConfig; every error at once, each with field, rule, value and the nearest key."""
 
+import copy
 import difflib
 import json
 import re
@@ -27,6 +28,7 @@ OVERSAMPLE = (
 NOT_HERE = {"oversample": OVERSAMPLE}
 
 OPTIONS = ("--config", "--dry-run", "--verbose", "--assume-gpus", "--keys")  # of what starts a run
+MOST_LEFT_OUT = 20  # wrong settings without which the others are looked at
 INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 
@@ -85,7 +87,46 @@ def validated(tree: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(sentences(error))) from None
+        raise WrongSettings("\n".join(sentences(error)), tree) from None
+
+
+class WrongSettings(ConfigError):
+    """Settings that may not be as they are. tree: all that were given."""
+
+    def __init__(self, text: str, tree: Mapping[str, Any]) -> None:
+        super().__init__(text)
+        self.tree = tree
+
+    def others(self) -> tuple[RunConfig, frozenset[str]] | None:
+        """A configuration without the wrong settings, none of whose rules between settings are looked at, and the
+        sections that nothing was left out of. None where what is left is none."""
+        tree, touched = copy.deepcopy(dict(self.tree)), set[str]()
+        for _ in range(MOST_LEFT_OUT):
+            try:
+                found = RunConfig.model_validate(tree, context={"rules": False})
+            except ValidationError as error:
+                places = [mistake["loc"] for mistake in error.errors()]
+                if not all(places):
+                    return None
+                for place in sorted(places, key=len, reverse=True):
+                    touched.add(str(place[0]))
+                    _leave_out(tree, place)
+            else:
+                return found, frozenset(RunConfig.model_fields) - touched
+        return None
+
+
+def _leave_out(tree: Any, place: Sequence[int | str]) -> None:
+    """What stands at a place, where there is anything; an entry of a list with all that is in it."""
+    for part in place[:-1]:
+        inner = tree[part] if isinstance(tree, dict) and part in tree else None
+        if not isinstance(inner, dict):
+            break
+        tree = inner
+    else:
+        part = place[-1]
+    if isinstance(tree, dict):
+        tree.pop(part, None)
 
 
 def assign(tree: Any, whole: str, value: Any) -> None:

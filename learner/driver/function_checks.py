@@ -2,19 +2,24 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from learner.config import RunConfig
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import PreflightError
 from learner.driver.machine_checks import classifier_notes
 from learner.driver.trials import LOSS, Trial
+from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig, functions_of
 from rewards.format import TAGS
+from rewards.loader import BUILT_INS, no_built_in, no_file
 from rewards.text import tag_of
 from rewards.unit_tests import late
 from rewards.withheld import withheld_notes
+from rollout.data.chat import Prompt
+from rollout.data.files import Row
 from rollout.schema import Problem
 
 
@@ -36,9 +41,29 @@ def check_loss(config: RunConfig) -> None:
             trial.close()
 
 
-def check_rewards(config: RunConfig, problem: Problem, prefilled: str) -> tuple[str, ...]:
-    """Each function once, on two dummy completions of the first problem, in a worker process like those of the run.
-    Lines about those that work. prefilled: the opening tag that its prompt ends in, or ""."""
+def check_uses(config: RunConfig) -> None:
+    """Whether there are the built-ins, and the files of functions, that rewards name: of one that cannot be tried yet.
+    Raises RewardError with a line for each."""
+    wrong = []
+    for reward in functions_of(config.rewards):
+        place, _, function = reward.use.rpartition(":")
+        file = place if function else reward.use
+        if file.endswith(".py") and not Path(file).is_file():
+            wrong.append(f"reward {reward.name!r}: {no_file(Path(file).absolute())}; correct rewards: use")
+        elif reward.use not in BUILT_INS and not place:
+            wrong.append(f"reward {reward.name!r}: {no_built_in(reward.use, 'reward', BUILT_INS, 'function')}")
+    if wrong:
+        raise RewardError("\n".join(wrong))
+
+
+def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
+    """Two completions of a problem to try reward functions on. prefilled: the opening tag that its prompt ends in."""
+    return Group.of(prompt, ["", "0"], [[0], [0]], columns, prefilled)
+
+
+def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
+    """Each function once, in a worker process like those of the run. Lines about those that work. Raises RewardError,
+    PreflightError."""
     functions = functions_of(config.rewards)
     if not functions:
         return ()
@@ -46,9 +71,21 @@ def check_rewards(config: RunConfig, problem: Problem, prefilled: str) -> tuple[
         size = config.rollout.num_generations
         if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
             raise PreflightError(f"rewards.{i}.{wrong}")
-    group = Group.of(problem.messages, ["", "0"], [[0], [0]], problem.columns, prefilled)
-    tried = try_rewards(functions, group, config.rollout.reward_memory)
-    return (*tried.notes, *requests_notes(functions), *classifier_notes(config), *prefilled_notes(functions, prefilled))
+    return try_rewards(functions, group, config.rollout.reward_memory).notes
+
+
+def check_rewards(
+    config: RunConfig, problem: Problem, prefilled: str, tried: tuple[str, ...] | None = None
+) -> tuple[str, ...]:
+    """Lines about the functions, and about what their settings mean for this model. Raises as try_functions.
+
+    prefilled: the opening tag that prompts end in, or "". tried: what try_functions said of a problem like this one;
+    None: they were not tried.
+    """
+    if tried is None:
+        tried = try_functions(config, dummies(problem.messages, problem.columns, prefilled))
+    functions = functions_of(config.rewards)
+    return (*tried, *requests_notes(functions), *classifier_notes(config), *prefilled_notes(functions, prefilled))
 
 
 def requests_notes(functions: Sequence[RewardConfig]) -> list[str]:
@@ -58,7 +95,7 @@ def requests_notes(functions: Sequence[RewardConfig]) -> list[str]:
 
 def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[str]:
     """What users should know of a tag that prompts end in: completions begin inside of it."""
-    if not prefilled:
+    if not prefilled or not functions:
         return []
     told = (
         f"data: prompts end with {prefilled!r}, so that completions begin inside of that tag: built-in rewards that "

@@ -1,66 +1,38 @@
 """Everything that can be wrong is found before anything expensive starts: one clear line each, nothing left behind."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from cluster.files import lacks
 from cluster.memory.plan import gib
-from cluster.placement import PlacementError
-from cluster.ray_cluster import in_job
-from cluster.reading import Unreadable, no_regular_file
-from cluster.trackers.tracker import ID, known_id
 from learner.config import RunConfig, roles
-from learner.driver import checkpoint, mismatch_files, phases, run_lock, standard_streams
+from learner.driver import checkpoint
 from learner.driver.absolute_paths import absolute
 from learner.driver.cards import Cards, present, size_for
 from learner.driver.config_io import to_yaml
 from learner.driver.env_check import Tried, check_environment, check_environment_column
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
-from learner.driver.function_checks import check_accuracy, check_loss, check_rewards
+from learner.driver.first_checks import PROBLEMS, First, look
+from learner.driver.function_checks import check_loss, check_rewards
 from learner.driver.machine_checks import (
-    MachineError,
     check_main_memory,
-    check_placement,
     machine_notes,
 )
-from learner.driver.memory_budget import Budgets, MemoryPlanError, settle, settled
+from learner.driver.memory_budget import Budgets, settle, settled
 from learner.driver.model_checks import adapter_notes, adapters_in, check_weights, follow_adapter, load_chat
 from learner.driver.prompt_check import check_data_prompts
-from learner.driver.publishing import ADAPTER
-from learner.driver.resume import ResumeError, check_allowed, check_same_run
-from learner.driver.reward_models import check_scored_adapters
+from learner.driver.resume import check_allowed, check_same_run
 from learner.driver.run_length import total_steps
-from learner.driver.run_lock import RunFolderInUse
-from learner.driver.step_record import POLICIES, read_policies
+from learner.driver.step_record import read_policies
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
-from learner.model.adapter_config import MODEL, AdapterError
-from learner.model.reference_config import ReferenceConfigError
 from learner.trainer.learning_rate import rate_factor
-from rewards.base import RewardError
-from rewards.output import NAME as REWARD_OUTPUT
-from rollout.architecture import ArchitectureError, check_unquantised
+from rollout.architecture import check_unquantised
 from rollout.data.chat import Chat, ChatError, Messages, Prompt
 from rollout.data.model_files import CONFIG, read_json
-from rollout.data.problems import Problems, ProblemsError, fitting, load
-from rollout.data.weight_files import WeightsError
+from rollout.data.problems import Problems, fitting, load
 from rollout.schema import Problem
-
-PROBLEMS = (
-    PreflightError, PlacementError, MachineError, MemoryPlanError, ArchitectureError, RewardError, ChatError,
-    ProblemsError, checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError,
-    WeightsError, Unreadable,
-)  # fmt: skip
-# What a run writes in its folder.
-FILES = (
-    run_lock.NAME, standard_streams.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", phases.FILE, POLICIES,
-    "timeline.json", ID, REWARD_OUTPUT,
-)  # fmt: skip
-FOLDERS = ("rollouts", mismatch_files.FOLDER, "checkpoints", ADAPTER, MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,67 +52,18 @@ class Prepared:
     notes: tuple[str, ...] = ()  # for the user
 
 
-def place_output(config: RunConfig) -> RunConfig:
-    """The configuration with the output folder that it means, once that is known to be writable."""
-    try:
-        if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
-            config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
-        folders = [config.run_dir, *config.run_dir.parents]
-        there = next(path for path in folders if path.exists() or path.is_symlink())
-        if not there.exists():
-            raise PreflightError(
-                f"output_dir: {there} is a link to {there.readlink()}, which is not there; mount it, or give another"
-            )
-        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-        if writable and there != config.run_dir:  # /proc calls itself writable, and a name may be too long
-            with TemporaryDirectory(prefix=".gleaner-", dir=there) as trial:
-                (Path(trial) / config.run_dir.relative_to(there)).mkdir(parents=True)
-    except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
-        reason = lacks(error) if isinstance(error, OSError) else error
-        raise PreflightError(
-            f"output_dir: {config.output_dir} is no folder for {config.name} ({reason}); give another, or another name"
-        ) from error
-    if not writable:
-        raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
-    if there == config.run_dir:
-        _check_files(config.run_dir)
-    return config
-
-
-def _check_files(run_dir: Path) -> None:
-    """Whether a run may write what it writes: at a FIFO it would wait for ever, and a link may lead anywhere. Raises
-    PreflightError."""
-    for file in FILES:
-        for path in (run_dir / file, (run_dir / file).with_suffix(".partial")):
-            if (wrong := no_regular_file(path)) is not None:
-                raise PreflightError(f"output_dir: {wrong}; take it away, or give this run another name=")
-    for folder in FOLDERS:
-        if (run_dir / folder).exists() and not (run_dir / folder).is_dir():
-            raise PreflightError(
-                f"output_dir: {run_dir / folder} must be a folder; take it away, or give this run another name="
-            )
-    try:
-        known_id(run_dir)
-    except Unreadable as error:
-        raise PreflightError(f"output_dir: {error}") from None
-
-
 def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     """All checks of a start, and those which at a start the processes of generators and learner make themselves.
 
     cards: to be assumed instead of those that are here. Raises PreflightError with one line per mistake.
     """
+    first = look(config, cards)
+    told = first.finish()
     found = Findings(PROBLEMS)
-    placed = found.of(place_output, config)
     modules = (LEARNER, ENGINE, SHARED_BASE) if config.memory.base == "shared" else (LEARNER, ENGINE)
-    trials = [Trial(module, absolute(config)) for module in modules if _has_config(config.model.source)]
+    trials = [Trial(module, absolute(first.config)) for module in modules if _has_config(config.model.source)]
     try:
-        try:
-            prepared = found.of(prepare, placed or config, cards)
-        except (OSError, RuntimeError):  # a user without a home folder, for one
-            if placed is not None:
-                raise
-            prepared = None  # of that folder, which is told already
+        prepared = found.of(_prepared, first, told, cards)
         for trial in trials:
             found.of(trial.finish)
     finally:
@@ -160,12 +83,18 @@ def _has_config(model: str) -> bool:
 
 
 def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
-    """Checks placement, checkpoints, model, memory, data, rewards and loss; what is wrong with one hides no other.
+    """Checks placement, checkpoints, model, memory, data, rewards and loss: first what is told at once, then the rest;
+    of each what is wrong with one hides no other.
 
     Raises PreflightError with one line per mistake.
     """
-    found = Findings(PROBLEMS)
-    found.of(check_placement, config, cards)
+    first = look(config, cards)
+    return _prepared(first, first.finish(), cards)
+
+
+def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepared:
+    """told: of the reward functions, if they were tried on the first problem."""
+    config, found = first.config, Findings(PROBLEMS)
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
     followed = found.of(follow_adapter, absolute(config))
     config, notes = followed or (absolute(config), ())
@@ -175,16 +104,16 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         found.of(check_unquantised, chat.config, config.model.path)
         for key, folder in adapters_in(config):
             notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
-    found.of(check_scored_adapters, config)
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)
-    found.of(check_accuracy, config)
     found.of(check_loss, config)
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)
-        first = data[0].at(0)
-        notes += found.of(check_rewards, config, first, chat.prefilled(first.prompt_ids)) or ()
+        problem = data[0].at(0)
+        prefilled = chat.prefilled(problem.prompt_ids)
+        known = told if first.group is not None and not prefilled and chat.has_template == first.chatty else None
+        notes += found.of(check_rewards, config, problem, prefilled, known) or ()
         found.of(check_environment_column, config, data[0].rows())
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
         notes += tried.notes

@@ -90,6 +90,25 @@ def token_logprobs(
     return out
 
 
+@torch.no_grad()
+def token_entropies(
+    hidden: Float[Tensor, "N H"],
+    head: Float[Tensor, "V H"],
+    targets: Int[Tensor, " N"],
+    temperature: float,
+    *,
+    logits: Logits = PLAIN,
+    token_tile: int | None = None,
+    vocab_tile: int = VOCAB_TILE,
+) -> Float[Tensor, " N"]:
+    """float32 entropies (nats) of the distributions that the targets were drawn from, at the cost of token_logprobs."""
+    out = torch.empty(len(targets), device=hidden.device)
+    how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
+    for rows in _tiles(len(targets), how.token_tile):
+        out[rows] = _fold(hidden[rows], head, targets[rows], how, "entropy").entropy
+    return out
+
+
 class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ from learner.model.fusion import fuse
 from learner.model.head import with_head
 from learner.model.head_check import check_head
 from learner.model.logits import logits_of
-from learner.model.logprob import policy_logprobs, token_logprobs
+from learner.model.logprob import policy_logprobs, token_entropies, token_logprobs
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
 from learner.model.lora_merge import merged
 from learner.model.mapped_base import MappedBase
@@ -150,6 +150,10 @@ class Policy:
     def token_logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
         """Likewise, without a gradient: learner.model.logprob.token_logprobs."""
         return with_head(self._lm, token_logprobs, states, targets, temperature, logits=self.logits)
+
+    def token_entropies(self, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """Likewise: learner.model.logprob.token_entropies."""
+        return with_head(self._lm, token_entropies, states, targets, temperature, logits=self.logits)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
         """Inside this block the model acts as another role on the same base: `reference`, or one of `scored`. A forward

@@ -17,11 +17,12 @@ from learner.driver.cards import present, size_for
 from learner.driver.env_check import Tried, check_environment
 from learner.driver.evaluate import accuracy_reward, greedy, sampled, scores_of
 from learner.driver.findings import Findings, PreflightError
+from learner.driver.first_checks import PROBLEMS
 from learner.driver.function_checks import check_accuracy, check_rewards
 from learner.driver.machine_checks import check_placement
 from learner.driver.memory_budget import settle, settled
 from learner.driver.model_checks import adapter_notes, load_chat
-from learner.driver.preflight import PROBLEMS, Untokenised
+from learner.driver.preflight import Untokenised
 from learner.driver.prestart import prestarted
 from learner.driver.prompt_check import check_data_prompts
 from learner.driver.signal_watch import CUT, NEARLY_ALL, cut_off

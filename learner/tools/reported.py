@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from learner.driver import config_io, failure
-from learner.driver.preflight import PROBLEMS
+from learner.driver.first_checks import PROBLEMS
 
 Kinds = tuple[type[Exception], ...]
 

@@ -54,13 +54,19 @@ class Passes:
         function_of(config.loss.ratio)  # a user's file that does not load ends the start, not the first step
 
     def learn(
-        self, batches: Sequence[MicroBatch], *, version: int, proximal: Tensor | None = None
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        version: int,
+        proximal: Tensor | None = None,
+        learned: Tensor | None = None,
     ) -> list[dict[str, Tensor]]:
         """Adds up the gradients of the micro-batches; what their metrics are made of.
 
         Args:
             version: the policy version that the batch began with.
             proximal: [M] logprobs of that version, by `score`; None: the policy is still the same.
+            learned: [M] whether the objective has the token (learner.loss.top_entropy); None: it has all.
         """
         self._policy.clear_gradients()
         self.sums.clear()
@@ -74,6 +80,7 @@ class Passes:
             slopes, part = token_loss(
                 logprobs, entropy, moved, self._loss, reference=reference, version=version,
                 proximal=near if self._split else None,
+                learned=None if learned is None else learned[batch.places].to(self._device),
             )  # fmt: skip
             if batch.idle:
                 slopes = torch.zeros_like(slopes)
@@ -88,7 +95,11 @@ class Passes:
 
     def score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
         """The policy's logprobs of the tokens of each micro-batch."""
-        return [(batch.places, self._logprobs(batch).cpu()) for batch in batches]
+        return [(batch.places, self._of_tokens(batch, self._policy.token_logprobs).cpu()) for batch in batches]
+
+    def entropies(self, batches: Sequence[MicroBatch]) -> list[Scored]:
+        """Of the policy, before each token of each micro-batch."""
+        return [(batch.places, self._of_tokens(batch, self._policy.token_entropies).cpu()) for batch in batches]
 
     @torch.no_grad()
     def sequence_scores(self, batches: Sequence[WholeBatch], role: str) -> list[tuple[list[int], list[float]]]:
@@ -105,10 +116,10 @@ class Passes:
 
     def _references(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         with self._policy.acting_as("reference"):
-            return [self._logprobs(batch) for batch in batches]
+            return [self._of_tokens(batch, self._policy.token_logprobs) for batch in batches]
 
     @torch.no_grad()
-    def _logprobs(self, batch: MicroBatch) -> Tensor:
+    def _of_tokens(self, batch: MicroBatch, scores: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
         self.passed += 1
         moved = batch.to(self._device)
-        return self._policy.token_logprobs(self._policy.predicting(moved), moved.targets, self._temperature)
+        return scores(self._policy.predicting(moved), moved.targets, self._temperature)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from learner.algo.targets import Targets, targets_of
+from learner.algo.top_entropy import Uncertain, most_uncertain
 from learner.batch.micro_batch import MicroBatch, micro_batches
 from learner.batch.rows import Rows
 from learner.batch.whole import WholeBatch, whole_batches
@@ -88,12 +89,18 @@ class Updates:
         )
         policy_learns = known is None or version >= self._config.value.warmup
         proximal = self._proximal(rows, targets) if policy_learns else None
+        uncertain = self._uncertain(rows, targets) if policy_learns else None
         learned = Learned([], [], {} if known is None else known.metrics())
+        if uncertain is not None:
+            learned.assessment["policy/top_entropy"] = uncertain.least
         for number in range(self._config.updates_per_batch):
             own = targets.update == number
             plan = self._plan(rows, targets, own)
             if policy_learns:
-                learn = partial(self._passes.learn, version=version, proximal=proximal if number > 0 else None)
+                learn = partial(
+                    self._passes.learn, version=version, proximal=proximal if number > 0 else None,
+                    learned=None if uncertain is None else uncertain.tokens,
+                )  # fmt: skip
                 learned.policy.extend(self._update(self._budget.run(plan, learn), rate))
             if self.value is not None and known is not None:
                 tokens = int(rows.counts[own & targets.trained].sum())
@@ -106,6 +113,16 @@ class Updates:
             return None
         later = self._plan(rows, targets, targets.update > 0)
         return placed(self._budget.run(later, self._passes.score), len(rows.completions))
+
+    def _uncertain(self, rows: Rows, targets: Targets) -> Uncertain | None:
+        """Those that learner.loss.top_entropy chooses, by the entropies of the policy that the batch begins with; None
+        where it chooses all, or there are none."""
+        share = self._config.loss.top_entropy
+        if share == 1:
+            return None
+        plan = self._plan(rows, targets, targets.trained)
+        entropies = placed(self._budget.run(plan, self._passes.entropies), len(rows.completions))
+        return most_uncertain(entropies, share)
 
     def _update(self, parts: list[dict[str, Tensor]], rate: float) -> list[Update]:
         """The optimizer step on the gradient of these micro-batches, which are those of all ranks; none without any."""

@@ -341,6 +341,12 @@ def _refused(messages: Messages, error: BaseException) -> ChatError:
     )
 
 
+def prompt_of(messages: Messages, *, template: bool) -> Prompt:
+    """What reward functions are given as the prompt: messages where the model has a chat template, else the text that
+    it continues. Raises ChatError."""
+    return tuple(dict(message) for message in messages) if template else _plain(messages)
+
+
 def _plain(messages: Messages) -> str:
     roles = [message["role"] for message in messages]
     if roles not in (["user"], ["system", "user"]):

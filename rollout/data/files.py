@@ -17,6 +17,9 @@ FORMATS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".tsv": "csv", ".ndjson": "json",
 }  # fmt: skip
 LINES = (".jsonl", ".ndjson")  # of an object each
+FEW = 3  # rows that are looked at first
+SMALL = 8 * 2**20  # bytes of files that are read whole for that
+UNPACKED = 8  # times the bytes of a packed file, about
 SAVED = ("dataset_dict.json", "state.json")  # one of them lies in a folder of save_to_disk
 
 
@@ -125,6 +128,34 @@ def read_files(
 
     data_files = [glob.escape(str(file)) for file in files]
     return Table(datasets.load_dataset("parquet", data_files=data_files, split=split, **args), size)
+
+
+class Beginning(NamedTuple):
+    """The first rows of a source. whole: whether they are as in a run; else only their columns are, since what a cell
+    means may depend on those of all rows."""
+
+    rows: Sequence[Row] = ()
+    whole: bool = False
+
+
+def beginning(files: Sequence[Path], split: str | None, args: Mapping[str, Any], names: Names) -> Beginning:
+    """Of small files, which are read whole for it, and of larger ones whose columns stand at a known place. Raises as
+    read_files."""
+    kind, packing = FORMATS[_format(files[0].name)], packing_of(files[0].name)
+    if sum(file.stat().st_size for file in files) * (UNPACKED if packing else 1) <= SMALL and kind != "parquet":
+        return Beginning(read_files(files, split, args, None, names)[:FEW], whole=True)
+    if split is not None and split.partition("[")[0] != "train":
+        return Beginning()
+    if kind == "parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(files[0]) as found:
+            rows = next(found.iter_batches(FEW)).to_pylist() if found.metadata.num_rows else []
+        return Beginning(rows, whole=not args)
+    if kind == "csv":
+        of_csv = CsvFile(files[0], packing, f"{names.path}: {files[0]}", _format(files[0].name) == ".tsv")
+        return Beginning(csv_rows([of_csv], {"nrows": FEW, **args})[:FEW])
+    return Beginning()
 
 
 def read_json(

@@ -120,3 +120,14 @@ def template_in(folder: Path) -> str | None:
     if isinstance(found, list):
         found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}.get("default")
     return found if isinstance(found, str) else None
+
+
+def has_template(path: str) -> bool:
+    """Whether the model at `path`, a folder, a hub name or name@revision, has a chat template. Raises ChatError."""
+    if _is_folder(path):
+        try:
+            return template_in(Path(path)) is not None
+        except Unreadable as error:
+            raise ChatError(f"model.path: {error}; copy it again") from error
+    found = hub_file(path, "chat_template.jinja") or read_json(path, "tokenizer_config.json").get("chat_template")
+    return bool(found)

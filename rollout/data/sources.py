@@ -1,6 +1,7 @@
 """Where rows of problems come from: the hub, files and folders of this machine, or a reasoning_gym task."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +14,9 @@ from rollout.data.files import DATA, Names, ProblemsError, Row
 from rollout.data.pace import Pace
 from rollout.data.tables.data_sets import read_data_set
 
-__all__ = ["GENERATED", "ProblemsError", "Row", "label", "other_seed", "read"]
+__all__ = ["GENERATED", "ProblemsError", "Row", "first_rows", "label", "other_seed", "read"]
+
+log = logging.getLogger("rollout")
 
 GENERATED = "rg:"
 GENERATED_SIZE = 1000  # problems of a reasoning_gym task where data.size is not given
@@ -59,6 +62,25 @@ def read(
             f"{names.path}: must hold at least one problem, got none from {path}; check the file or split"
         )
     return rows
+
+
+def first_rows(path: str, split: str | None, args: Mapping[str, Any], names: Names = DATA) -> files.Beginning:
+    """A few rows from the beginning of files that are here, if they can be told soon, however long these are; none of
+    the hub, of a folder or of a task. Raises ProblemsError of what is there no file, or cannot be read."""
+    if path.startswith(GENERATED):
+        return files.Beginning()
+    several = files.matching(path, names.path) if files.is_pattern(path) else []
+    local = None if several else files.find(path, names.path)
+    found = several or ([local] if local is not None and local.is_file() else [])
+    try:
+        return files.beginning(found, split, resolved(args, "data.args"), names) if found else files.Beginning()
+    except SecretError as error:
+        raise ProblemsError(str(error)) from None
+    except ProblemsError:
+        raise
+    except Exception as error:  # what `read` will say of it
+        log.debug("%s: no first rows of %s (%r)", names.path, path, error)
+        return files.Beginning()
 
 
 def label(path: str, split: str) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from cluster.actor import Local
 from learner.driver.config_io import load
+from learner.driver.first_checks import place_output
 from learner.driver.local_run import local_run
-from learner.driver.preflight import place_output, prepare
+from learner.driver.preflight import prepare
 from learner.driver.processes import make_trainer, worker_spec
 from rollout.service import RolloutService
 from rollout.vllm.environment import required_env

@@ -15,7 +15,7 @@ import pytest
 
 from learner.driver import config_io
 from learner.driver.findings import PreflightError
-from learner.driver.preflight import place_output
+from learner.driver.first_checks import place_output
 from learner.tools.cli import main
 from learner.tools.report import sample
 from learner.tools.report.run_folder import SHOWN, read_run
