@@ -1,10 +1,11 @@
 """What is generated: data, sampling, and the generator's own memory."""
 
+import json
 import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.config import Frozen
 from rewards.memory import DEFAULT as DEFAULT_REWARD_MEMORY
@@ -114,6 +115,33 @@ class DataConfig(Frozen):
     eval: EvalConfig = EvalConfig()
 
 
+class StructuredOutputs(Frozen):
+    """A form that every completion has: what does not fit it is never sampled. One of the four; the learner scores the
+    whole distribution all the same, as with top_p. Needs temperature 1, and no environment."""
+
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """A regular expression that the whole completion matches, such as `(yes|no)`."""
+    json_schema: dict[str, Any] | None = None
+    """A JSON object of this JSON schema."""
+    choice: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)] | None = None
+    """One of these texts."""
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """A context-free grammar in EBNF (GBNF), whose rule `root` is the completion."""
+
+    @property
+    def form(self) -> str:
+        """JSON of the one that is given; "" where none is."""
+        given = {name: value for name, value in self if value is not None}
+        return json.dumps(given) if given else ""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "StructuredOutputs":
+        given = [name for name, value in self if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"one form at a time, got {' and '.join(given)}; leave out the others")
+        return self
+
+
 class RolloutConfig(Frozen):
     """Generation, and the processes that score it. Lengths are in tokens."""
 
@@ -140,6 +168,7 @@ class RolloutConfig(Frozen):
     """Sample from so many of the likeliest tokens, likewise. 0: from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample from tokens that have at least this share of the likeliest one's probability, likewise. 0: from all."""
+    structured_outputs: StructuredOutputs = StructuredOutputs()
     kv_cache: BytesOrAuto = "auto"
     """Bytes of each generator's KV cache; `auto`: by the memory plan, 256MiB without one. More: more sequences at
     once."""
@@ -166,7 +195,7 @@ class RolloutConfig(Frozen):
     @property
     def truncates(self) -> bool:
         """Whether some tokens may not be sampled."""
-        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0) or bool(self.structured_outputs.form)
 
     @property
     def sequences(self) -> int:

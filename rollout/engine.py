@@ -69,7 +69,8 @@ class EngineSettings:
             the model's generation_config.json or config.json do so as well.
         stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
             decoded without special tokens.
-        truncates: samplings have top_p, top_k or min_p, and temperature 1 or 0.
+        truncates: samplings have top_p, top_k or min_p, or there is a form; and temperature 1 or 0.
+        form: that completions have, as JSON of rollout.config.StructuredOutputs.given; "": any.
         sleeps: sleep() will be called; CUDA only.
         shares_base: share_base() will be called; adapters only, without sleep.
         room: on CUDA, bytes of the card that must be free before the model is loaded; it waits for them, since those
@@ -97,6 +98,7 @@ class EngineSettings:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     truncates: bool = False
+    form: str = ""
     sleeps: bool = False
     shares_base: bool = False
     room: int = 0
@@ -128,6 +130,8 @@ class EngineSettings:
                 f"shards={self.shards} needs a base in 16 or 32 bits, no sleep and no shared base: got "
                 f"base={self.base}, sleeps={self.sleeps}, shares_base={self.shares_base}"
             )
+        if self.form and not self.truncates:
+            raise ValueError("form needs truncates=True, got False: else logprobs would be of what it leaves")
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

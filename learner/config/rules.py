@@ -37,9 +37,15 @@ EVALUATED = (
 )  # fmt: skip
 SAMPLED = (
     Rule(
-        "rollout.top_p, top_k, min_p:", "need rollout.temperature=1: at another vLLM gives no logprobs of the whole "
-        "distribution", "set temperature=1, or leave them out", ("rollout.temperature",),
+        "rollout.top_p, top_k, min_p, structured_outputs:",
+        "need rollout.temperature=1: at another vLLM gives no logprobs of the whole distribution",
+        "set temperature=1, or leave them out", ("rollout.temperature",),
         lambda c: c.rollout.truncates and c.rollout.temperature != 1,
+    ),
+    Rule(
+        "rollout.structured_outputs:", "does not go with an environment: a turn that calls a tool has another form",
+        "leave one of them out", ("env.use",),
+        lambda c: bool(c.rollout.structured_outputs.form) and c.env.use is not None,
     ),
 )  # fmt: skip
 TEMPLATE = (

@@ -15,7 +15,7 @@ from learner.driver.env_check import Tried, check_environment, check_environment
 from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import Fingerprints, fingerprints_of
 from learner.driver.first_checks import PROBLEMS, First, look
-from learner.driver.function_checks import check_loss, check_rewards
+from learner.driver.function_checks import check_grammar, check_loss, check_rewards
 from learner.driver.machine_checks import (
     check_main_memory,
     machine_notes,
@@ -107,6 +107,8 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)
     found.of(check_loss, config)
+    if chat is not None:
+        found.of(check_grammar, config)
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)

@@ -196,6 +196,7 @@ def worker_spec(
             in_flight=rollout.in_flight,
             stop=rollout.stop,
             truncates=rollout.truncates,
+            form=rollout.structured_outputs.form,
             sleeps=budgets.alternating,
             shares_base=config.memory.base == "shared",
             room=_room(config, budgets),

@@ -14,6 +14,7 @@ from learner.driver.findings import PreflightError
 from learner.model.trial_note import told
 
 LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
+GRAMMAR = "rollout.vllm.structured.grammar"
 TOOL_PARSER = "rollout.vllm.parser_trial"
 SHARED_BASE = "learner.model.shared_base_trial"
 

@@ -47,6 +47,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs" if settings.truncates else "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
         "enable_prefix_caching": True,
+        **_form_arguments(settings),
         # Tokens in, tokens out; only stop strings need the text.
         "skip_tokenizer_init": not settings.stop,
         "generation_config": "auto",
@@ -63,6 +64,12 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     arguments |= _cuda_arguments(settings) if cuda else _cpu_arguments(settings)
     return arguments | (shard_arguments(settings.shards, cuda=cuda) if settings.shards > 1 else {})
+
+
+def _form_arguments(settings: EngineSettings) -> dict[str, Any]:
+    if not settings.form:
+        return {}
+    return {"logits_processors": ["rollout.vllm.structured.processor:StructuredOutputs"]}
 
 
 def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollout.types import Completion, EngineError, Sampling
 from rollout.vllm.adapter_cache import Resident
 
+FORM = "gleaner_form"  # in extra_args: what rollout.vllm.structured.processor reads
 _FINISH_REASONS = ("stop", "length")
 
 
@@ -36,10 +37,12 @@ def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int
     return ids
 
 
-def completion_params(sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> Any:
+def completion_params(
+    sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = (), form: str = ""
+) -> Any:
     """vllm SamplingParams: all n completions at once when the last is done, with the sampled tokens' logprobs.
 
-    stop_ids, stop: as of EngineSettings; strings need an engine that has its tokenizer.
+    stop_ids, stop, form: as of EngineSettings; strings need an engine that has its tokenizer.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -59,6 +62,7 @@ def completion_params(sampling: Sampling, stop_ids: Sequence[int] = (), stop: Se
         logprobs=0,  # of the sampled token and no other
         flat_logprobs=True,  # one list of floats, not a dictionary and an object for each token
         detokenize=bool(stop),
+        extra_args={FORM: form} if form else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -47,6 +47,8 @@ class VllmEngine:
 
         cuda = bool(current_platform.is_cuda())
         check_env(cuda, os.environ)
+        if settings.form:  # the other runner, vLLM's default on cards, has logits processors of another kind
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         arguments = engine_arguments(settings, cuda)
         here = check_fit(settings.model)
         if settings.in_flight == "continue":
@@ -67,7 +69,7 @@ class VllmEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """See Engine.generate. Cancelling the call frees its slots in the engine, too, and leaves nothing of it."""
         prompt = checked_prompt(prompt_ids, sampling.max_tokens, self._settings.max_model_len, self._thread.vocab_size)
-        params = completion_params(sampling, self._settings.stop_ids, self._settings.stop)
+        params = completion_params(sampling, self._settings.stop_ids, self._settings.stop, self._settings.form)
         request = Request(f"r{next(self._ids)}", prompt, params, self._read)
         completions: list[Completion] = await self._thread.call(request)
         return completions

@@ -74,6 +74,14 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("sampler", "self"), ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",)),
         **dict.fromkeys(("kept", "logprobs"), PLAIN),
     },
+    "rollout/vllm/structured/": {
+        "vllm_config": ("vllm.config.VllmConfig",),
+        "served": ("vllm.config.ModelConfig",),
+        "params": ("vllm.sampling_params.SamplingParams",),
+        **dict.fromkeys(
+            ("matcher", "compiler", "form", "given", "bitmask", "batch_update"), PLAIN
+        ),  # xgrammar's and ours
+    },
     "rollout/vllm/shared_base.py": {
         "layer": ("vllm.model_executor.layers.linear.LinearBase",),
         "state": (_QUANT_STATE,),
@@ -128,6 +136,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
 # Functions whose dictionaries become the keywords of a call.
 CALLED_WITH = {
     "rollout/vllm/arguments.py:engine_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/arguments.py:_form_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_policy_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_cpu_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_cuda_arguments": "vllm.engine.arg_utils.EngineArgs",

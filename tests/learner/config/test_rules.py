@@ -55,7 +55,11 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         ["data.chat_template=none", "env.use=tools"],
         "data.chat_template: none does not go with an env.*got env.use=tools",
     ),
-    (["rollout.top_k=5", "rollout.temperature=0.7"], "rollout.top_p, top_k, min_p: need .*got rollout.temperature=0.7"),
+    (["rollout.structured_outputs.regex=a+", "env.use=tools"], "rollout.structured_outputs: does not go with .*"),
+    (
+        ["rollout.top_k=5", "rollout.temperature=0.7"],
+        "rollout.top_p, top_k, min_p, structured_outputs: need .*got rollout.temperature=0.7",
+    ),
     (["checkpoint.best=true", "data.eval.every=0"], "checkpoint.best: true needs evaluations.*got data.eval.every=0"),
     (["early_stop.patience=2", "data.eval.every=0"], "early_stop: needs evaluations.*got data.eval.every=0"),
     (["steps=3", "epochs=1"], "steps: does not go with epochs.*got steps=3, epochs=1.0"),

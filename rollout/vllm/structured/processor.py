@@ -1,0 +1,75 @@
+"""vLLM's part: takes out of the logits what the form of a completion does not allow next.
+
+Not by vLLM's own structured outputs, which take it out before the logprobs are taken: those would be of what is left,
+and the learner scores the whole distribution. Here it is done behind them, as for top_p (EngineSettings.truncates).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xgrammar
+from torch import Tensor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from rollout.data.hub import joined
+from rollout.vllm.convert import FORM
+from rollout.vllm.structured.grammar import Grammars
+
+
+class _Form:
+    """Of one completion under way. output: its tokens, a list to which vLLM adds them."""
+
+    def __init__(self, matcher: Any, output: list[int]) -> None:
+        self._matcher, self._output, self._seen = matcher, output, 0
+
+    def fill(self, bitmask: Tensor, row: int) -> None:
+        """What may come next. Raises RuntimeError for a token that could not have come."""
+        for token in self._output[self._seen :]:
+            if not self._matcher.is_terminated() and not self._matcher.accept_token(token):
+                raise RuntimeError(f"structured outputs: token {token} at place {self._seen} is not of the form")
+            self._seen += 1
+        if self._matcher.is_terminated():  # a batch of steps may go on behind the end; what comes there is thrown away
+            bitmask[row].fill_(-1)
+        else:
+            self._matcher.fill_next_token_bitmask(bitmask, row)
+
+
+class StructuredOutputs(LogitsProcessor):
+    """Named in EngineArgs.logits_processors."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        served = vllm_config.model_config
+        self._vocabulary = served.get_vocab_size()
+        self._grammars = Grammars(joined(served.tokenizer, served.tokenizer_revision), self._vocabulary)
+        self._forms: dict[int, _Form] = {}  # by row of the batch
+
+    def is_argmax_invariant(self) -> bool:
+        """False: the likeliest token may be taken out."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follows the rows of the batch."""
+        process_dict_updates(self._forms, batch_update, self._begin)
+
+    def _begin(self, params: Any, prompt: list[int] | None, output: list[int]) -> _Form | None:
+        form = (params.extra_args or {}).get(FORM)
+        if form is None:
+            return None
+        stop_ids = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+        return _Form(self._grammars.matcher(form, sorted(stop_ids)), output)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Minus infinity for every token that is not allowed, in place."""
+        if not self._forms:
+            return logits
+        bitmask = xgrammar.allocate_token_bitmask(len(self._forms), self._vocabulary)
+        for row, form in enumerate(self._forms.values()):
+            form.fill(bitmask, row)
+        whole = torch.full((len(logits), bitmask.shape[1]), -1, dtype=bitmask.dtype)
+        rows = list(self._forms)
+        whole[rows] = bitmask
+        xgrammar.apply_token_bitmask_inplace(logits, whole.to(logits.device), vocab_size=self._vocabulary, indices=rows)
+        return logits
