@@ -76,6 +76,8 @@ class EvalConfig(Frozen):
     the one with the largest weight. Reward models are not asked."""
 
 
+OWN = "env:own"  # data.path: the environment has the problems
+EPISODE = "episode"  # the column that its problems have, a number
 # Settings of `data` that say how its path is read: of another path they say nothing.
 OF_ITS_PATH = ("split", "args")
 # Settings of `data.eval` that say which problems are held out.
@@ -84,16 +86,16 @@ OF_HELD_OUT = ("path", "split")
 
 class DataConfig(Frozen):
     """Problems: a hub dataset name, a JSON lines, JSON, CSV or Parquet file (also packed: .gz), a folder of
-    save_to_disk, or a reasoning_gym task `rg:<task>`."""
+    save_to_disk, a reasoning_gym task `rg:<task>`, or `env:own`."""
 
     path: str
     """The training problems: a hub name, a file, a pattern of files (`data/*.jsonl`), a folder, or a reasoning_gym
-    task, `rg:<task>`."""
+    task, `rg:<task>`. `env:own`: those of the environment, which begins each trajectory by its seed."""
     split: str = "train"
     """Which split, or a part of it: `train[:100]`. Take a part to try things out."""
-    prompt: str = "question"
+    prompt: str | None = "question"
     """What the model is asked: a column (text, or a list of chat messages), a part of a nested one (`problem.text`), or
-    a template over columns (`"Solve: {question}"`)."""
+    a template over columns (`"Solve: {question}"`). null: an environment says it all."""
     system: str | None = None
     """A system message before every prompt. Set it to ask for a format; leave it null where the data has one."""
     chat_template: Literal["auto", "none"] = "auto"
@@ -114,17 +116,22 @@ class DataConfig(Frozen):
     """Each epoch in another order, by `seed`. `false`: in the order of the source, for a curriculum."""
     eval: EvalConfig = EvalConfig()
 
+    @property
+    def by_environment(self) -> bool:
+        """Whether an environment says what the model is asked: a prompt is an empty message of the user's."""
+        return self.prompt is None or self.path == OWN
+
 
 class StructuredOutputs(Frozen):
     """A form that every completion has: what does not fit it is never sampled. One of the four; the learner scores the
     whole distribution all the same, as with top_p. Needs temperature 1, and no environment."""
 
     regex: Annotated[str, Field(min_length=1)] | None = None
-    """A regular expression that the whole completion matches, such as `(yes|no)`."""
+    """A regular expression that the whole completion matches, such as `[0-9]+`."""
     json_schema: dict[str, Any] | None = None
     """A JSON object of this JSON schema."""
     choice: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)] | None = None
-    """One of these texts."""
+    """Texts, of which each completion is one."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
     """A context-free grammar in EBNF (GBNF), whose rule `root` is the completion."""
 

@@ -118,6 +118,9 @@ class RolloutWorker(RolloutService):
             completions = await self.engine.generate(problem.prompt_ids, sampling)
             return await self._of_completions(self._opened(problem, problem.prompt_ids), completions, by())
         played = await self.trajectories.group(problem, sampling)
+        opening = next((one.opening for one in played if one.began), ())
+        if opening and not isinstance(problem.messages, str):
+            problem = replace(problem, messages=tuple(dict(one) for one in opening))  # as reward functions get them
         return await self._of_trajectories(self._opened(problem, played[0].rows[0].prompt_ids), played, by())
 
     def _opened(self, problem: Problem, prompt_ids: Sequence[int]) -> Problem:

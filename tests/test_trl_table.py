@@ -51,6 +51,8 @@ def test_settings_that_are_named_are_those_of_the_configuration() -> None:
         if value and not re.search(r"[\[<]|my_loss", value) and not key.startswith("env."):
             dtype = "float32" if key.startswith("learner.loss") else "bfloat16"
             given = ["model.path=m", "data.path=d", "rewards=[{use: number}]", f"model.dtype={dtype}"]
+            if value == "env:own":
+                given.append("env.use=trl_environment")
             load(None, [*given, "cluster.gpus={generator: 0.5, learner: 0.5}", f"{key}={value}"])
 
 

@@ -84,7 +84,7 @@ def token_loss(
     (slope,) = torch.autograd.grad(loss, tokens.unit)  # d unit = d log pi
     parts = _parts(batch, slope, clipped, gap, version, learned) | {
         "entropy": entropy.sum(),
-        "k3": ((tokens.sg_ratio if stale is None else stale) - mismatch - 1).sum(),
+        "k3": (mismatch.expm1() - mismatch).sum(),  # exp would round what is above 1 away
         "loss": loss.detach(),
     }
     if reference is not None:
@@ -132,7 +132,7 @@ def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str
         "policy/entropy": sums["entropy"] / tokens,
         "policy/clip_fraction": sums["clipped"] / tokens,
         "policy/masked_fraction": sums["masked"] / tokens,
-        "policy/mismatch_k3": sums["k3"] / tokens,
+        "policy/mismatch_k3": max(sums["k3"], 0.0) / tokens,
         "policy/mismatch_max": peaks["gap_max"],
     }
     if sums["current_tokens"]:

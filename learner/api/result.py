@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 
 from learner.api.metrics_lines import Metrics
@@ -30,6 +31,22 @@ class TrainResult:
     def after(self) -> Metrics:
         """The newest held-out scores."""
         return list(self._held_out())[-1] if self.before else {}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: held-out scores and the reward before and after, and where things are."""
+        steps = [row for row in self.metrics if "reward/mean" in row]
+        found = [(name, value, self.after.get(name)) for name, value in self.before.items() if name != "step"]
+        if steps:
+            found.insert(0, ("reward/mean", steps[0]["reward/mean"], steps[-1]["reward/mean"]))
+        rows = [
+            [name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"]
+            for name, first, last in found
+            if first is not None and last is not None
+        ]
+        head = f"{self.run_dir.name}: {len(steps)} steps; {self.adapter or self.model or 'nothing published'}"
+        cells = [["", "first", "last", "change"], *rows]
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+        return f"<p>{escape(head)}</p><table>{body}</table>"
 
     @property
     def advice(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from learner.config.rule import Rule
 from learner.config.settings import Settings
 from rewards.config import adapters_of
+from rollout.config import OWN, DataConfig
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
 WITH_TOOLS = ("tools", "trl_environment")
@@ -17,6 +18,19 @@ def _turn_seconds(config: Settings) -> float:
 
 
 ENV = (
+    Rule(
+        "data.path: env:own", "needs an environment, whose problems these are", "set env.use, or give a file",
+        ("env.use",), lambda c: OWN in (c.data.path, c.data.eval.path) and c.env.use is None,
+    ),
+    Rule(
+        "data.path: env:own", "has no columns that data.prompt could name", "leave data.prompt out", ("data.prompt",),
+        lambda c: c.data.path == OWN and c.data.prompt not in (None, DataConfig.model_fields["prompt"].default),
+    ),
+    Rule(
+        "data.prompt: null", "needs an environment, which says what the model is asked",
+        "set env.use, or name a column", ("env.use",),
+        lambda c: c.data.prompt is None and c.env.use is None,
+    ),
     Rule(
         "env:", "its settings need env.use, without which there is no environment", "set env.use, or leave them out",
         ("env.use",),

@@ -17,28 +17,37 @@ from learner.driver.phases import Phases, sentence
 from learner.driver.publishing import learned_in
 from learner.driver.terminal_text import escaped
 
+MISMATCH, STALENESS = "policy/mismatch_k3", "policy/staleness_mean"
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
     "accuracy": ("eval/accuracy", "{:.3f}"),
     "tokens/s": ("rollout/tokens_per_s", "{:.0f}"),
     "length": ("rollout/completion_length", "{:.0f}"),
     "staleness": ("policy/staleness_mean", "{:.1f}"),
-    "mismatch": ("policy/mismatch_max", "{:.1e}"),
+    "mismatch": ("policy/mismatch_k3", "{:.1e}"),
     "generate s": ("time/generate", "{:.2f}"),
     "train s": ("time/train", "{:.2f}"),
     "push s": ("time/push", "{:.2f}"),
 }
+# Most policy/mismatch_k3 that is usual, by the coarsest type that a logprob goes through, where the policy that is
+# trained is the one that sampled (staleness 0): SmolLM2-135M and the demo, benchmarks/results.
+USUAL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "fp8": 1e-2}
+EXAMPLES = 3  # of completions, at the end
 ROWS = 12
 RECENT = 20  # steps whose median says how long those to come will take
+Sample = Mapping[str, Any]  # of Evaluation.samples
 COUNTED = "eval/unscored"  # an evaluation without it has counted none
 
 
 class Progress:
     """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table, until it is
-    gone (learner.driver.standard_streams)."""
+    gone (learner.driver.standard_streams).
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
-        self.total_steps = total_steps
+    dtype: the coarsest that a logprob goes through (Settings.kv_dtype)."""
+
+    def __init__(self, total_steps: int, dtype: str, console: Console | None = None) -> None:
+        self.total_steps, self._dtype = total_steps, dtype
+        self._told_usual = False
         self.console = console or Console()
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._status = "starting"
@@ -74,12 +83,22 @@ class Progress:
         if not self._still_live():
             if parts:
                 cells[0] += f" ({parts})"
+            if MISMATCH in metrics:
+                cells[[*COLUMNS].index("mismatch")] += self._usual(metrics[MISMATCH], metrics.get(STALENESS, 0.0))
             words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
             self.console.print(f"step {where} {words}{left}", highlight=False, soft_wrap=True, markup=False)
         else:
             self._rows.append([where, *cells])
             self._status = f"step {step} of {self.total_steps}{left}" + (f"; {parts}" if parts else "")
             self._show()
+
+    def _usual(self, mismatch: float, staleness: float) -> str:
+        """What it is usually below: the first time that there is one, and where it is above."""
+        usual = USUAL.get(self._dtype)
+        if usual is None or staleness > 0 or (self._told_usual and mismatch <= usual):
+            return ""
+        self._told_usual = True
+        return f" (k3, nats; usual in {self._dtype}: at most {usual:.0e})"
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
         """How long the steps to come will take; nothing for step 0, an evaluation before the first."""
@@ -109,22 +128,35 @@ class Progress:
         return Group(table, Text(self._status))
 
     def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, phases: Phases, advice: Sequence[str]) -> None:
-        """Before and after: scores, three completions, where the time went, and where what was trained is."""
+        """Before and after: scores, some completions, where the time went, and where what was trained is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             self.console.print(_before_after(first, last))
-            for old, new in zip(first.samples, last.samples, strict=False):  # eval.size may have changed
-                lines = Text(f"prompt  {escaped(str(old['prompt']))}\n", style="bold")
-                lines.append(_said("before", old), style="not bold")
-                if last is not first:  # a run stopped before its second evaluation has no after
-                    lines.append(_said("after", new), style="not bold")
-                self.console.print(lines, soft_wrap=True)
+            self._examples(first.samples, last.samples if last is not first else [])
         self.note(f"time     {sentence(phases.seconds)}")
         for advised in advice:
             self.note(f"advice   {advised}")
         if (learned := learned_in(run_dir)) is not None:
             self.console.print(f"{learned.name:8} {learned}", highlight=False, soft_wrap=True)
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+
+    def _examples(self, first: Sequence[Sample], last: Sequence[Sample]) -> None:
+        """Completions that have changed, those whose reward has first. last: nothing where a run was stopped before its
+        second evaluation."""
+        pairs = list(zip(first, last, strict=False))  # eval.size may have changed
+        changed = [(old, new) for old, new in pairs if old["completion"] != new["completion"]]
+        changed.sort(key=lambda pair: pair[0]["reward"] == pair[1]["reward"])
+        for old, new in changed[:EXAMPLES]:
+            lines = _asked(old)
+            lines.append(_said("before", old), style="not bold")
+            lines.append(_said("after", new), style="not bold")
+            self.console.print(lines, soft_wrap=True)
+        if pairs:
+            self.note(f"examples {len(changed)} of the first {len(pairs)} held-out completions are others than before")
+        for old in first[:EXAMPLES] if not changed else ():
+            lines = _asked(old)
+            lines.append(_said("both" if pairs else "before", old), style="not bold")
+            self.console.print(lines, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
@@ -152,7 +184,11 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def _said(when: str, sample: Mapping[str, Any]) -> str:
+def _asked(sample: Sample) -> Text:
+    return Text(f"prompt  {escaped(str(sample['prompt']))}\n", style="bold")
+
+
+def _said(when: str, sample: Sample) -> str:
     return f"{when:6}  {escaped(str(sample['completion']))}  (reward {_short(sample['reward'])})\n"
 
 

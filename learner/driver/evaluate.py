@@ -1,7 +1,7 @@
 """Held-out score: greedy completions of held-out problems, through the workers and reward functions of the training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from learner.driver.batch_metrics import logged_means, reward_means
 from learner.driver.env_metrics import env_metrics
 from learner.driver.held_out_calls import Asks, generate
 from rewards.config import RewardConfig, functions_of, resolved_names
-from rollout.schema import Problem, failed, parts_of, whole
+from rollout.schema import Problem, asked_of, failed, parts_of, whole
 from rollout.types import Sampling
 
-NUM_SAMPLES = 3
+NUM_SAMPLES = 16  # that are kept, of which a run shows some that changed
 ACCURACY = "accuracy"  # eval/accuracy is the held-out score
 ACCURACY_METRIC = f"eval/{ACCURACY}"
 
@@ -149,15 +149,13 @@ async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], confi
         means["eval/accuracy"] = sum(scores) / len(scores)
     if len(scores) < len(said):
         means["eval/unscored"] = float(len(said) - len(scores))
-    samples = [
-        {
-            "prompt": problem.messages if isinstance(problem.messages, str) else problem.messages[-1]["content"],
-            "completion": rows.column("completion")[i].as_py(),
-            "reward": rows.column("reward")[i].as_py(),
-        }
-        for i, problem in enumerate(problems[:NUM_SAMPLES])
-    ]
-    return Evaluation(step, means, samples)
+    return Evaluation(step, means, [_sample(row) for row in rows.slice(0, NUM_SAMPLES).to_pylist()])
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    asked = asked_of(row["problem"]).messages
+    prompt = asked if isinstance(asked, str) else asked[-1]["content"]
+    return {"prompt": prompt, "completion": row["completion"], "reward": row["reward"]}
 
 
 def scores_of(rows: pa.Table, accuracy: str | None) -> list[float | None]:

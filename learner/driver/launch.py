@@ -38,7 +38,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
     """
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
-    with Progress(prepared.total_steps) as progress:
+    with Progress(prepared.total_steps, prepared.config.kv_dtype) as progress:
         # Set up in here, where lines for the terminal go around the live table.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         progress.note(f"run folder {config.run_dir}")

@@ -96,7 +96,7 @@ def local_run(
         folder,
         Metrics(folder, [], resumed_step),
         Timeline(folder / "timeline.json"),
-        Progress(total_steps, Console(file=io.StringIO())),
+        Progress(total_steps, config.kv_dtype, Console(file=io.StringIO())),
         Phases(time.perf_counter()),
     )
     inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), alternating, weights_stay)

@@ -51,7 +51,7 @@ def unreachable() -> str | None:
 
 def is_hub_name(path: str) -> bool:
     """Whether a path of a model or of data names something on the hub."""
-    local = path.startswith(("/", ".", "~", "rg:")) or is_file_name(path) or is_pattern(path)
+    local = path.startswith(("/", ".", "~", "rg:", "env:")) or is_file_name(path) or is_pattern(path)
     plain = path.count("/") <= 1 and not local
     return plain and len(path) < LONGEST and not Path(path).exists()
 

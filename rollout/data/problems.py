@@ -83,7 +83,7 @@ def load(
     stream. `deadline_s`: seconds for making the problems of a task, and again for tokenising the prompts.
     """
     wanted, order = config.eval.every > 0, seed if config.shuffle else None
-    generated = config.path.startswith(sources.GENERATED)
+    generated = sources.is_made(config.path)
     stock = _stock(config, chat, seed, deadline_s)
     places = stock.fitting(np.arange(len(stock)), max_prompt_length)
     if not wanted:
@@ -94,7 +94,7 @@ def load(
     path = config.path if config.eval.path is None else config.eval.path
     args = config.args if path == config.path else {}  # another source has settings of its own
     # A generator may repeat itself and training: the surplus leaves enough after those are dropped.
-    fresh = path.startswith(sources.GENERATED)
+    fresh = sources.is_made(path)
     size, eval_seed = config.eval.size * (4 if fresh else 1), sources.other_seed(seed)
     rows = sources.read(path, config.eval.split, args, size, eval_seed, files.EVAL, deadline_s)
     name = sources.label(path, config.eval.split or "test")

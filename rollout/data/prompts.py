@@ -45,7 +45,10 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
 
     where: names the row in messages.
     """
-    value = _prompt(row, config.prompt)
+    if config.by_environment:
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        return [*system, {"role": "user", "content": ""}]
+    value = _prompt(row, str(config.prompt))
     if isinstance(value, str) and config.system is None and value.strip():  # as most rows are, of maybe a million
         return [{"role": "user", "content": value}]
     if isinstance(value, float) and math.isnan(value):  # as pandas says that a text is not there

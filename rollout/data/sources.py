@@ -9,12 +9,13 @@ from typing import Any
 
 from rewards import gym_tasks
 from rewards.secret_values import SecretError, resolved, scrubbed
+from rollout.config import EPISODE, OWN
 from rollout.data import files
 from rollout.data.files import DATA, Names, ProblemsError, Row
 from rollout.data.pace import Pace
 from rollout.data.tables.data_sets import read_data_set
 
-__all__ = ["GENERATED", "ProblemsError", "Row", "first_rows", "label", "other_seed", "read"]
+__all__ = ["GENERATED", "ProblemsError", "Row", "first_rows", "is_made", "label", "other_seed", "read"]
 
 log = logging.getLogger("rollout")
 
@@ -35,7 +36,7 @@ def read(
     """The first `size` rows of a source, which are read by their positions. Raises ProblemsError.
 
     Args:
-        path: `rg:<task>`, a file (files.FORMATS), a pattern of files, a folder, or a hub name.
+        path: `rg:<task>`, `env:own`, a file (files.FORMATS), a pattern of files, a folder, or a hub name.
         split: of a hub data set or a folder, or `train[:100]` of a file; null: names.usual, and of what has one split
             only, all of it.
         args: keyword arguments of the source: the task's settings, or those of datasets.load_dataset
@@ -49,12 +50,13 @@ def read(
         args = resolved(args, "data.args")
     except SecretError as error:
         raise ProblemsError(str(error)) from None
-    if path.startswith(GENERATED):
+    rows: Sequence[Row]
+    if path == OWN:
+        rows = _episodes(split, args, size or GENERATED_SIZE, names)
+    elif path.startswith(GENERATED):
         if split not in (None, "train"):
             raise ProblemsError(f"{names.split}: a reasoning_gym task has no splits, got {split!r}; leave it out")
-        rows: Sequence[Row] = _generate(
-            path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, names, deadline_s
-        )
+        rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, names, deadline_s)
     else:
         rows = _read_dataset(path, split, args, size, names)
     if not rows:
@@ -67,7 +69,7 @@ def read(
 def first_rows(path: str, split: str | None, args: Mapping[str, Any], names: Names = DATA) -> files.Beginning:
     """A few rows from the beginning of files that are here, if they can be told soon, however long these are; none of
     the hub, of a folder or of a task. Raises ProblemsError of what is there no file, or cannot be read."""
-    if path.startswith(GENERATED):
+    if is_made(path):
         return files.Beginning()
     several = files.matching(path, names.path) if files.is_pattern(path) else []
     local = None if several else files.find(path, names.path)
@@ -85,9 +87,14 @@ def first_rows(path: str, split: str | None, args: Mapping[str, Any], names: Nam
 
 def label(path: str, split: str) -> str:
     """What the ids of a source's problems begin with."""
-    if path.startswith(GENERATED):
-        return path.removeprefix(GENERATED)
+    if is_made(path):
+        return "env" if path == OWN else path.removeprefix(GENERATED)
     return files.plain_name(path) if files.is_file_name(path) and not files.is_pattern(path) else split
+
+
+def is_made(path: str) -> bool:
+    """Whether the problems are made by code, as many as are asked for, rather than read."""
+    return path == OWN or path.startswith(GENERATED)
 
 
 def other_seed(seed: int) -> int:
@@ -157,6 +164,16 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
         if late := pace.late(index + 1):
             raise ProblemsError(f"{names.size}: {late} (cluster.deadlines.start); lower {names.size}")
     return rows
+
+
+def _episodes(split: str | None, args: Mapping[str, Any], size: int, names: Names) -> list[Row]:
+    """Numbers alone; those of evaluation are others."""
+    if split not in (None, "train"):
+        raise ProblemsError(f"{names.split}: an environment's own problems have no splits, got {split!r}; leave it out")
+    if args:
+        raise ProblemsError(f"data.args: env:own takes none, got {', '.join(args)}; set env.args")
+    first = 0 if names is DATA else other_seed(0)
+    return [{EPISODE: first + number} for number in range(size)]
 
 
 def _generated(entry: Mapping[str, Any]) -> Row:

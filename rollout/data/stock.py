@@ -172,6 +172,10 @@ class Stock:
 
     def marks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(of each prompt a number that those of equal messages share; a number that all of equal ids share)."""
+        if self._config.by_environment:  # what tells them apart is in their columns
+            of_columns = [hash(repr(sorted(row.items()))) for row in self._rows]
+            found = np.array(of_columns, np.int64)[np.asarray(self._places)]
+            return found, found
         if not self._bound.sure:  # the tokenizer makes one prompt of texts that differ
             of_ids = [hash(self.item(place).prompt_ids) for place in range(len(self))]
             return np.array(of_ids, np.int64), np.array(of_ids, np.int64)

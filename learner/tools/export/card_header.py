@@ -9,9 +9,9 @@ from huggingface_hub.errors import HFValidationError
 from learner.tools.export.scores import Scores
 from learner.tools.export.source import Source
 from rollout.data.hub import is_hub_name, split
+from rollout.data.sources import is_made
 
 TASK, KIND = "text-generation", "accuracy"
-GENERATED = "rg:"  # data that is made on the spot
 
 
 def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
@@ -35,7 +35,7 @@ def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
 
 def named(path: str) -> str:
     """A model or data as others may know it: of what lies here the last part of its path alone."""
-    return path if is_hub_name(path) or path.startswith(GENERATED) else Path(path).name
+    return path if is_hub_name(path) or is_made(path) else Path(path).name
 
 
 def license_of(base: str) -> str | None:

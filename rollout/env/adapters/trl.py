@@ -16,6 +16,7 @@ import transformers.utils.chat_template_utils  # noqa: F401
 
 from rewards.base import said
 from rewards.loader import load_own
+from rollout.config import EPISODE
 from rollout.env.adapters.trl_rewards import check_given, given, load_rewards
 from rollout.env.config import ENVIRONMENT, TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
@@ -94,7 +95,7 @@ class TrlEnvironment:
         self._answer = Answering(tools, self._limits, lambda name: f"Tool {name} not found.", _error)
         messages = [dict(message) for message in problem.messages]
         self._columns = {"prompt": messages, **problem.columns}
-        seen = await self._run(self._environment.reset, **self._columns)
+        seen = await self._run(self._environment.reset, **_wanted(self._environment.reset, self._columns))
         if seen is not None and not isinstance(seen, str):
             raise ToolError(f"trl_environment: reset must return text or None, got {type(seen).__name__}")
         shown = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + (seen or "")}]
@@ -175,3 +176,12 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 def _error(sentence: str) -> str:
     return str({"error": sentence})
+
+
+def _wanted(reset: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """All columns, as in TRL; but the number of an episode only where it is asked for by name, and the prompt not where
+    it would be refused, which of an environment with problems of its own says nothing."""
+    parameters = inspect.signature(reset).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    left_out = {EPISODE, *(() if takes_any else ("prompt",))} - parameters.keys()
+    return {name: value for name, value in columns.items() if name not in left_out}

@@ -121,7 +121,7 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
             {"train_dataset": datasets.Dataset.from_list(ROWS), "peft_config": object()},
             "(?s)^train_dataset: unknown key; docs/trl.md says of TRL's: dataset; .*\npeft_config: .* learner.lora",
         ),
-        ({"rollout": {"top_p": 0.9, "temperature": 0.7}}, "rollout.top_p, top_k, min_p: need rollout.temperature=1"),
+        ({"rollout": {"top_p": 0.9, "temperature": 0.7}}, "structured_outputs: need rollout.temperature=1"),
         ({"learner": {"learning_rate": np.zeros(2)}}, "^learner.learning_rate: must be what .* got ndarray"),
         ({"model": object()}, "^model: must be a hub name or a folder, got object; .* save_pretrained"),
         ({"rewards": accuracy}, r"^rewards: must be a list, got function; write rewards=\[...\]"),
@@ -284,3 +284,13 @@ def test_what_train_gives_back_says_what_the_end_of_the_run_advised(tmp_path: Pa
     assert len(result.advice) == advised
     assert all("100% of the completions reached rollout.max_completion_length=7" in told for told in result.advice)
     assert TrainResult(tmp_path / "gone", None, None, [*steps]).advice == []
+
+
+def test_a_notebook_shows_scores_and_places(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/accuracy": 0.25, "eval/<b>": None}]
+    rows += [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75, "eval/accuracy": 0.5, "eval/<b>": 1.0}]
+    shown = TrainResult(tmp_path / "a&b", tmp_path / "adapter", None, rows)._repr_html_()
+    assert "a&amp;b: 2 steps" in shown
+    assert "<td>reward/mean</td><td>0.500</td><td>0.750</td><td>+0.250</td>" in shown
+    assert "<td>eval/accuracy</td><td>0.250</td><td>0.500</td><td>+0.250</td>" in shown
+    assert "<b>" not in shown

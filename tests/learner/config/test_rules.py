@@ -55,6 +55,12 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         ["data.chat_template=none", "env.use=tools"],
         "data.chat_template: none does not go with an env.*got env.use=tools",
     ),
+    (["data.path=env:own"], "data.path: env:own needs an environment.*got env.use=null"),
+    (
+        ["data.path=env:own", "env.use=a.py:B", "data.prompt=text"],
+        "data.path: env:own has no columns.*got data.prompt=te",
+    ),
+    (["data.prompt=null"], "data.prompt: null needs an environment.*got env.use=null"),
     (["rollout.structured_outputs.regex=a+", "env.use=tools"], "rollout.structured_outputs: does not go with .*"),
     (
         ["rollout.top_k=5", "rollout.temperature=0.7"],

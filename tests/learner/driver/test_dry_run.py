@@ -78,31 +78,33 @@ def test_whatever_may_be_a_name_of_the_hub_is_known_before_the_hub_is_asked(
 
 
 def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No check hides another: cards, data, reward, LoRA target, weights, and what vLLM knows."""
+    """No check hides another: first of those that cost nothing (cards, folder, rewards), then of the others (weights,
+    LoRA target, what vLLM knows)."""
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(content | {"architectures": ["NobodysForCausalLM"]}))
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-100])
     wrong = config_of(model, rewards=[{"use": "mine.py:one"}, {"use": "mine.py:two"}])
-    lines = refused(
-        wrong,
-        "--dry-run",
-        "cluster.gpus.learner=1",
-        "learner.lora.targets=[q_prj]",
-        "output_dir=~nosuchuser",
-        capsys=capsys,
-    )
-    said = "\n".join(lines)
-    for pattern in (
+    first = (
         "output_dir: ~nosuchuser is no folder",
         "(placement|cluster.gpus): the run needs .*1 GPU",
-        "model.path: .*model.safetensors must have [0-9]+ bytes by its header, got",
         "returned 1 values for 2 completions",
         "mine.py has no function 'two'; functions there: ok, one",
+    )
+    others = (
+        "model.path: .*model.safetensors must have [0-9]+ bytes by its header, got",
         "learner.lora.targets: .*got 'q_prj'",
         "model.path: vLLM has no architecture NobodysForCausalLM",
+    )
+    given = ["--dry-run", "learner.lora.targets=[q_prj]"]
+    for patterns, config, more in (
+        (first, wrong, ["cluster.gpus.learner=1", "output_dir=~nosuchuser"]),
+        (others, config_of(model), []),
     ):
-        assert re.search(f"^error: .*{pattern}", said, flags=re.MULTILINE), (pattern, said)
-    assert len(lines) == 7
+        lines = refused(config, *given, *more, capsys=capsys)
+        said = "\n".join(lines)
+        for pattern in patterns:
+            assert re.search(f"^error: .*{pattern}", said, flags=re.MULTILINE), (pattern, said)
+        assert len(lines) == len(patterns)
 
 
 def test_a_model_that_is_not_there_is_said_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

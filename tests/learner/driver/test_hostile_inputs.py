@@ -56,6 +56,14 @@ def template(text: str) -> Spoil:
     return spoil
 
 
+def several(*spoils: Spoil) -> Spoil:
+    def spoil(model: Path) -> None:
+        for one in spoils:
+            one(model)
+
+    return spoil
+
+
 def replaced(name: str, content: bytes) -> Spoil:
     def spoil(model: Path) -> None:
         (model / name).write_bytes(content)
@@ -103,7 +111,8 @@ HOSTILE: dict[str, tuple[Spoil, list[str], str]] = {
     "an import within a reward function": (
         nothing, ["rewards=[{use: 'mine.py:lazy', timeout_s: 3}]"], "timeout: .* Only its first call is late"),
     "two mistakes": (
-        template("{{ 1 // 0 }}"), ["cluster.gpus.learner=1"], "cluster.gpus: .* 1 GPU(.|\n)*chat template .* ZeroDiv"),
+        several(template("{{ 1 // 0 }}"), replaced("model.safetensors", b"")), [],
+        "model.safetensors(.|\n)*chat template .* ZeroDiv"),
 }  # fmt: skip
 
 

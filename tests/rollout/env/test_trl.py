@@ -124,3 +124,16 @@ async def test_a_class_without_reset_or_with_a_generator_is_refused() -> None:
         await begun("NoReset")
     with pytest.raises(ToolError, match="tool lines: must return its answer, and yields"):
         await begun("Yields")
+
+
+async def test_a_class_may_have_the_problems_itself() -> None:
+    """One is begun by its seed, whatever its reset takes; see data.path: env:own."""
+
+    async def first(name: str, number: int, seed: int) -> str:
+        env = TrlEnvironment(f"{CLASSES}:{name}")
+        start = await env.reset(problem("", episode=number), seed)
+        return str(start.messages[-1]["content"])
+
+    said = [await first("Own", number, seed) for number, seed in ((0, 7), (1, 7), (0, 8))]
+    assert said[0] == said[1] != said[2]
+    assert await first("Numbered", 12, 0) == "Level 12."

@@ -77,3 +77,19 @@ def seen(
 
 def greedy(completions: list[list[object]], trainer_state: object) -> list[float]:
     return [0.0 for _ in completions]
+
+
+class Own:
+    """Begins by itself."""
+
+    def reset(self) -> str:
+        self.number = random.randrange(10**6)
+        return f"Say {self.number}."
+
+
+class Numbered:
+    """Wants the number of its episode."""
+
+    def reset(self, episode: int, **others: Any) -> str:
+        assert [*others] == ["prompt"]
+        return f"Level {episode}."
