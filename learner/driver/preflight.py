@@ -179,7 +179,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)
     found.of(check_accuracy, config)
-    found.of(check_loss, config)
+    notes += found.of(check_loss, config) or ()
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)

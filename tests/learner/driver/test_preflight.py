@@ -80,6 +80,16 @@ def test_fewer_held_out_problems_than_asked_for_are_said(
     assert "data.eval.size: 1 problems are held out, 4 were asked for: there are no more" in out
 
 
+def test_sequence_ratios_whose_mean_is_over_tokens_are_said(
+    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("dapo", "dr_grpo", "grpo"):
+        words = ("learner.loss.ratio=gspo", f"learner.loss.kind={kind}")
+        code, out, _ = check(config, "--dry-run", *words, capsys=capsys)
+        told = f"learner.loss.kind: with {kind} each completion counts by its length, where gspo's paper counts all"
+        assert (code, told in out) == (0, kind != "grpo")
+
+
 WRONG = {
     "missing model": (["model.path=/no/such/model"], "model.path: folder must exist, got /no/such/model"),
     "missing column": (["data.prompt=questoin"], "questoin.*question"),
