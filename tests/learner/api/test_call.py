@@ -128,7 +128,7 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
         ({"rewards": accuracy}, r"^rewards: must be a list, got function; write rewards=\[...\]"),
         ({"rewards": [IN_A_CELL["logs"]]}, "^rewards.0.use: logs cannot be sent .*: its variable LOCK is a lock"),
         ({"dataset": None}, "^data: required, but not given"),
-        ({"dataset": STREAM}, "^dataset: must be a path, .* got IterableDataset; convert it, .* datasets.Dataset.from_gen"),
+        ({"dataset": STREAM}, "^dataset: must be a path, .* got IterableDataset; .* datasets.Dataset.from_gen"),
         ({"eval_dataset": STREAM}, "^eval_dataset: must be a path, a hub name, .* got IterableDataset; convert it"),
         ({"eval_dataset": {"first": ROWS, "second": ROWS}}, "^eval_dataset: must be a path, a hub name, .* got dict"),
         ({"dataset": {"train": ROWS}}, "^dataset: must be a path, a hub name, .* got dict"),
