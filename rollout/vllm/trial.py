@@ -36,14 +36,26 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
     if not known:
         named = ", ".join(names) or "(config.json names none)"
         return [f"model.path: vLLM has no architecture {named}; give a model of one that it has, or a newer vLLM"]
-    if learner["mode"] == "lora" and learner["push"] == "adapter":
-        try:
-            found: Any = ModelRegistry.models[known[0]].load_model_cls()
-        except Exception as error:  # of a module that wants what is not installed, or another device
-            return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
-        if not getattr(found, "supports_lora", False):
-            return [without_lora(known[0], path)]
-    return []
+    adapters = learner["mode"] == "lora" and learner["push"] == "adapter"
+    on_cpu = config["cluster"]["gpus"]["generator"] == 0
+    if not adapters and not on_cpu:
+        return []
+    try:
+        found: Any = ModelRegistry.models[known[0]].load_model_cls()
+    except Exception as error:  # of a module that wants what is not installed, or another device
+        return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
+    if on_cpu and getattr(found, "has_inner_state", False):
+        return [with_a_state(known[0], path)]
+    return [] if not adapters or getattr(found, "supports_lora", False) else [without_lora(known[0], path)]
+
+
+def with_a_state(name: str, model: str) -> str:
+    """The sentence for one whose layers hold a state. On a CPU vLLM shares prefixes of those only where it computes
+    prompts in pieces, which ends its engine at a request with a seed; and it has not all of their kernels."""
+    return (
+        f"model.path: {model} ({name}) has layers that carry a state along (Mamba, linear attention, convolutions), "
+        "which are generated on a card alone; set cluster.gpus.generator, or give another model (docs/models.md)"
+    )
 
 
 if __name__ == "__main__":
