@@ -1,11 +1,11 @@
-# make setup | demo | demo-tools | check | test | nightly | test-long | test-browser | test-trackers | test-lm-eval | test-nodes
-# | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
+# make setup | demo | demo-tools | check | test | nightly | test-long | test-browser | test-trackers | test-lm-eval | test-others
+# | test-nodes | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
-.PHONY: test-nodes kernels mutants smollm2 lock clean
+.PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
+.PHONY: contracts test-nodes kernels mutants smollm2 lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,7 +89,7 @@ test: setup
 	@$(MAKE) --no-print-directory check
 
 # All of it but what needs a card, one after the other (hours); the last line names what failed.
-NIGHTLY := check test-long test-docs test-nodes test-browser test-trackers test-lm-eval docs package kernels mutants
+NIGHTLY := check test-long test-docs test-nodes test-browser test-trackers test-lm-eval test-others docs package kernels mutants
 nightly: setup
 	@failed=()
 	for target in $(NIGHTLY); do
@@ -118,6 +118,16 @@ test-trackers: setup
 	    $(INSTALL) --target build/trackers -r requirements/trackers.txt
 	    cp requirements/trackers.txt build/trackers/.requirements; }
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
+
+# Reward functions of TRL, verl and ms-swift, and environments of gem, TextArena and gymnasium, from their own packages.
+# verl's wheel holds a top-level package `tests`, which would stand in the place of ours.
+test-others: setup
+	@cmp -s requirements/others.txt build/others/.requirements || {
+	    rm -rf build/others
+	    $(INSTALL) --target build/others -r requirements/others.txt
+	    rm -rf build/others/tests
+	    cp requirements/others.txt build/others/.requirements; }
+	PYTHONPATH=$$PWD:$$PWD/build/others $(BIN)/pytest -n 0 -p no:cacheprovider tests/others
 
 # Runs on emulated nodes, of which one is killed and comes back, or lacks something; NODES=1 because they take three minutes.
 test-nodes: setup
