@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.trl_tests import FILES, PAGE, Row, rows, named_in
+from tests.trl_tests import FILES, PAGE, Row, named_in, rows
 
 ROOT = PAGE.parents[1]
 KINDS = ("same", "other name", "refused", "not here")

@@ -24,7 +24,7 @@ def open_r1_tags(completions, **kwargs):  # type: ignore[no-untyped-def]
     return [sum(text.count(tag) == 1 for tag in ("<think>\n", "\n</think>\n", "<answer>\n")) / 4 for text in texts]
 
 
-async def open_r1_lengths(completions: list[list[dict[str, str]]], solution: list[str], **kwargs) -> list[float]:  # type: ignore[no-untyped-def]
+async def open_r1_lengths(completions, solution, **kwargs):  # type: ignore[no-untyped-def]
     """One that waits for something, as open-r1's of code do."""
     found = [re.search(r"<answer>(.*?)</answer>", completion[0]["content"], re.DOTALL) for completion in completions]
     lengths = [len(completion[0]["content"]) for completion in completions]

@@ -64,5 +64,5 @@ async def test_values_are_those_of_direct_calls() -> None:
 
 
 def test_a_factory_that_refuses_its_setting_is_told() -> None:
-    with pytest.raises(RewardLoadError, match=r"refusing.py does not import: ValueError: max_penalty 0.5 should not be pos"):
+    with pytest.raises(RewardLoadError, match=r"refusing.py does not import: ValueError: max_penalty 0.5 should not"):
         load(f"{HERE}/refusing.py:repetition")
