@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
-.PHONY: contracts test-nodes kernels mutants smollm2 lock clean build/others
+.PHONY: contracts test-nodes kernels mutants smollm2 lock clean build/others build/games
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -120,16 +120,16 @@ test-trackers: setup
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
 
 # verl's wheel holds a top-level package `tests`, which would stand in the place of ours.
-build/others: setup
-	@cmp -s requirements/others.txt $@/.requirements || {
+build/others build/games: setup
+	@cmp -s requirements/$(@F).txt $@/.requirements || {
 	    rm -rf $@
-	    $(INSTALL) --target $@ -r requirements/others.txt
+	    $(INSTALL) --target $@ -r requirements/$(@F).txt
 	    rm -rf $@/tests
-	    cp requirements/others.txt $@/.requirements; }
+	    cp requirements/$(@F).txt $@/.requirements; }
 
 # Reward functions of TRL, verl and ms-swift, and environments of gem, TextArena and gymnasium, from their own packages.
-test-others: build/others
-	@PYTHONPATH=$$PWD:$$PWD/build/others $(BIN)/pytest -n 0 -p no:cacheprovider tests/others
+test-others: build/others build/games
+	@PYTHONPATH=$$PWD:$$PWD/build/others:$$PWD/build/games $(BIN)/pytest -n 0 -p no:cacheprovider tests/others
 
 # Runs on emulated nodes, of which one is killed and comes back, or lacks something; NODES=1 because they take three minutes.
 test-nodes: setup
@@ -141,7 +141,7 @@ docs: setup
 	echo "docs: build/site/index.html"
 
 # Every command of the documents that needs no card, hub or network (half an hour).
-test-docs: build/others
+test-docs: build/games
 	@$(BIN)/pytest -n 0 -p no:cacheprovider tests/documented
 
 # The wheel by the three commands of docs/install.md, in an environment of its own (2.7 GB), and two steps from there.

@@ -11,7 +11,7 @@ from tests.documented.blocks import ROOT
 from tests.documented.workspace import Workspace
 from tests.others.games import write
 
-PACKAGES = ROOT / "build" / "others"
+PACKAGES = ROOT / "build" / "games"
 SMALL = {
     "steps": 2,
     "rollout": {"num_generations": 4, "max_prompt_length": 640, "max_completion_length": 256, "kv_cache": "64MiB"},
@@ -21,7 +21,7 @@ SMALL = {
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not (PACKAGES / "gem").is_dir(), reason="make test-docs installs requirements/others.txt")
+@pytest.mark.skipif(not (PACKAGES / "gem").is_dir(), reason="make test-docs installs requirements/games.txt")
 def test_the_commands(tmp_path: Path) -> None:
     space = Workspace(tmp_path, model=ROOT / "examples" / "tiny-tools", packages=PACKAGES)
     commands = write(tmp_path)
