@@ -25,7 +25,7 @@ GUESS = {
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Iterator[Callable[..., EnvironmentProcess]]:
+def environment(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """One in a process of its own, as in a run."""
     write(tmp_path)
     forks: list[Forks] = []
@@ -41,9 +41,9 @@ def environment(tmp_path: Path) -> Iterator[Callable[..., EnvironmentProcess]]:
 
 
 @pytest.mark.parametrize("use", GUESS)
-async def test_a_number_is_found_by_halving(environment: Callable[..., EnvironmentProcess], use: str) -> None:
+async def test_a_number_is_found_by_halving(environment: Callable[..., Any], use: str) -> None:
     game, form = GUESS[use]
-    starts, env = [], environment(use, game=game)
+    starts: list[Any] = []
     for seed in (7, 7, 2**63 - 1):
         env = environment(use, game=game)
         starts.append((await env.reset(problem("game 1"), seed)).messages)
@@ -64,13 +64,13 @@ async def test_a_number_is_found_by_halving(environment: Callable[..., Environme
     assert total + sum(parts.values()) == pytest.approx(1.0, abs=0.01)
 
 
-async def test_a_game_that_is_cut_off_scores_nothing(environment: Callable[..., EnvironmentProcess]) -> None:
+async def test_a_game_that_is_cut_off_scores_nothing(environment: Callable[..., Any]) -> None:
     env = environment("arena_game.py:ArenaGame", game="GuessTheNumber-v0-raw")
     await env.reset(problem("game 1"), 7)
     assert await env.score() == {"game": 0.0}
 
 
-async def test_a_lake_is_crossed_word_by_word(environment: Callable[..., EnvironmentProcess]) -> None:
+async def test_a_lake_is_crossed_word_by_word(environment: Callable[..., Any]) -> None:
     env = environment("lake_game.py:LakeGame", is_slippery=False)
     start = await env.reset(problem("game 1"), 7)
     assert "[S]FFF\nFHFH" in start.messages[0]["content"]
