@@ -28,6 +28,8 @@ TEXTS = [
     "</think> one third",
     "<think>a</think><think>b</think> the same words the same words the same words",
     "a b c d e f g h i j k l",
+    "a b c d e f g h",  # between the limit of length and what is punished
+    "x x x x x x",
     "one two",
     "",
     "\ud7ff \\boxed{",
