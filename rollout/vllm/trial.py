@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from rollout.vllm.arguments import check_bitsandbytes
-from rollout.vllm.startup import without_lora
+from rollout.vllm.startup import with_a_state, without_lora
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
@@ -44,18 +44,9 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         found: Any = ModelRegistry.models[known[0]].load_model_cls()
     except Exception as error:  # of a module that wants what is not installed, or another device
         return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
-    if on_cpu and getattr(found, "has_inner_state", False):
-        return [with_a_state(known[0], path)]
+    if on_cpu and (told := with_a_state(found, path)):
+        return [told]
     return [] if not adapters or getattr(found, "supports_lora", False) else [without_lora(known[0], path)]
-
-
-def with_a_state(name: str, model: str) -> str:
-    """The sentence for one whose layers hold a state. On a CPU vLLM shares prefixes of those only where it computes
-    prompts in pieces, which ends its engine at a request with a seed; and it has not all of their kernels."""
-    return (
-        f"model.path: {model} ({name}) has layers that carry a state along (Mamba, linear attention, convolutions), "
-        "which are generated on a card alone; set cluster.gpus.generator, or give another model (docs/models.md)"
-    )
 
 
 if __name__ == "__main__":

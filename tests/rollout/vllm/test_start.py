@@ -9,6 +9,7 @@ import pytest
 
 from examples.random_families import make_family
 from examples.random_model import make_tiny_model
+from rollout.architecture import ArchitectureError
 from rollout.data.weight_files import WeightsError
 from tests.rollout.data.test_weight_names import changed, without
 
@@ -49,7 +50,9 @@ def test_a_model_that_its_registry_has_is_not_refused_before_the_start(tmp_path:
 @pytest.mark.parametrize("learner", [{"mode": "lora", "push": "adapter"}, {"mode": "full", "push": "auto"}])
 def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path: Path, name: str, learner: dict[str, str]) -> None:
     pytest.importorskip("vllm")
+    from rollout.vllm.engine import VllmEngine
     from rollout.vllm.trial import wrong_with
+    from tests.rollout.engine_case import settings
 
     file = make_tiny_model(tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [name]}))
@@ -61,6 +64,8 @@ def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path: Path, name: str, lea
         True
     ]
     assert on_card == []
+    with pytest.raises(ArchitectureError, match=rf"^model.path: .* \({name}\) has layers that carry a state"):
+        VllmEngine(settings(tmp_path))  # the same of a run that nobody has tried before
 
 
 @pytest.mark.parametrize(("family", "lost"), [("granite", "gate_proj"), ("phi3", "qkv_proj"), (None, "up_proj")])
