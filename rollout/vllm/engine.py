@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
-from rollout.data.hub import split
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineSettings
 from rollout.shared_base.manifest import Manifest
@@ -29,7 +28,6 @@ from rollout.vllm.convert import (
 )
 from rollout.vllm.environment import check_env
 from rollout.vllm.room import wait_for_room
-from rollout.vllm.startup import check_state
 from rollout.vllm.thread import EngineThread
 
 
@@ -49,8 +47,6 @@ class VllmEngine:
 
         cuda = bool(current_platform.is_cuda())
         check_env(cuda, os.environ)
-        if not cuda:
-            check_state(*split(settings.model))
         arguments = engine_arguments(settings, cuda)
         here = check_fit(settings.model)
         if settings.in_flight == "continue":

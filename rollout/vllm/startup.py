@@ -98,26 +98,3 @@ def without_lora(name: str, model: str) -> str:
         f"model.path: vLLM serves {name} ({model}) without LoRA; set learner.mode=full or learner.push=merged, or give "
         "another architecture (docs/models.md)"
     )
-
-
-def check_state(model: str, revision: str | None = None) -> None:
-    """Raises ArchitectureError for a model of which a CPU does not generate."""
-    from vllm import ModelRegistry
-    from vllm.transformers_utils.config import get_config
-
-    for name in get_config(model, trust_remote_code=False, revision=revision).architectures or ():
-        entry = ModelRegistry.models.get(name)
-        if entry is not None and (told := with_a_state(entry.load_model_cls(), model)):
-            raise ArchitectureError(told)
-
-
-def with_a_state(model_class: Any, model: str) -> str:
-    """What a user is told of a model whose layers hold a state, "" for others. On a CPU vLLM shares prefixes of those
-    only where it computes prompts in pieces, which ends its engine at a request with a seed, and lacks some kernels."""
-    if not getattr(model_class, "has_inner_state", False):
-        return ""
-    return (
-        f"model.path: {model} ({model_class.__name__}) has layers that carry a state along (Mamba, linear attention, "
-        "convolutions), which are generated on a card alone; set cluster.gpus.generator, or give another model "
-        "(docs/models.md)"
-    )

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from rollout.vllm.arguments import check_bitsandbytes
-from rollout.vllm.startup import with_a_state, without_lora
+from rollout.vllm.startup import without_lora
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
@@ -36,17 +36,14 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
     if not known:
         named = ", ".join(names) or "(config.json names none)"
         return [f"model.path: vLLM has no architecture {named}; give a model of one that it has, or a newer vLLM"]
-    adapters = learner["mode"] == "lora" and learner["push"] == "adapter"
-    on_cpu = config["cluster"]["gpus"]["generator"] == 0
-    if not adapters and not on_cpu:
-        return []
-    try:
-        found: Any = ModelRegistry.models[known[0]].load_model_cls()
-    except Exception as error:  # of a module that wants what is not installed, or another device
-        return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
-    if on_cpu and (told := with_a_state(found, path)):
-        return [told]
-    return [] if not adapters or getattr(found, "supports_lora", False) else [without_lora(known[0], path)]
+    if learner["mode"] == "lora" and learner["push"] == "adapter":
+        try:
+            found: Any = ModelRegistry.models[known[0]].load_model_cls()
+        except Exception as error:  # of a module that wants what is not installed, or another device
+            return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
+        if not getattr(found, "supports_lora", False):
+            return [without_lora(known[0], path)]
+    return []
 
 
 if __name__ == "__main__":
