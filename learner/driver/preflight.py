@@ -184,6 +184,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)
         first = data[0].at(0)
+        notes += _unseen(first)
         notes += found.of(check_rewards, config, first, chat.prefilled(first.prompt_ids)) or ()
         found.of(check_environment_column, config, data[0].rows())
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
@@ -250,6 +251,12 @@ def _other_rate(config: RunConfig, steps: int, step: int) -> tuple[str, ...]:
         f"{now:.3g} times learner.learning_rate, where step {step} had {rate_factor(step - 1, then, schedule):.3g}"
     )
     return (told,)
+
+
+def _unseen(problem: Problem) -> tuple[str, ...]:
+    """A line if the data has pictures, as TRL's for models that see."""
+    there = [name for name in ("image", "images") if problem.columns.get(name) is not None]
+    return tuple(f"data: the column {name} goes to reward functions alone: models read text here" for name in there)
 
 
 def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:

@@ -90,6 +90,17 @@ def test_sequence_ratios_whose_mean_is_over_tokens_are_said(
         assert (code, told in out) == (0, kind != "grpo")
 
 
+@pytest.mark.parametrize(("column", "value"), [("image", "a.png"), ("images", ["a.png"]), ("picture", "a.png")])
+def test_pictures_that_no_model_sees_are_said(
+    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str], column: str, value: Any
+) -> None:
+    rows = [json.dumps({"question": f"Say {i}", "answer": i, column: value}) + "\n" for i in range(30)]
+    Path("data.jsonl").write_text("".join(rows))
+    _, out, _ = check(config, "--dry-run", capsys=capsys)
+    told = f"data: the column {column} goes to reward functions alone: models read text here"
+    assert (told in out) == (column != "picture")
+
+
 WRONG = {
     "missing model": (["model.path=/no/such/model"], "model.path: folder must exist, got /no/such/model"),
     "missing column": (["data.prompt=questoin"], "questoin.*question"),
