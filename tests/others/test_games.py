@@ -64,9 +64,11 @@ async def test_a_number_is_found_by_halving(environment: Callable[..., Any], use
     assert total + sum(parts.values()) == pytest.approx(1.0, abs=0.01)
 
 
-async def test_a_game_that_is_cut_off_scores_nothing(environment: Callable[..., Any]) -> None:
+async def test_a_game_that_is_cut_off_or_lost_scores_nothing(environment: Callable[..., Any]) -> None:
     env = environment("arena_game.py:ArenaGame", game="GuessTheNumber-v0-raw")
     await env.reset(problem("game 1"), 7)
+    assert await env.score() == {"game": 0.0}
+    assert [(await env.step(said("Hm."))).done for _ in range(2)] == [False, True]  # no move, twice
     assert await env.score() == {"game": 0.0}
 
 
