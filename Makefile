@@ -1,11 +1,11 @@
-# make setup | demo | demo-tools | check | test | nightly | test-long | test-browser | test-trackers | test-lm-eval | test-nodes
-# | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
+# make setup | demo | demo-tools | check | test | nightly | test-long | test-browser | test-trackers | test-lm-eval | test-others
+# | test-nodes | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval docs test-docs package smoke contracts
-.PHONY: test-nodes kernels mutants smollm2 lock clean
+.PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
+.PHONY: contracts test-nodes kernels mutants smollm2 lock clean build/others build/games
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,7 +89,7 @@ test: setup
 	@$(MAKE) --no-print-directory check
 
 # All of it but what needs a card, one after the other (hours); the last line names what failed.
-NIGHTLY := check test-long test-docs test-nodes test-browser test-trackers test-lm-eval docs package kernels mutants
+NIGHTLY := check test-long test-docs test-nodes test-browser test-trackers test-lm-eval test-others docs package kernels mutants
 nightly: setup
 	@failed=()
 	for target in $(NIGHTLY); do
@@ -119,6 +119,18 @@ test-trackers: setup
 	    cp requirements/trackers.txt build/trackers/.requirements; }
 	PYTHONPATH=$$PWD/build/trackers $(BIN)/pytest -n 0 tests/trackers
 
+# verl's wheel holds a top-level package `tests`, which would stand in the place of ours.
+build/others build/games: setup
+	@cmp -s requirements/$(@F).txt $@/.requirements || {
+	    rm -rf $@
+	    $(INSTALL) --target $@ -r requirements/$(@F).txt
+	    rm -rf $@/tests
+	    cp requirements/$(@F).txt $@/.requirements; }
+
+# Reward functions of TRL, verl and ms-swift, and environments of gem, TextArena and gymnasium, from their own packages.
+test-others: build/others build/games
+	@PYTHONPATH=$$PWD:$$PWD/build/others:$$PWD/build/games $(BIN)/pytest -n 0 -p no:cacheprovider tests/others
+
 # Runs on emulated nodes, of which one is killed and comes back, or lacks something; NODES=1 because they take three minutes.
 test-nodes: setup
 	@NODES=1 $(BIN)/pytest -n 0 -p no:cacheprovider tests/nodes
@@ -129,7 +141,7 @@ docs: setup
 	echo "docs: build/site/index.html"
 
 # Every command of the documents that needs no card, hub or network (half an hour).
-test-docs: setup
+test-docs: build/games
 	@$(BIN)/pytest -n 0 -p no:cacheprovider tests/documented
 
 # The wheel by the three commands of docs/install.md, in an environment of its own (2.7 GB), and two steps from there.

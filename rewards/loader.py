@@ -52,6 +52,11 @@ def load(use: str) -> Reward:
     if use.startswith(ADAPTER):
         raise RewardLoadError(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
+        if "/" in use:  # TRL takes a reward model's name as a reward function
+            raise RewardLoadError(
+                f"{use!r} is no function; of a reward model write {{use: sequence_classifier, args: {{model: {use}}}}}"
+                ", of a function path/file.py:function or package.module:function"
+            )
         raise RewardLoadError(no_built_in(use, "reward", BUILT_INS, "function"))
     found = load_own(use, "my_reward")
     return _instance(found, use) if isinstance(found, type) else cast(Reward, found)

@@ -11,6 +11,7 @@ OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causal language models
 VOCABULARY = 64  # vLLM pads embeddings to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE)
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (config/model.py)
+STATES = ("mamba_", "ssm_", "conv", "linear_conv", "linear_attn", "lru_")  # starts of settings of layers with a state
 TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
 
 
@@ -70,6 +71,23 @@ def check_unquantised(config: Mapping[str, Any], path: str) -> None:
         raise ArchitectureError(
             f"model.path: must be trained from weights of 16 or 32 bits, and those of {path} are quantised ({method}); "
             "give the model that it was made from, with model.base=nf4 for 4 bits"
+        )
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether layers carry a state along: Mamba, linear attention, convolutions."""
+    return any(name.startswith(STATES) for name in text_of(config))
+
+
+def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
+    """Raises ArchitectureError if a CPU does not generate with the model. vLLM shares prefixes of layers with a state
+    only where it computes prompts in pieces, which on a CPU ends its engine at a request with a seed, and lacks some of
+    their kernels there."""
+    if has_states(config):
+        raise ArchitectureError(
+            f"model.path: {path} (model_type {config.get('model_type')}) has layers that carry a state along (Mamba, "
+            "linear attention, convolutions), with which vLLM does not generate on a CPU as it is used here; give "
+            "another model, or a card (cluster.gpus.generator; docs/models.md)"
         )
 
 

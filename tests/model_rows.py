@@ -35,6 +35,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "gemma3_text": FAMILIES["gemma3"][2],
     "glm": {},
     "glm4": FAMILIES["glm4"][2],
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
     "gpt2": GPT,
     "gpt_neox": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -56,6 +60,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},
     "mixtral": FAMILIES["mixtral"][2],
     "nemotron": {},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-", "num_hidden_layers": 3, "mamba_num_heads": 4, "mamba_head_dim": 32,
+        "ssm_state_size": 16, "n_groups": 1,
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},

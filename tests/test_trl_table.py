@@ -56,6 +56,15 @@ def test_settings_that_are_named_are_those_of_the_configuration() -> None:
             load(None, [*given, "cluster.gpus={generator: 0.5, learner: 0.5}", f"{key}={value}"])
 
 
+def test_what_is_not_here_is_refused_with_its_reason() -> None:
+    reasons = {name: told for name, told in trl_places.places().items() if told.startswith("not here: ")}
+    assert len(reasons) > 60
+    with pytest.raises(InputError) as caught:
+        train("m", ["number"], [{"prompt": "1 + 1"}], **dict.fromkeys(reasons, 1))  # type: ignore[arg-type]
+    told = dict(line.split(": unknown key; docs/trl.md says of TRL's: ") for line in str(caught.value).splitlines())
+    assert told == reasons
+
+
 def test_an_argument_of_trl_is_told_its_place() -> None:
     assert json.loads(trl_places.FILE.read_text()) == trl_places.places(), "run python -m tests.trl_places"
     with pytest.raises(InputError) as caught:

@@ -9,7 +9,7 @@ from learner.driver.findings import Findings, PreflightError
 from learner.driver.fingerprints import base_name, same_base
 from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content, served
 from learner.model.reference_config import check_reference
-from rollout.architecture import check_architecture, check_length, check_shards, check_type
+from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import CONFIG, read_json, template_in
@@ -28,6 +28,8 @@ def load_chat(config: RunConfig) -> Chat:
     _check_context(config, chat.context)
     check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
     check_type(chat.config, config.model.path, config.model.dtype)
+    if config.cluster.gpus.generator == 0:
+        check_on_cpu(chat.config, config.model.path)
     check_shards(chat.config, config.model.path, config.cluster.shards)
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)

@@ -106,13 +106,14 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
             notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)
-    found.of(check_loss, config)
+    notes += found.of(check_loss, config) or ()
     if chat is not None:
         found.of(check_grammar, config)
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)
         problem = data[0].at(0)
+        notes += _unseen(problem)
         prefilled = chat.prefilled(problem.prompt_ids)
         known = told if first.group is not None and not prefilled and chat.has_template == first.chatty else None
         notes += found.of(check_rewards, config, problem, prefilled, known) or ()
@@ -181,6 +182,12 @@ def _other_rate(config: RunConfig, steps: int, step: int) -> tuple[str, ...]:
         f"{now:.3g} times learner.learning_rate, where step {step} had {rate_factor(step - 1, then, schedule):.3g}"
     )
     return (told,)
+
+
+def _unseen(problem: Problem) -> tuple[str, ...]:
+    """A line if the data has pictures, as TRL's for models that see."""
+    there = [name for name in ("image", "images") if problem.columns.get(name) is not None]
+    return tuple(f"data: the column {name} goes to reward functions alone: models read text here" for name in there)
 
 
 def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:

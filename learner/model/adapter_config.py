@@ -110,7 +110,8 @@ def read_content(folder: str, key: str) -> dict[str, Any]:
 
 
 def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
-    for name, value in content.items():
+    # Its kind first: of another one every further name would be strange.
+    for name, value in sorted(content.items(), key=lambda one: one[0] != "peft_type"):
         allowed = FIXED.get(name)
         if (value not in allowed) if allowed is not None else (value and name not in FREE):
             wanted = f"be {allowed[0]!r}" if allowed is not None and allowed[0] else "not be set"

@@ -39,13 +39,14 @@ CODES = {"gleaner doctor": (0, 1)}
 class Workspace:
     """Runs commands one after the other, as one shell would: a `cd` holds for those that follow."""
 
-    def __init__(self, folder: Path, run: Path | None = None) -> None:
-        """`run`: what stands as runs/demo-seed0, runs/demo-seed1 and runs/my-run."""
-        self.folder, self._here, self._problem = folder, folder, ""
+    def __init__(self, folder: Path, run: Path | None = None, model: Path = MODEL, packages: Path = ROOT) -> None:
+        """`run`: what stands as runs/demo-seed0, runs/demo-seed1 and runs/my-run. model: what stands for the model of
+        the documents. packages: a folder with packages that commands may import, beside the repository."""
+        self.folder, self._here, self._problem, self._packages = folder, folder, "", packages
         for name in ("benchmarks", "configs", "examples", "rollout"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "Qwen").mkdir()
-        (folder / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(MODEL)  # for the model of the README's configuration
+        (folder / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(model)  # for the model of the README's configuration
         (folder / "my_rewards.py").write_text(REWARD)
         rows = "".join(json.dumps(row) + "\n" for row in ROWS)
         for name in ("train.jsonl", "test.jsonl", "data.jsonl"):
@@ -84,7 +85,7 @@ class Workspace:
         for name, arguments in {"gleaner": f"-P -c '{start}'", "python": ""}.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
             (programs / name).chmod(0o755)
-        path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+        path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{self._packages}", "NO_COLOR": "1"}
         return environment(f"gleaner-test-{uuid.uuid4().hex}") | path
 
 

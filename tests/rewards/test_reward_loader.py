@@ -112,6 +112,7 @@ def test_what_is_called_like_a_function_is_one(tmp_path: Path) -> None:
     ("use", "sentence"),
     [
         ("nunber", r"'nunber' is no built-in reward; did you mean 'number'\? Built-ins: format, json_match"),
+        ("org/judge", r"'org/judge' is no function; of a reward model write {use: sequence_classifier, args: {model:"),
         ("gone.py:f", "there is no file .*gone.py; a relative path starts at the working directory"),
         ("syntax.py:f", r"syntax.py does not import: SyntaxError: .*\(syntax.py, line 2\)"),
         ("raises.py:f", r"raises.py does not import: ZeroDivisionError: division by zero \(raises.py, line 3\)"),

@@ -11,6 +11,7 @@ from rollout.architecture import (
     ArchitectureError,
     check_architecture,
     check_length,
+    check_on_cpu,
     check_shards,
     check_type,
     check_unquantised,
@@ -106,3 +107,13 @@ def test_what_vllm_does_not_compute_in_float16() -> None:
     check_type(LLAMA, "m", "float16")
     with pytest.raises(ArchitectureError, match="model.dtype: must be bfloat16 or float32 for m .model_type gemma2."):
         check_type({"model_type": "gemma2"}, "m", "float16")
+
+
+@pytest.mark.parametrize("setting", ["mamba_d_state", "conv_L_cache", "linear_conv_kernel_dim", "ssm_state_size"])
+def test_layers_with_a_state_are_refused_on_a_cpu(setting: str) -> None:
+    check_on_cpu(LLAMA, "m")
+    for config in ({**LLAMA, setting: 3}, {"model_type": "x", "text_config": {setting: 3}}):
+        with pytest.raises(
+            ArchitectureError, match=r"model.path: m \(model_type .*\) has layers that carry a state along"
+        ):
+            check_on_cpu(config, "m")

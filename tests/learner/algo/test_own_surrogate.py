@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
 from learner.algo.own_surrogate import SurrogateError, function_of, try_surrogate
 from learner.algo.surrogates import SURROGATES
+from learner.algo.tokens import Tokens
 from tests.learner import naive
 from tests.learner.trainers import advantages_by_hand, distance, gradient, make_trainer, naive_gradient
 
@@ -113,6 +116,67 @@ def test_a_file_that_is_not_there_or_does_not_import_ends_the_start(tmp_path: Pa
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(SurrogateError, match=r"^learner.loss.ratio: .*broken.py does not import: ModuleNotFoundError"):
         function_of(f"{tmp_path}/broken.py:f")
+
+
+# TRL's losses that are no setting here, as docs/trl.md says of them: by their papers.
+OF_TRL = """
+import torch
+
+def sapo(tokens):  # 2511.20347: a soft gate, narrower for tokens to be unlearned
+    tau = torch.where(tokens.advantages > 0, 1.0, 1.05)
+    return 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1)) * tokens.advantages, tokens.ratio > torch.inf
+
+def luspo(tokens):  # 2602.05261: gspo, each sequence by its length; with kind: grpo
+    ratio = tokens.over_completions("mean").ratio
+    each = torch.repeat_interleave(tokens.lengths, tokens.lengths)
+    low = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
+    return each * low, low < ratio * tokens.advantages
+
+def vespo(tokens):  # 2602.10693
+    w, good = tokens.over_completions("sum").sg_ratio, tokens.advantages >= 0
+    k, lam = torch.where(good, 2.0, 3.0), torch.where(good, 3.0, 2.0)
+    return tokens.weighted((lam + k * w.log() - lam * w).exp()), w > torch.inf
+
+def masked(tokens, cap):  # DeepSeek-V3.2's mask of sequences, its threshold as learner.loss.cap
+    far = -tokens.over_completions("mean").log_ratio > cap
+    dropped = far & (tokens.advantages < 0)
+    return tokens.ratio * tokens.advantages * ~dropped, dropped
+"""
+
+
+@pytest.mark.parametrize("name", ["sapo", "luspo", "vespo", "masked"])
+def test_losses_of_trl_that_are_no_setting_are_a_few_lines(tmp_path: Path, name: str) -> None:
+    """Values and slopes token by token, from the papers' formulas in plain numbers."""
+    (tmp_path / "of_trl.py").write_text(OF_TRL)
+    settings = {"cap": 1.0} if name == "masked" else {}
+    assert refusal(f"{tmp_path}/of_trl.py:{name}", **settings) is None
+    completions = [([0.1, -0.3], 1.0), ([0.2, -0.1, 0.05], -0.5), ([-1.5, -1.0], -1.0), ([-1.5, -1.0], 2.0)]
+    logs = torch.tensor([log for ratios, _ in completions for log in ratios])
+    advantages = torch.tensor([a for ratios, a in completions for _ in ratios])
+    tokens = Tokens.of(torch.zeros_like(logs), logs, advantages, torch.tensor([len(r) for r, _ in completions]))
+    objective, _ = function_of(f"{tmp_path}/of_trl.py:{name}")(tokens, **settings)
+    (slopes,) = torch.autograd.grad(objective.sum(), tokens.unit)
+    wanted = [by_hand(name, log, logs, a) for logs, a in completions for log in logs]
+    assert [objective.tolist(), slopes.tolist()] == [pytest.approx(one, rel=1e-5) for one in zip(*wanted, strict=True)]
+
+
+def by_hand(name: str, log: float, logs: list[float], a: float) -> tuple[float, float]:
+    """Of a token in a completion: the objective, and its derivative by the token's logprob."""
+    size, r = len(logs), exp(log)
+    if name == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        gate = 1 / (1 + exp(-tau * (r - 1)))
+        return 4 / tau * gate * a, 4 * gate * (1 - gate) * r * a
+    if name == "luspo":
+        whole = exp(sum(logs) / size)
+        bounded = min(whole * a, min(max(whole, 0.8), 1.2) * a)
+        return size * bounded, size * whole * a if bounded == whole * a else 0.0
+    if name == "vespo":
+        whole, (k, lam) = exp(sum(logs)), (2, 3) if a >= 0 else (3, 2)
+        weight = exp(lam) * whole**k * exp(-lam * whole)
+        return weight * a, weight * a
+    kept = a >= 0 or -sum(logs) / size <= 1.0
+    return kept * r * a, kept * r * a
 
 
 def test_settings_of_an_own_function_are_those_that_are_given() -> None:

@@ -107,6 +107,7 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, made: Any) -> None:
 
 
 IN_A_CELL: dict[str, Any] = {"__name__": "__main__"}
+STREAM = datasets.IterableDataset.from_generator(ROWS.__iter__)
 exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return LOCK", IN_A_CELL)
 
 
@@ -126,6 +127,10 @@ exec("import threading\nLOCK = threading.Lock()\ndef logs(completions): return L
         ({"model": object()}, "^model: must be a hub name or a folder, got object; .* save_pretrained"),
         ({"rewards": accuracy}, r"^rewards: must be a list, got function; write rewards=\[...\]"),
         ({"rewards": [IN_A_CELL["logs"]]}, "^rewards.0.use: logs cannot be sent .*: its variable LOCK is a lock"),
+        ({"dataset": None}, "^data: required, but not given"),
+        ({"dataset": STREAM}, "^dataset: must be a path, .* got IterableDataset; .* datasets.Dataset.from_gen"),
+        ({"eval_dataset": STREAM}, "^eval_dataset: must be a path, a hub name, .* got IterableDataset; convert it"),
+        ({"eval_dataset": {"first": ROWS, "second": ROWS}}, "^eval_dataset: must be a path, a hub name, .* got dict"),
         ({"dataset": {"train": ROWS}}, "^dataset: must be a path, a hub name, .* got dict"),
         ({"dataset": datasets.DatasetDict(train=datasets.Dataset.from_list([]))}, r"^dataset: .* dataset\['train'\]"),
         ({"eval_dataset": [{"at": datetime.date.min}]}, "^eval_dataset.0.at: must be what JSON holds .*, got date"),

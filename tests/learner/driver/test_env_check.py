@@ -132,7 +132,11 @@ def test_a_row_that_names_no_class_is_refused_before_anything_runs() -> None:
     factories = {"up": "a.py:Up", "down": "a.py:Down"}
     several = config({"use": "trl_environment", "args": {"factory": factories}})
     check_environment_column(several, [{"environment": "down"}, {"environment": "up"}])
-    for row, told in (({"environment": "left"}, "'left'"), ({}, "None"), ({"environment": ["up"]}, r"\['up'\]")):
+    for row, told in (
+        ({"environment": "left"}, "'left'"),
+        ({"episode": 0}, "None"),
+        ({"environment": ["up"]}, r"\['up'\]"),
+    ):
         with pytest.raises(PreflightError, match=f"training row 1 names {told}; it has up, down; add that, or correct"):
             check_environment_column(several, [{"environment": "up"}, row])
     check_environment_column(config({"use": "trl_environment", "args": {"factory": "a.py:Up"}}), [{}])

@@ -51,6 +51,7 @@ def test_what_is_set_must_be_the_adapters(tmp_path: Path, lora: dict[str, Any], 
     ("change", "words"),
     [
         ({"peft_type": "IA3"}, "peft_type of FILE must be 'LORA', got 'IA3'"),
+        ({"num_virtual_tokens": 8, "peft_type": "PROMPT_TUNING"}, "peft_type of FILE must be 'LORA', got 'PROMPT_TUN"),
         ({"bias": "all"}, "bias of FILE must be 'none', got 'all'"),
         ({"lora_bias": True}, "lora_bias of FILE must not be set, got True"),
         ({"use_dora": True}, "use_dora of FILE must not be set, got True"),

@@ -64,6 +64,13 @@ async def test_no_observation_and_no_reward() -> None:
     assert await env.score() == {}
 
 
+async def test_several_names_may_share_a_class() -> None:
+    env = TrlEnvironment({"up": f"{CLASSES}:Judged", "again": f"{CLASSES}:Judged"}, rewards=[f"{CLASSES}:reward_score"])
+    await env.reset(problem("?", environment="again"), 5)
+    await env.step(said("one"))
+    assert await env.score() == {"Judged": 0.5, "reward_score": 4.0}
+
+
 async def test_what_fails_is_answered_in_trls_words_and_counted() -> None:
     env, _ = await begun(timeout_s=0.2)
     wrong = calls(("add", {"by": -1}), ("subtract", {}), ("_hidden", {}), ("reset", {}), ("add", {"by": 99}))
