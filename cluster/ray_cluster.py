@@ -181,8 +181,17 @@ def connect(
     """
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     os.environ.update(PICKLED_TABLES)
+    if not _on_terminal():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # else it colours what its processes say in files, too
     with _sigterm_as_before():
         return _connected(address, min_cpus, policy_bytes, shows_metrics, commands)
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
 
 
 @contextmanager

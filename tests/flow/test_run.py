@@ -35,7 +35,8 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model, data={"path": data, "eval": {"size": 2, "every": 2}})
     with run.watched() as (shared_memory, addresses):
         output = run.finish()
-    assert all(word in output for word in (str(run.folder), "adapter", "before"))
+    assert all(word in output for word in (str(run.folder), "adapter", "(learner pid="))
+    assert "\x1b" not in output  # colours are a terminal's
     first = run.metrics()
     assert [line["step"] for line in first] == [0, 1, 2, 3, 4]
     assert max(line["policy/mismatch_max"] for line in first[1:]) < 1e-3  # fp32: sampler and learner agree
