@@ -36,6 +36,7 @@ from learner.driver.resume import ResumeError, check_allowed, check_same_run
 from learner.driver.reward_models import check_scored_adapters
 from learner.driver.run_length import total_steps
 from learner.driver.run_lock import RunFolderInUse
+from learner.driver.setting_notes import setting_notes
 from learner.driver.step_record import POLICIES, read_policies
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
 from learner.model.adapter_config import MODEL, AdapterError
@@ -184,6 +185,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)
         first = data[0].at(0)
+        notes += tuple(setting_notes(config, chat.config, first.columns))
         notes += found.of(check_rewards, config, first, chat.prefilled(first.prompt_ids)) or ()
         found.of(check_environment_column, config, data[0].rows())
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
