@@ -4,7 +4,7 @@ import ipaddress
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 
 class Proxy(NamedTuple):
@@ -29,9 +29,9 @@ def is_here(url: str) -> bool:
 
 def proxy_to(url: str) -> Proxy | None:
     """The one that the environment has for a URL; None: it is asked directly."""
-    place, proxies = urlsplit(url), getproxies_environment()
+    place, proxies = urlsplit(url), getproxies()
     kind = next((kind for kind in (place.scheme, "all") if proxies.get(kind)), None)
-    if kind is None or is_here(url) or proxy_bypass_environment(place.hostname or "", proxies):
+    if kind is None or is_here(url) or proxy_bypass(place.hostname or ""):
         return None
     given = proxies[kind] if "://" in proxies[kind] else f"http://{proxies[kind]}"
     before, _, after = given.partition("://")
