@@ -146,7 +146,8 @@ compares it with what the code says now.
 - **all-linear**: the layers that `learner.lora.targets: all-linear` adapts. Of a model with experts the attention only:
   vLLM has no LoRA for experts on a CPU, so experts and router are refused as targets, and `learner.mode: full` as well.
 - **vLLM**: what the installed one has for adapters of it. `without LoRA`: use `learner.push: merged` or
-  `learner.mode: full`. `no class of its own`: vLLM tries transformers' code.
+  `learner.mode: full`. `no class of its own`: vLLM tries transformers' code. Of layers that keep a state (Mamba, linear
+  attention, short convolutions) generators on a CPU compute Mamba-2's alone; other such models are refused there.
 
 An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
 its logits must be cap and scale (`learner/model/logits.py`) of the products of an output embedding without bias.

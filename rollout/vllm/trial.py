@@ -12,7 +12,9 @@ import sys
 from typing import Any
 
 from rollout.vllm.arguments import check_bitsandbytes
-from rollout.vllm.startup import without_lora
+from rollout.vllm.startup import has_states, without_lora
+
+WITH_KERNEL = "MambaMixer2"  # vLLM's layer; of Mamba's first form and of linear attention it has none for a CPU
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
@@ -36,14 +38,23 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
     if not known:
         named = ", ".join(names) or "(config.json names none)"
         return [f"model.path: vLLM has no architecture {named}; give a model of one that it has, or a newer vLLM"]
-    if learner["mode"] == "lora" and learner["push"] == "adapter":
-        try:
-            found: Any = ModelRegistry.models[known[0]].load_model_cls()
-        except Exception as error:  # of a module that wants what is not installed, or another device
-            return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
-        if not getattr(found, "supports_lora", False):
-            return [without_lora(known[0], path)]
+    adapters, on_cpu = learner["mode"] == "lora" and learner["push"] == "adapter", _on_cpu(config)
+    if not adapters and not on_cpu:
+        return []
+    try:
+        found: Any = ModelRegistry.models[known[0]].load_model_cls()
+    except Exception as error:  # of a module that wants what is not installed, or another device
+        return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
+    if adapters and not getattr(found, "supports_lora", False):
+        return [without_lora(known[0], path)]
+    if on_cpu and has_states(found) and not hasattr(sys.modules[found.__module__], WITH_KERNEL):
+        what = "layers that keep a state, of which generators on a CPU compute those of Mamba-2 alone"
+        return [f"model.path: {known[0]} ({path}) has {what}; set cluster.gpus, or give another model (docs/models.md)"]
     return []
+
+
+def _on_cpu(config: dict[str, Any]) -> bool:
+    return not config["cluster"]["gpus"]["generator"]
 
 
 if __name__ == "__main__":

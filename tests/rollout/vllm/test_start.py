@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from examples.random_families import make_family
+from examples.random_families import TINY, make_family
 from examples.random_model import make_tiny_model
 from rollout.data.weight_files import WeightsError
+from tests.model_rows import ROWS
 from tests.rollout.data.test_weight_names import changed, without
 
 
@@ -40,7 +43,25 @@ def test_a_model_that_its_registry_has_is_not_refused_before_the_start(tmp_path:
     from rollout.vllm.trial import wrong_with
 
     model = {"path": str(make_tiny_model(tmp_path)), "revision": None, "base": "none"}
-    assert wrong_with({"model": model, "learner": {"mode": "lora", "push": "adapter"}}) == []
+    given = {"model": model, "learner": {"mode": "lora", "push": "adapter"}, "cluster": {"gpus": {"generator": 0.0}}}
+    assert wrong_with(given) == []
+
+
+@pytest.mark.parametrize(("kind", "on_cpu"), [("jamba", False), ("olmo_hybrid", False), ("nemotron_h", True)])
+def test_layers_that_vllm_computes_on_cards_alone_are_refused_on_a_cpu(tmp_path: Path, kind: str, on_cpu: bool) -> None:
+    pytest.importorskip("vllm")
+    from rollout.vllm.trial import wrong_with
+
+    config = AutoConfig.for_model(kind, **TINY | ROWS[kind])
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(tmp_path)
+    model = {"path": str(tmp_path), "revision": None, "base": "none"}
+    for mode in ("lora", "full"):
+        given = {"model": model, "learner": {"mode": mode, "push": "adapter"}}
+        wrong = wrong_with(given | {"cluster": {"gpus": {"generator": 0.0}}})
+        assert [line for line in wrong if "generators on a CPU compute those of Mamba-2 alone" not in line] == []
+        assert (wrong == []) == on_cpu
+        assert wrong_with(given | {"cluster": {"gpus": {"generator": 1.0}}}) == []
 
 
 @pytest.mark.parametrize(("family", "lost"), [("granite", "gate_proj"), ("phi3", "qkv_proj"), (None, "up_proj")])
