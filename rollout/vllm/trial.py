@@ -6,6 +6,7 @@ stdout.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -47,7 +48,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
     if adapters and not getattr(found, "supports_lora", False):
         return [without_lora(known[0], path)]
-    if on_cpu and has_states(found) and not hasattr(sys.modules[found.__module__], WITH_KERNEL):
+    if on_cpu and has_states(found) and not hasattr(inspect.getmodule(found), WITH_KERNEL):
         what = "layers that keep a state, of which generators on a CPU compute those of Mamba-2 alone"
         return [f"model.path: {known[0]} ({path}) has {what}; set cluster.gpus, or give another model (docs/models.md)"]
     return []
