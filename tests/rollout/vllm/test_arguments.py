@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,10 @@ def test_layers_that_keep_a_state_are_known_before_the_engine(tmp_path: Path, ki
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.save_pretrained(tmp_path)
     assert keeps_states(str(tmp_path)) is keeps
+
+
+@pytest.mark.parametrize("wanted", ["flash_attention_2", "flash_attention_3"])
+def test_attention_that_is_not_installed_hides_no_layers(tmp_path: Path, wanted: str) -> None:
+    file = make_family(tmp_path, "gemma2") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": wanted}))
+    assert len(lora_arguments(str(tmp_path), ())["lora_target_modules"]) == 7
