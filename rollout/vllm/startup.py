@@ -104,9 +104,8 @@ def _linear_layers(config: Any) -> list[str]:
     from rollout.linear_layers import linear_layers
 
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
-    config._attn_implementation = None  # of config.json, which may want what is not installed
-    with device("meta"):
-        lm = auto.from_config(config)
+    with device("meta"):  # in no attention that its config.json may want, and that is not installed
+        lm = auto.from_config(config, attn_implementation="eager")
     return sorted({name.rpartition(".")[2] for name in linear_layers(lm)})
 
 
