@@ -40,7 +40,10 @@ class Judge:
             raise RewardError(f"reward {name!r}: env: a judge has its key from args.api_key: env:NAME; leave env out")
         self._timeout_s = reward.timeout_s
         self._cache = JudgeCache(folder)
-        self._client = JudgeClient(self._settings, share)
+        try:
+            self._client = JudgeClient(self._settings, share)
+        except RewardError as error:
+            raise RewardError(f"reward {name!r}: {error}") from None
 
     async def verdict(self, group: Group) -> Verdict:
         """Of a group, within the reward's timeout_s. Completions that are alike are asked about once. One that the

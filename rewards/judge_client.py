@@ -1,12 +1,16 @@
 """Requests to an OpenAI-compatible endpoint: so many at once, so many a minute, repeated where that may help."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
 
+from rewards.base import RewardError
+from rewards.judge_proxy import is_here, proxy_to
 from rewards.judge_settings import JudgeSettings
 
 LONGEST = 300  # characters of somebody else's words in a sentence of ours
@@ -51,14 +55,27 @@ class JudgeClient:
     """One endpoint. Used from one event loop."""
 
     def __init__(self, settings: JudgeSettings, share: float) -> None:
-        """share: of the requests a minute, the part of this process."""
+        """share: of the requests a minute, the part of this process. Raises RewardError: the environment's proxy is one
+        that cannot be asked."""
         import openai
 
         self._settings, self._errors = settings, openai
         self._places = asyncio.Semaphore(settings.at_once)
         rate = RequestRate(None if settings.per_minute is None else settings.per_minute * share)
         # The hook is called before each request, repetitions included, and its time is not the request's.
-        http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]})
+        self._proxy = proxy_to(settings.base_url)
+        # To this machine a proxy, which may be another one, has no way.
+        direct: dict[str, Any] = {}
+        if is_here(settings.base_url):
+            direct = {"trust_env": False, "verify": ssl.create_default_context()}
+        try:
+            http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]}, **direct)
+        except (ImportError, ValueError) as error:  # of SOCKS without its package; of a kind of proxy that is unknown
+            host = urlsplit(settings.base_url).hostname
+            raise RewardError(
+                f"args.base_url: {settings.base_url} cannot be asked by {self._proxy or 'the proxies here'}: "
+                f"{_said(error)}; set no_proxy={host} if it is reached without, or another proxy"
+            ) from None
         self._client = openai.AsyncOpenAI(
             base_url=settings.base_url, api_key=settings.api_key or "none", timeout=settings.request_s,
             max_retries=settings.retries, http_client=http,
@@ -67,6 +84,7 @@ class JudgeClient:
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """What the model answers. Raises JudgeFailed."""
         tries = f"{self._settings.retries + 1} tries"
+        asked = self._settings.base_url if self._proxy is None else f"{self._settings.base_url} by {self._proxy}"
         try:
             async with self._places:
                 chat: Any = self._client.chat.completions.with_raw_response  # types of each role's message are no help
@@ -76,17 +94,17 @@ class JudgeClient:
         except self._errors.APITimeoutError:
             raise JudgeFailed(f"no answer within {self._settings.request_s:g} s, in {tries}") from None
         except self._errors.APIConnectionError as error:
-            raise JudgeFailed(f"{self._settings.base_url} cannot be reached ({_said(error.__cause__)})") from None
+            raise JudgeFailed(f"{asked} cannot be reached ({_said(error.__cause__)})") from None
         except self._errors.APIStatusError as error:
             body = error.response.text[:LONGEST]
-            raise JudgeFailed(f"{self._settings.base_url} answers {error.status_code}: {_line(body)}") from None
+            raise JudgeFailed(f"{asked} answers {error.status_code}: {_line(body)}") from None
         except self._errors.OpenAIError as error:
             raise JudgeFailed(_said(error)) from None
         try:
             return _Completion.model_validate_json(raw.http_response.content).choices[0].message.content
         except ValidationError:
             text = raw.http_response.text[:LONGEST]
-            raise JudgeFailed(f"{self._settings.base_url} answers what is no chat completion: {_line(text)}") from None
+            raise JudgeFailed(f"{asked} answers what is no chat completion: {_line(text)}") from None
 
     async def close(self) -> None:
         """Lets go of its connections."""

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -52,14 +53,24 @@ def load(use: str) -> Reward:
     if use.startswith(ADAPTER):
         raise RewardLoadError(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
-        if "/" in use:  # TRL takes a reward model's name as a reward function
-            raise RewardLoadError(
-                f"{use!r} is no function; of a reward model write {{use: sequence_classifier, args: {{model: {use}}}}}"
-                ", of a function path/file.py:function or package.module:function"
-            )
-        raise RewardLoadError(no_built_in(use, "reward", BUILT_INS, "function"))
+        raise RewardLoadError(_model(use) or no_built_in(use, "reward", BUILT_INS, "function"))
     found = load_own(use, "my_reward")
     return _instance(found, use) if isinstance(found, type) else cast(Reward, found)
+
+
+def _model(use: str) -> str | None:
+    """The sentence where it names no function but a model, as a folder or on the hub; TRL takes such a name."""
+    folder = Path(use).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return f"{use!r} is the folder of an adapter; for a reward model on the run's own base write {ADAPTER}{use}"
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", use) and not folder.exists()
+    if on_hub or (folder / "config.json").is_file():
+        what = "may be a model of the hub" if on_hub else "is the folder of a model"
+        return (
+            f"{use!r} is no function, and {what}; for a classifier's score write {{use: sequence_classifier, args: "
+            f"{{model: {use}}}}}"
+        )
+    return None
 
 
 def _instance(kind: type, use: str) -> Reward:

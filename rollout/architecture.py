@@ -12,6 +12,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causa
 VOCABULARY = 64  # vLLM pads embeddings to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE)
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (config/model.py)
 STATES = ("mamba_", "ssm_", "conv", "linear_conv", "linear_attn", "lru_")  # starts of settings of layers with a state
+STATES_ON_CPU = ("nemotron_h",)  # whose layers with a state vLLM has kernels of for a CPU: Mamba-2's
 TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
 
 
@@ -80,14 +81,13 @@ def has_states(config: Mapping[str, Any]) -> bool:
 
 
 def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
-    """Raises ArchitectureError if a CPU does not generate with the model. vLLM shares prefixes of layers with a state
-    only where it computes prompts in pieces, which on a CPU ends its engine at a request with a seed, and lacks some of
-    their kernels there."""
-    if has_states(config):
+    """Raises ArchitectureError if a CPU does not generate with the model: vLLM lacks kernels there of most layers with
+    a state."""
+    if has_states(config) and text_of(config).get("model_type") not in STATES_ON_CPU:
         raise ArchitectureError(
             f"model.path: {path} (model_type {config.get('model_type')}) has layers that carry a state along (Mamba, "
-            "linear attention, convolutions), with which vLLM does not generate on a CPU as it is used here; give "
-            "another model, or a card (cluster.gpus.generator; docs/models.md)"
+            "linear attention, convolutions), with which vLLM generates on a card alone, but for "
+            f"{', '.join(STATES_ON_CPU)}; give another model, or a card (cluster.gpus.generator; docs/models.md)"
         )
 
 

@@ -148,8 +148,9 @@ compares it with what the code says now.
 - **vLLM**: what the installed one has for adapters of it. `without LoRA`: use `learner.push: merged` or
   `learner.mode: full`. `no class of its own`: vLLM tries transformers' code.
 
-A model with layers that carry a state along (linear_attention, conv, Mamba) is refused before the start where the
-generator has no card. (On a card such models have not been run yet.)
+A model with layers that carry a state along (Mamba, linear attention, convolutions) is refused before the start where
+the generator has no card, but for nemotron_h, whose layers are Mamba-2's. (On a card such models have not been run
+yet.)
 
 An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
 its logits must be cap and scale (`learner/model/logits.py`) of the products of an output embedding without bias.

@@ -3,22 +3,22 @@
 import json
 import re
 from collections import Counter
+from dataclasses import fields
 
 import pytest
+from peft import LoraConfig
 
 from learner import InputError, train
 from learner.driver.config_io import keys, load
 from tests import trl_places
 from tests.trl_arguments import FILE
 
-TEXT = trl_places.PAGE.read_text()
 LISTED = {name: names for name, names in json.loads(FILE.read_text()).items() if name != "versions"}
 
 
-def rows(section: str) -> list[tuple[list[str], str]]:
+def rows(begin: str) -> list[tuple[list[str], str]]:
     """The arguments of each row of a section's table, and what is said of them."""
-    (text,) = [part for part in TEXT.split("\n## ") if part.startswith(section)]
-    return trl_places.rows(text)
+    return trl_places.rows(trl_places.section(begin))
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,24 @@ def test_every_argument_has_its_place_once(section: str, listed: str) -> None:
     assert max(told.values()) == 1
 
 
+def test_every_field_of_pefts_lora_has_its_place_once() -> None:
+    told = Counter(name for names, _ in rows(trl_places.PEFT) for name in names)
+    assert set(told) ^ {field.name for field in fields(LoraConfig)} == set()
+    assert max(told.values()) == 1
+
+
+def test_no_name_of_other_programs_is_one_that_is_known_already() -> None:
+    others = [name for names, _ in rows(trl_places.OTHER_PROGRAMS) for name in names]
+    known = {name for names in LISTED.values() for name in names}
+    assert [name for name in others if name in known or others.count(name) > 1] == []
+
+
 def test_settings_that_are_named_are_those_of_the_configuration() -> None:
     known = {key.name for key in keys()}
     groups = {name.rpartition(".")[0] for name in known} | {name.partition(".")[0] for name in known}
     named = {
         (key, value)
-        for section in ("GRPOTrainer", "GRPOConfig", "What GRPOConfig inherits")
+        for section in (*trl_places.SECTIONS, trl_places.PEFT, trl_places.OTHER_PROGRAMS)
         for _, told in rows(section)
         for key, value in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: ([^`]+))?`", told)
         if key != "metrics.jsonl" and key != "plan.json"
@@ -57,7 +69,9 @@ def test_settings_that_are_named_are_those_of_the_configuration() -> None:
 
 
 def test_what_is_not_here_is_refused_with_its_reason() -> None:
-    reasons = {name: told for name, told in trl_places.places().items() if told.startswith("not here: ")}
+    reasons = {
+        name: told for name, told in trl_places.places(*trl_places.SECTIONS).items() if told.startswith("not here: ")
+    }
     assert len(reasons) > 60
     with pytest.raises(InputError) as caught:
         train("m", ["number"], [{"prompt": "1 + 1"}], **dict.fromkeys(reasons, 1))  # type: ignore[arg-type]
@@ -66,7 +80,7 @@ def test_what_is_not_here_is_refused_with_its_reason() -> None:
 
 
 def test_an_argument_of_trl_is_told_its_place() -> None:
-    assert json.loads(trl_places.FILE.read_text()) == trl_places.places(), "run python -m tests.trl_places"
+    assert {file: file.read_text() for file in trl_places.files()} == trl_places.files(), "python -m tests.trl_places"
     with pytest.raises(InputError) as caught:
         train("m", ["number"], [{"prompt": "1 + 1"}], per_device_train_batch_size=8, learner={"beta": 0.1}, betta=1)
     told = dict(line.split(": unknown key; ") for line in str(caught.value).splitlines())

@@ -35,8 +35,8 @@ class LossConfig(Frozen):
     """The most that the ratio of a completion with a negative advantage counts; above the clip range."""
     cap: Annotated[float, Field(ge=1)] | None = None
     """The most that a ratio counts."""
-    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]] | None = None
-    """Tokens whose ratio is outside of it are dropped."""
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]] | None = None
+    """Tokens whose ratio is outside of it are dropped; `.inf` as its upper end drops none above 1."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference. With LoRA that is the model with its adapter switched off, no second model;
     with `learner.mode: full` a second set of weights (`model.reference_dtype`). Raise it to stay close."""

@@ -103,7 +103,8 @@ def _ppo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
 
 
 def _inside(ratio: "Tensor", band: Interval) -> "Tensor":
-    return (ratio >= band[0]) & (ratio <= band[1])
+    """A ratio that overflowed is outside of a band without upper end, too: no weight may be infinite."""
+    return (ratio >= band[0]) & (ratio <= band[1]) & (ratio < float("inf"))
 
 
 # What MiniMax-M1 leaves open for cispo is of ScaleRL's size; as in the paper's runs it has no lower bound.

@@ -1,8 +1,8 @@
 """What the learner does with a batch: adapter, loss, optimizer, schedule, memory of a step."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from cluster.config import Frozen, Positive
 from cluster.memory.units import LoraRank, OptimizerKind
@@ -23,6 +23,18 @@ class LoraConfig(Frozen):
     """The adapter counts alpha / rank times; usually twice the rank. Raise it to let the same weights change more."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names_are_listed(cls, targets: Any) -> Any:
+        """To PEFT a text is a regular expression, which may choose single blocks; what is known of an adapter here are
+        the ends of names."""
+        if targets == [] or (isinstance(targets, str) and targets != "all-linear"):
+            raise ValueError(
+                "must be all-linear, or a list of the ends of layers' names such as [q_proj, v_proj], no regular "
+                f"expression; write the names out (got {targets!r})"
+            )
+        return targets
 
 
 class ScheduleConfig(Frozen):

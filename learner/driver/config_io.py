@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 
 from cluster.yaml_tree import ConfigError, dump, parse_value, read_yaml
-from learner.config import RunConfig
+from learner.config import RunConfig, other_names
 from learner.driver.trl_places import place_of
 from rewards.secret_values import masked
 
@@ -27,6 +27,14 @@ OVERSAMPLE = (
 # Keys that other programs have, or earlier versions had, and why there is none here.
 NOT_HERE = {"oversample": OVERSAMPLE}
 
+# Of keys that one would rather give one value.
+EXAMPLES = {
+    "cluster.gpus": "cluster.gpus={generator: 0.5, learner: 0.5}, both roles on one card",
+    "cluster.cpus": "cluster.cpus={generator: 1, learner: 1}",
+    "model": "model.path=NAME",
+    "data": "data.path=FILE",
+    "learner.loss": "learner.loss.kind=grpo",
+}
 OPTIONS = ("--config", "--dry-run", "--verbose", "--assume-gpus", "--keys")  # of what starts a run
 MOST_LEFT_OUT = 20  # wrong settings without which the others are looked at
 INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
@@ -158,7 +166,36 @@ def _index(items: list[Any], key: str, whole: str) -> int:
 
 def sentences(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
     """One line for each mistake: field, rule, value, next step."""
-    return [line for mistake in error.errors() for line in _sentences(mistake, root)]
+    return [line for mistake in _whole(error.errors(), root) for line in _sentences(mistake, root)]
+
+
+def _whole(mistakes: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[Mapping[str, Any]]:
+    """One mistake of each value: pydantic has one for each form that a key may have, with that form in its place."""
+    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for number, mistake in enumerate(mistakes):
+        if (place := _of_several_forms(mistake["loc"], root)) is None:
+            found[(number, *mistake["loc"])] = mistake
+        elif place not in found:
+            found[place] = {**mistake, "loc": place}
+        else:
+            words = mistake["msg"].removeprefix("Input should be ")
+            found[place] = {**found[place], "msg": f"{found[place]['msg']}, or {words}"}
+    return list(found.values())
+
+
+def _of_several_forms(location: Sequence[Any], root: type[BaseModel]) -> tuple[Any, ...] | None:
+    """The key in this location that may have several forms, or None."""
+    model: Any = root
+    for depth, part in enumerate(location[:-1]):
+        fields = getattr(model, "model_fields", {})
+        if part not in fields:
+            return None
+        annotation = fields[part].annotation
+        forms = [one for one in get_args(annotation) if one is not NoneType]
+        if get_origin(annotation) in (Union, UnionType) and len(forms) > 1:
+            return tuple(location[: depth + 1])
+        model = next((one for one in (annotation, *forms) if _is_model(one)), None)
+    return None
 
 
 def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
@@ -172,20 +209,41 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """One pydantic error as: field: rule (got value); next step."""
     where = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
-        if (why := NOT_HERE.get(str(error["loc"][-1]))) is not None:
-            return f"{where}: there is no such key: {why} (got {_shown(error['input'])})"
-        if (place := place_of(str(error["loc"][-1]))) is not None:
-            return f"{where}: unknown key; docs/trl.md says of TRL's: {place}"
-        known = _keys_at(root, error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: {_unknown(error, root)}"
+    if error["type"] == "model_type":
+        return f"{where}: {_group(error, root)} (got {_shown(error['input'])})"
     if error["type"] == "missing":
         return f"{where}: required, but not given"
     message = " ".join(error["msg"].removeprefix("Value error, ").split())
     if "got" in message or isinstance(error["input"], dict):  # a rule between keys names their values itself
         return f"{where}: {message}"
     return f"{where}: {message} (got {_shown(error['input'])})"
+
+
+def _unknown(error: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """What is said of a key that there is not: where it has its place, or the nearest one."""
+    *above, key = map(str, error["loc"])
+    if (why := NOT_HERE.get(key)) is not None:
+        return f"there is no such key: {why} (got {_shown(error['input'])})"
+    of_peft = other_names.of_peft(key)
+    if of_peft is not None and above == ["learner", "lora"]:
+        return f"unknown key; docs/trl.md says of PEFT's: {of_peft}"
+    if (place := place_of(key)) is not None:
+        return f"unknown key; docs/trl.md says of TRL's: {place}"
+    if (place := other_names.of_others(key)) is not None:
+        return f"unknown key; docs/trl.md has for it: {place}"
+    known = _keys_at(root, error["loc"][:-1])
+    near = difflib.get_close_matches(key, known, n=1)
+    if not near and of_peft is not None:
+        return f"unknown key; docs/trl.md says of PEFT's: {of_peft}"
+    return f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known here: {', '.join(known)}"
+
+
+def _group(error: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """What is said of one value in the place of several keys."""
+    where, known = ".".join(map(str, error["loc"])), _keys_at(root, error["loc"])
+    like = EXAMPLES.get(where) or f"{where}.{known[0]}=..."
+    return f"must be given key by key ({', '.join(known)}); write for example {like}"
 
 
 def _shown(value: Any) -> str:

@@ -41,8 +41,8 @@ def advice(idle: IdleTimes, config: RunConfig) -> str | None:
         return None
     learner_waits = idle.learner >= max(idle.generator, WORTH_SAYING * idle.total)
     if learner_waits and idle.reward > REWARDS_SHARE * idle.total and (ways := _of_rewards(config)):
-        times = f"{idle.reward / idle.total:.1f}"
-        return f"a completion waited {times} times a step for its reward; what shortens that helps ({ways})"
+        share = f"{idle.reward / idle.total:.0%}"
+        return f"a completion's reward took {share} of the time of a step; what shortens that helps ({ways})"
     share, other = (f"{idle_s / idle.total:.0%}" for idle_s in (idle.generator, idle.learner))
     shares = f"generators were idle {share} of the time, the learner {other}"
     if config.max_staleness > 0:

@@ -12,6 +12,7 @@ from cluster.memory.plan import gib
 from cluster.memory.units import total
 from cluster.placement import local_node, place
 from cluster.ray_cluster import joins, store_bytes
+from cluster.startable import check_startable
 from learner.config import RunConfig, roles
 from learner.driver.cards import Cards, wanted
 from learner.driver.memory_budget import Budgets
@@ -40,6 +41,7 @@ def check_placement(config: RunConfig, assumed: Cards | None) -> None:
         if assumed.kind is not None:
             _check_card(config, assumed.kind.capability, assumed.kind.name)
     elif not joins(config.cluster.address):
+        check_startable()
         _check_cards(config)
         place(roles(config), [local_node(cpus)])
 

@@ -1,5 +1,6 @@
 """What a start checks of the model: tokenizer and chat template, architecture, the files of base and adapters."""
 
+from glob import has_magic
 from pathlib import Path
 
 from cluster.reading import Unreadable
@@ -22,6 +23,7 @@ TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
 def load_chat(config: RunConfig) -> Chat:
     """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
     data = config.data
+    _check_name(config.model.path)
     chat = Chat.load(config.model.source, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
     chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
     chat.stops(config.rollout.stop)
@@ -34,6 +36,15 @@ def load_chat(config: RunConfig) -> Chat:
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)
     return chat
+
+
+def _check_name(path: str) -> None:
+    folder = Path(path).expanduser().absolute()
+    if has_magic(str(folder)) and folder.is_dir():
+        raise PreflightError(
+            f"model.path: a folder's path must be without * ? and [, which vLLM takes for a pattern of file names, got "
+            f"{folder}; rename it, or give a link to it that has another name"
+        )
 
 
 def _check_context(config: RunConfig, context: int | None) -> None:

@@ -25,6 +25,7 @@ from learner.driver.model_checks import adapter_notes, adapters_in, check_weight
 from learner.driver.prompt_check import check_data_prompts
 from learner.driver.resume import check_allowed, check_same_run
 from learner.driver.run_length import total_steps
+from learner.driver.setting_notes import setting_notes
 from learner.driver.step_record import read_policies
 from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
 from learner.trainer.learning_rate import rate_factor
@@ -106,14 +107,14 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
             notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
     config, budgets, of_memory = _sized(found, config, chat, cards or present(config))
     data = found.of(_loaded, config, chat)
-    notes += found.of(check_loss, config) or ()
+    found.of(check_loss, config)
     if chat is not None:
         found.of(check_grammar, config)
     if chat is not None and data is not None:
         found.of(check_data_prompts, config, chat, chain(data[0].prompts(), (one.messages for one in data[1])))
         notes += chat.notes(config.rollout.stop)
         problem = data[0].at(0)
-        notes += _unseen(problem)
+        notes += tuple(setting_notes(config, chat.config, problem.columns))
         prefilled = chat.prefilled(problem.prompt_ids)
         known = told if first.group is not None and not prefilled and chat.has_template == first.chatty else None
         notes += found.of(check_rewards, config, problem, prefilled, known) or ()
@@ -182,12 +183,6 @@ def _other_rate(config: RunConfig, steps: int, step: int) -> tuple[str, ...]:
         f"{now:.3g} times learner.learning_rate, where step {step} had {rate_factor(step - 1, then, schedule):.3g}"
     )
     return (told,)
-
-
-def _unseen(problem: Problem) -> tuple[str, ...]:
-    """A line if the data has pictures, as TRL's for models that see."""
-    there = [name for name in ("image", "images") if problem.columns.get(name) is not None]
-    return tuple(f"data: the column {name} goes to reward functions alone: models read text here" for name in there)
 
 
 def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from learner.driver.terminal_text import escaped
 from rewards.output import NAME
 
 SHOWN, LONGEST = 3, 100  # lines, and characters of each
+MOST = 64 * 2**20  # bytes that the file may have; a function that prints each completion fills a disk in a long run
 
 
 class RewardOutput:
@@ -16,7 +17,8 @@ class RewardOutput:
     def __init__(self, folder: Path) -> None:
         self._file = folder / NAME
         self._begin = self._file.stat().st_size if self._file.is_file() else 0
-        self._said = False
+        self._said, self._cut = False, False
+        self._left_out = 0  # lines
 
     def first(self) -> str:
         """What is to be said once they print; '' where that is said, or there is nothing yet."""
@@ -26,10 +28,29 @@ class RewardOutput:
         shown = [line.decode(errors="replace")[:LONGEST] for line in part.splitlines()[:SHOWN]]
         return f"reward functions print, into {self._file}; its first lines: {escaped(' | '.join(shown))}"
 
+    def bound(self) -> str:
+        """Cuts the file off behind its first MOST bytes, as often as it is asked; what is to be said at the first time.
+        What functions print in that moment may be neither there nor counted: they write to its end by themselves."""
+        try:
+            if not self._file.is_file() or self._file.stat().st_size <= MOST:
+                return ""
+            with self._file.open("r+b") as file:
+                file.seek(MOST)
+                self._left_out += sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
+                file.truncate(MOST)
+        except OSError:  # as of _parts
+            return ""
+        said, self._cut = self._cut, True
+        size = f"{MOST // 2**20} MiB"
+        return (
+            "" if said else f"reward functions have printed {size}, which {self._file} keeps; what follows is left out"
+        )
+
     def total(self) -> str:
         """What is to be said at the end of a run."""
-        count = sum(part.count(b"\n") for part in self._parts())
-        return f"reward functions printed {count} lines, into {self._file}" if count else ""
+        count = self._left_out + sum(part.count(b"\n") for part in self._parts())
+        cut = f", of which {self._left_out} are left out" if self._left_out else ""
+        return f"reward functions printed {count} lines, into {self._file}{cut}" if count else ""
 
     def _parts(self) -> Iterator[bytes]:
         """What they have printed since this start."""

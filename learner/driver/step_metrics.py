@@ -144,5 +144,5 @@ class StepMetrics:
         self._sinks.progress.step(step, metrics)
         for sentence in self.signal.add(metrics):
             self.note(f"step {step}: {sentence}")
-        if printed := self.printed.first():
+        for printed in filter(None, (self.printed.first(), self.printed.bound())):
             self.note(printed)

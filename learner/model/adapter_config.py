@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from cluster.reading import Unreadable, read_mapping
 from learner.config.learner import LoraConfig
+from learner.config.other_names import why_not
 from rollout.data.hub import split
 from rollout.data.weight_files import WEIGHTS_FILE, header
 from rollout.data.weight_names import SCORE
@@ -110,16 +111,21 @@ def read_content(folder: str, key: str) -> dict[str, Any]:
 
 
 def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
-    # Its kind first: of another one every further name would be strange.
-    for name, value in sorted(content.items(), key=lambda one: one[0] != "peft_type"):
+    """The kind comes first: what other kinds have beside it is no setting of a LoRA adapter."""
+    for name, value in sorted(content.items(), key=lambda item: item[0] != "peft_type"):
         allowed = FIXED.get(name)
         if (value not in allowed) if allowed is not None else (value and name not in FREE):
             wanted = f"be {allowed[0]!r}" if allowed is not None and allowed[0] else "not be set"
-            raise AdapterError(
-                f"{key}: {name} of {file} must {wanted}, got {value!r}; only plain LoRA adapters are trained and "
-                "served as they are: merge this one into its base, or convert it"
-            )
+            raise AdapterError(f"{key}: {name} of {file} must {wanted}, got {value!r:.200}: {_why(name)}")
     _check_kind(content, file, key)
+
+
+def _why(name: str) -> str:
+    """Reason and next step of an adapter that is refused for this setting."""
+    if name == "peft_type":
+        return "vLLM serves no other kind of adapter; give one of PEFT's LoraConfig"
+    why = why_not(name) or "only plain LoRA adapters are trained and served as they are"
+    return f"{why}; merge this one into its base (PEFT's merge_and_unload), or give a plain one"
 
 
 def _check_kind(content: Mapping[str, Any], file: Path, key: str) -> None:

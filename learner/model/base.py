@@ -48,6 +48,7 @@ def load_base(
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
     check_unquantised(config.to_dict(), model.path)
+    config._attn_implementation = None  # of config.json, which may want what is not installed: transformers' choice
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
             setattr(config, name, 0.0)  # the sampler has none, so neither may the learner

@@ -1,5 +1,6 @@
 """LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,5 +116,6 @@ def _fresh(lm: Any, lora: LoraConfig, seed: int) -> Any:
         try:
             return peft.get_peft_model(lm, settings, adapter_name=POLICY)
         except ValueError as error:
-            first = str(error).partition(". ")[0].removeprefix("[PEFT:PeftType.LORA] ")
+            whole = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # the layers of a module that it names
+            first = whole.partition(". ")[0].removeprefix("[PEFT:PeftType.LORA] ")
             raise ValueError(f"learner.lora.targets: {first} (PEFT), got {', '.join(targets)}; name others") from None

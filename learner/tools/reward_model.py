@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from cluster import threads
 from cluster.memory.units import LoraRank
 from learner.config import ModelConfig
 from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig, LoraConfig, ScheduleConfig
@@ -50,6 +51,7 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Exit code: 0; 2 if something given is wrong, or too much for the machine."""
+    threads.sleeping()
     made = not asked.out.exists()
     hub.settle([asked.model, asked.pairs, asked.held_out])
     try:

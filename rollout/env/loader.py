@@ -67,7 +67,8 @@ def make(use: str, args: Mapping[str, Any]) -> Hosted:
     except TypeError as error:
         if _takes(factory, args):  # it is an error inside of it
             raise
-        raise BadAnswer(f"env.args: {use} must take {', '.join(args) or 'no arguments'}: {said(error)}") from error
+        told = _misfit(factory, args) or f"must take {', '.join(args) or 'no arguments'}: {said(error)}"
+        raise BadAnswer(f"env.args: {use} {told}") from error
     if callable(getattr(env, "run", None)):
         return Driven(env)
     if missing := [name for name in METHODS if not callable(getattr(env, name, None))]:
@@ -85,3 +86,17 @@ def _takes(factory: Any, args: Mapping[str, Any]) -> bool:
     except (TypeError, ValueError):  # ValueError: nothing is known of what it takes
         return False
     return True
+
+
+def _misfit(factory: Any, args: Mapping[str, Any]) -> str:
+    """Which arguments are missing, or too many; '' if that is not known."""
+    try:
+        has = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return ""
+    named = {name: one for name, one in has.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    if missing := [name for name, one in named.items() if one.default is one.empty and name not in args]:
+        return f"needs {', '.join(missing)}; set env.args.{missing[0]} (got {', '.join(args) or 'no arguments'})"
+    if surplus := [name for name in args if name not in named]:
+        return f"takes {', '.join(named) or 'no arguments'}, got {', '.join(surplus)}; correct it, or leave it out"
+    return ""

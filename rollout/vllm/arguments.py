@@ -17,7 +17,7 @@ from rollout.engine import EngineSettings
 from rollout.vllm.cpu.lora import LORA_DTYPE
 from rollout.vllm.cpu.norm import PRIORITY
 from rollout.vllm.shards import shard_arguments, workers_environment
-from rollout.vllm.startup import lora_arguments, shorten_start
+from rollout.vllm.startup import keeps_states, lora_arguments, shorten_start
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
 
@@ -145,6 +145,8 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
     model, revision = arguments["model"], arguments["revision"]
     if arguments.get("enable_lora"):
         arguments = arguments | lora_arguments(model, arguments["lora_target_modules"], revision)
+    if arguments.get("enable_chunked_prefill") is False and keeps_states(model, revision):
+        arguments = arguments | {"enable_prefix_caching": False}  # of states vLLM keeps none without chunked prefill
     shorten_start(model, revision)
     with workers_environment(arguments.get("tensor_parallel_size", 1)):
         engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, and with them their loaders

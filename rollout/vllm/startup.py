@@ -56,6 +56,23 @@ def know_model(model: str, revision: str | None = None) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+def has_states(kind: type) -> bool:
+    """Whether layers of a class of vLLM keep a state, as Mamba, linear attention and short convolutions do, in place of
+    keys and values."""
+    return bool(getattr(kind, "is_hybrid", False) or getattr(kind, "is_attention_free", False))
+
+
+def keeps_states(model: str, revision: str | None = None) -> bool:
+    """The same of a folder or hub name."""
+    from vllm import ModelRegistry
+    from vllm.transformers_utils.config import get_config
+
+    names = get_config(model, trust_remote_code=False, revision=revision).architectures or ()
+    return any(
+        has_states(ModelRegistry.models[name].load_model_cls()) for name in names if name in ModelRegistry.models
+    )
+
+
 def lora_arguments(model: str, targets: Sequence[str], revision: str | None = None) -> dict[str, Any]:
     """Keywords of vllm.EngineArgs for the adapters of a model: which layers get LoRA kernels. Without them vLLM would
     put these around the output embedding too, and run them in every step.
@@ -87,8 +104,8 @@ def _linear_layers(config: Any) -> list[str]:
     from rollout.linear_layers import linear_layers
 
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
-    with device("meta"):
-        lm = auto.from_config(config)
+    with device("meta"):  # in no attention that its config.json may want, and that is not installed
+        lm = auto.from_config(config, attn_implementation="eager")
     return sorted({name.rpartition(".")[2] for name in linear_layers(lm)})
 
 

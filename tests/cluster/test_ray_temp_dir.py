@@ -4,11 +4,14 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from cluster.ray_temp_dir import RuntimeFolder
+from cluster import ray_temp_dir
+from cluster.placement import PlacementError
+from cluster.ray_temp_dir import RuntimeFolder, root
 
 GONE = 2**22 + 1  # above the largest process id that Linux gives
 
@@ -67,3 +70,24 @@ def test_a_run_in_another_container_that_shares_tmp_is_alive_while_it_holds_the_
     held.communicate("\n")
     RuntimeFolder(tmp_path).remove()
     assert not theirs.exists()
+
+
+def test_it_lies_where_temporary_files_are_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Path(tempfile.mkdtemp(dir="/tmp", prefix="t"))  # tmp_path is too long
+    monkeypatch.setenv("TMPDIR", str(link))
+    assert root() == link
+    folder = RuntimeFolder()
+    assert folder.path.parent == link
+    folder.remove()
+    link.rmdir()
+    for unusable in (link, tmp_path):  # gone; too long
+        monkeypatch.setenv("TMPDIR", str(unusable))
+        assert root() == Path("/tmp")
+
+
+@pytest.mark.parametrize(("usual", "why"), [("/proc", r"/proc: "), ("/no/such", "/no/such: No such file or directory")])
+def test_where_no_folder_can_be_written_it_is_said(usual: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_temp_dir, "_USUAL", Path(usual))
+    monkeypatch.setenv("TMPDIR", "/a/folder/of/some/job/12345")
+    with pytest.raises(PlacementError, match=f"^TMPDIR: .*/12345: has more than 21 bytes, {why}.*; set it to such"):
+        root()

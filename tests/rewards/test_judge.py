@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rewards.base import RewardError
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.judge_client import RequestRate
+from rewards.judge_proxy import proxy_to
 from rewards.judge_settings import JudgeSettings
 from rewards.pool import Judging, RewardPool, Scores
 
@@ -172,6 +174,35 @@ async def test_the_deadline_is_the_group_s(endpoint: Endpoint) -> None:
     assert "no answer within 0.2 s, in 2 tries" in found.failures[0]
     endpoint.server_close()
     assert "cannot be reached" in (await scored([judge(endpoint, retries=0)], ["x"])).failures[0]
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+async def test_this_machine_is_asked_without_the_proxy_and_another_names_it(
+    endpoint: Endpoint, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, "http://user:word@127.0.0.1:9")  # where nothing listens
+    assert (await scored([judge(endpoint, retries=0)], ["good"])).reward == [0.75]
+    elsewhere = judge(endpoint, retries=0, base_url="http://judge.invalid/v1")
+    (sentence,) = (await scored([elsewhere], ["good"])).failures
+    named = f"judge.invalid/v1 by the proxy http://127.0.0.1:9 ({variable.lower()}) cannot be reached"
+    assert named in sentence
+
+
+@pytest.mark.parametrize("address", ["socks5://127.0.0.1:1080", "gopher://127.0.0.1"])
+async def test_a_proxy_that_cannot_be_asked_is_one_sentence(
+    endpoint: Endpoint, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # not installed, whatever is
+    monkeypatch.setenv("all_proxy", address)
+    assert (await scored([judge(endpoint)], ["good"])).reward == [0.75]
+    with pytest.raises(
+        RewardError, match=rf"args.base_url: https://judge.invalid/v1 .* {address} \(all_proxy\): .*; set"
+    ):
+        await scored([judge(endpoint, base_url="https://judge.invalid/v1")], ["good"])
+    monkeypatch.setenv("no_proxy", "judge.invalid")
+    assert proxy_to("https://judge.invalid/v1") is None
 
 
 async def test_others_do_not_wait_while_it_does_and_no_more_are_asked_than_may_be(

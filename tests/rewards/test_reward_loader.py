@@ -112,7 +112,12 @@ def test_what_is_called_like_a_function_is_one(tmp_path: Path) -> None:
     ("use", "sentence"),
     [
         ("nunber", r"'nunber' is no built-in reward; did you mean 'number'\? Built-ins: format, json_match"),
-        ("org/judge", r"'org/judge' is no function; of a reward model write {use: sequence_classifier, args: {model:"),
+        ("Skywork/Reward-V2", r"is no function, and may be a model of the hub; .* args: {model: Skywork/Reward-V2}}"),
+        (
+            "model",
+            "'model' is no function, and is the folder of a model; for a classifier's score write {use: seq",
+        ),
+        ("adapter", "'adapter' is the folder of an adapter; .* write adapter:adapter"),
         ("gone.py:f", "there is no file .*gone.py; a relative path starts at the working directory"),
         ("syntax.py:f", r"syntax.py does not import: SyntaxError: .*\(syntax.py, line 2\)"),
         ("raises.py:f", r"raises.py does not import: ZeroDivisionError: division by zero \(raises.py, line 3\)"),
@@ -135,6 +140,9 @@ def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "wants.py").write_text(
         "class Wants:\n    def __init__(self, limit): ...\n    def __call__(self, completions): ..."
     )
+    for folder, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("{}")
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "raises.py").write_text("def f(): ...\n\nx = 1 / 0")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")

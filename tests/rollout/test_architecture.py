@@ -112,6 +112,7 @@ def test_what_vllm_does_not_compute_in_float16() -> None:
 @pytest.mark.parametrize("setting", ["mamba_d_state", "conv_L_cache", "linear_conv_kernel_dim", "ssm_state_size"])
 def test_layers_with_a_state_are_refused_on_a_cpu(setting: str) -> None:
     check_on_cpu(LLAMA, "m")
+    check_on_cpu({"model_type": "nemotron_h", setting: 3}, "m")
     for config in ({**LLAMA, setting: 3}, {"model_type": "x", "text_config": {setting: 3}}):
         with pytest.raises(
             ArchitectureError, match=r"model.path: m \(model_type .*\) has layers that carry a state along"

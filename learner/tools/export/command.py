@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster import threads
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import files_of
@@ -66,6 +67,7 @@ class Job:
 
 def run(asked: Asked) -> int:
     """Exit code: as of `reported`."""
+    threads.sleeping()
     return reported(lambda: _export(asked), wrong=(ExportError,), failed=(ExportFailed,))
 
 

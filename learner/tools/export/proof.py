@@ -4,16 +4,18 @@ Both are asked in float32, whatever the type of the weights that were written: w
 and any fault of the merge.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from learner.tools.export.errors import ExportFailed
 from learner.tools.export.windows import Window
+
+if TYPE_CHECKING:  # slow to import, and what is wrong with an export is told without it
+    from torch import Tensor
 
 # Most nats that the logprobs of tokens may differ by, by the type of the weights that were written: rms, and at one
 # token. Measured: docs/export.md.
@@ -55,17 +57,19 @@ class Proof:
     flipped: int
 
 
-@torch.no_grad()
 def ask(lm: Any, windows: Sequence[Window]) -> Said:
     """What a causal language model of transformers says of the sampled tokens of the windows, one after the other."""
+    import torch
+
     device, parts = lm.get_input_embeddings().weight.device, []
-    for ids, places in windows:
-        at = torch.tensor(places, device=device)
-        row = torch.tensor([ids], device=device)
-        logs = lm(input_ids=row, use_cache=False).logits[0, at - 1].float().log_softmax(-1)
-        best = logs.topk(2)
-        own = logs.gather(1, row[0, at, None])[:, 0]
-        parts.append(Said(own.cpu(), best.indices[:, 0].cpu(), (best.values[:, 0] - best.values[:, 1]).cpu()))
+    with torch.no_grad():
+        for ids, places in windows:
+            at = torch.tensor(places, device=device)
+            row = torch.tensor([ids], device=device)
+            logs = lm(input_ids=row, use_cache=False).logits[0, at - 1].float().log_softmax(-1)
+            best = logs.topk(2)
+            own = logs.gather(1, row[0, at, None])[:, 0]
+            parts.append(Said(own.cpu(), best.indices[:, 0].cpu(), (best.values[:, 0] - best.values[:, 1]).cpu()))
     return Said(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 

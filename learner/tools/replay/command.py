@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster import threads
 from learner.config import RunConfig
 from learner.driver.absolute_paths import absolute
 from learner.driver.batch_metrics import RewardsFailing
@@ -67,7 +67,7 @@ def _replay(asked: Asked) -> int:
     check_possible(changes, recorded.config, config, asked.start)
     steps, state = recorded.chosen(asked.start, asked.to), recorded.checkpoint(asked.start)
     recorded.check_inputs(own_loss=not own_loss(changes))
-    os.environ["OMP_NUM_THREADS"] = str(config.cluster.cpus.learner)  # before torch loads, as in a run's learner
+    threads.sleeping(config.cluster.cpus.learner)  # as many as in a run's learner
     if decides(changes) or asked.output is not None:
         return _what_if(asked, recorded, config, changes, steps, state)
     learner = Learner(config, state, as_recorded=not computes_elsewhere(changes))

@@ -68,7 +68,7 @@ def _functions(found: Sequence[Scored]) -> Iterator[str]:
                 kinds.setdefault(kind, []).extend([] if _finite(value) is None else [float(value or 0)])
         means = "  ".join(f"{kind} {mean(values):.4g}" for kind, values in kinds.items() if values)
         ms = [one.ms[at] for one in found]
-        yield f"{name:{wide}}  mean: {means or 'none'}; a call: {median(ms):.3g} ms, the slowest {max(ms):.3g} ms"
+        yield f"{name:{wide}}  mean: {means or 'none'}; a call: {duration(median(ms))}, the slowest {duration(max(ms))}"
 
 
 def _sentences(found: Sequence[Scored]) -> set[str]:
@@ -78,6 +78,11 @@ def _sentences(found: Sequence[Scored]) -> set[str]:
 def _zeroed(found: Sequence[Scored]) -> list[str]:
     """Why a built-in function gave 0 to what is no wrong answer: one sentence of each kind."""
     return sorted({kind: sentence for one in found for kind, sentence in one.scores.zeroed.items()}.values())
+
+
+def duration(ms: float) -> str:
+    """In a unit in which it is no large number."""
+    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms / 1e3:.3g} s" if ms < 1e6 else f"{ms / 1e3:.0f} s"
 
 
 def _failures(found: Sequence[Scored]) -> list[str]:

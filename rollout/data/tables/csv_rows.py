@@ -19,6 +19,7 @@ WHOLE = re.compile(r"0|-?[1-9][0-9]{0,999}", re.ASCII)  # a number that is writt
 AT_ONCE = 20_000  # rows that pandas reads at once
 COMPRESSIONS = {"": None, ".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}  # by pandas' names
 PLAIN = {str, int, float, bool, type(None)}
+MARKS = (";", "\t", "|", ",")  # between fields, in files that are called CSV or TSV
 TRUTH = {"True": True, "False": False}
 # Arguments of pandas.read_csv that say how a line is divided, which csv of the standard library understands alike; and
 # those that say nothing of it. With any other one only pandas looks at the lines.
@@ -65,7 +66,7 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
     for one in files:
         own = one.separated(args)
         if _is_plain(own):
-            _check_fields(one, own)
+            _check_fields(one, own, chosen=bool({"sep", "delimiter"} & args.keys()))
         else:
             _check_by_pandas(one, own)
         for table in _tables(one, own):
@@ -189,9 +190,9 @@ def _is_plain(args: Mapping[str, Any]) -> bool:
     return plain and starts and isinstance(args.get("header", 0), int | None)
 
 
-def _check_fields(one: CsvFile, args: Mapping[str, Any]) -> None:
+def _check_fields(one: CsvFile, args: Mapping[str, Any], *, chosen: bool) -> None:
     """Raises ProblemsError: a row has more or fewer fields than the first, or a file of its own names has two of one
-    name."""
+    name, or but one that is divided by another separator. chosen: the user says by which fields are divided."""
     names = args.get("names") or args.get("column_names")
     skipped, last = args.get("skiprows", 0), args.get("nrows", sys.maxsize)
     begin = -1 if names and "header" not in args else args.get("header", 0)  # place of the header among the records
@@ -216,6 +217,8 @@ def _check_fields(one: CsvFile, args: Mapping[str, Any]) -> None:
                     continue
                 if place == header and not names:
                     _check_names(record, f"{one.named} line {line}")
+                    if not chosen:
+                        _check_divided(record, f"{one.named} line {line}", "\t" if one.tabs else ",")
                 if place >= header and wanted is None:
                     wanted = len(record)
                 if place > last + max(header, 0):
@@ -292,6 +295,16 @@ def _check_names(header: Sequence[str], where: str) -> None:
         raise ProblemsError(
             f"{where} must name each column once, got {twice[0]!r} twice: which of them is meant is not known; rename "
             "one"
+        )
+
+
+def _check_divided(header: Sequence[str], where: str, by: str) -> None:
+    found = [mark for mark in MARKS if len(header) == 1 and mark != by and mark in header[0].strip()]
+    if found:
+        other, own = (mark.replace("\t", "\\t") for mark in (found[0], by))
+        raise ProblemsError(
+            f"{where} must name columns divided by '{own}', and {header[0]!r:.80} seems to be by '{other}'; set "
+            f'data.args={{sep: "{other}"}}, or data.args={{sep: "{own}"}} if it is the name of one column'
         )
 
 

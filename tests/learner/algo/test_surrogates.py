@@ -147,6 +147,26 @@ def test_bounds_on_every_edge(ratio: str) -> None:
                 assert apart(ratio, case, bounds) <= LIMIT, bounds
 
 
+@pytest.mark.parametrize(
+    ("gaps", "weights"), [([5.0, 20.0], [math.exp(5), math.exp(20)]), ([0.5, 1.0], [1.6487, 2.7183])]
+)
+def test_a_band_without_upper_end_drops_no_token_above_one(gaps: list[float], weights: list[float]) -> None:
+    config = LossConfig(ratio="icepop", band=(0.75, math.inf))
+    batch = batch_of(torch.zeros(2), torch.ones(2), torch.ones(2))
+    slopes, parts = token_loss(torch.tensor(gaps), torch.zeros(2), batch, config, reference=None, version=0)
+    assert slopes.tolist() == pytest.approx([-one for one in weights], rel=1e-4)
+    assert float(parts["masked"]) == 0
+
+
+@pytest.mark.parametrize("length", [5, 40])  # of tokens at e^20 each: beyond what float32 holds
+def test_a_ratio_that_overflowed_is_outside_of_it(length: int) -> None:
+    config = LossConfig(ratio="sequence_mask", band=(0.75, math.inf))
+    batch = batch_of(torch.full((length,), -20.0), torch.ones(length), torch.ones(length), lengths=[length])
+    slopes, parts = token_loss(torch.zeros(length), torch.zeros(length), batch, config, reference=None, version=0)
+    assert slopes.tolist() == [0.0] * length
+    assert float(parts["masked"]) == length
+
+
 def test_a_new_row_is_all_that_a_variant_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def squared(tokens: Tokens, cap: float) -> surrogates.Objective:
         return tokens.weighted(tokens.ratio.square().clamp(max=cap)), tokens.ratio.square() > cap

@@ -99,6 +99,16 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
         ("rollout.kv_cache=12 parsecs", "rollout.kv_cache: not a size: '12 parsecs'; write for example 256MiB"),
         ("learner.lora.rank=17", "learner.lora.rank: Input should be 1, 2, 4, 8, 16, 32, 64, 128 or 256 (got 17)"),
         ("learner.learning_rate=.nan", "learner.learning_rate: Input should be a finite number (got nan)"),
+        ("learner.loss.band=[0.5,.nan]", "learner.loss.band.1: Input should be greater than or equal to 1 (got nan)"),
+        (
+            "learner.checkpointing=0",
+            "learner.checkpointing: Input should be 'none', 'full', 'mlp' or 'auto', or greater than or equal to 1",
+        ),
+        ("env.concurrency=few", "env.concurrency: Input should be a valid integer, unable to parse string as an integ"),
+        ("cluster.gpus=0.5", "cluster.gpus: must be given key by key (generator, learner); write for example cluster."),
+        ("early_stop=3", "early_stop: must be given key by key (accuracy, patience); write for example early_stop.acc"),
+        (r"learner.lora.targets=.*\.(q|v)_proj", "learner.lora.targets: must be all-linear, or a list of the ends of"),
+        ("learner.lora.targets=[]", "learner.lora.targets: must be all-linear, or a list of the ends of layers' names"),
     ],
 )
 def test_one_mistake_one_sentence(override: str, sentence: str) -> None:
@@ -110,6 +120,27 @@ def test_a_key_of_other_programs_says_why_there_is_none() -> None:
     (said,) = refusal("rollout.oversample=2")
     assert said.startswith("rollout.oversample: there is no such key: running ahead gives more")
     assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("learner.kl_coef=0.1", "docs/trl.md has for it: learner.loss.beta"),
+        ("random_state=3407", "docs/trl.md has for it: seed"),
+        ("learner.lora.alpha_pattern={q_proj: 8}", "docs/trl.md says of PEFT's: not here: all layers have one alpha"),
+        ("learner.use_rslora=true", "docs/trl.md says of PEFT's: learner.lora.alpha, multiplied by the square root"),
+        ("learner.lora.rnk=8", "did you mean rank?"),
+    ],
+)
+def test_a_name_of_other_programs_is_told_its_place(override: str, place: str) -> None:
+    (said,) = refusal(override)
+    assert said.startswith(f"{override.partition('=')[0]}: unknown key; {place}")
+
+
+def test_a_band_without_upper_end_is_kept_as_it_is_written(tmp_path: Path) -> None:
+    config = load(None, [*NEEDED, "learner.loss.band=[0.25,.inf]"])
+    assert config.learner.loss.band == (0.25, float("inf"))
+    assert load(str(write(tmp_path, to_yaml(config))), []) == config
 
 
 @pytest.mark.parametrize(

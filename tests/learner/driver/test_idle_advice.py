@@ -45,7 +45,11 @@ def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None
         (IdleTimes(10, 0, 5), configure(1), ["generation is the longer side", "rollout.workers"]),
         (IdleTimes(10, 5, 0), configure(1), ["training is the longer side"]),
         (IdleTimes(10, 5, 0, 9), configure(1), ["training is the longer side"]),
-        (IdleTimes(10, 4, 6, 3.2), configure(0), ["waited 0.3 times a step for its reward", "rollout.reward_workers"]),
+        (
+            IdleTimes(10, 4, 6, 3.2),
+            configure(0),
+            ["reward took 32 % of the time of a step;", "rollout.reward_workers"],
+        ),
     ],
 )
 def test_the_longer_side_and_the_bound_are_named(idle: IdleTimes, config: RunConfig, words: list[str]) -> None:

@@ -80,27 +80,6 @@ def test_fewer_held_out_problems_than_asked_for_are_said(
     assert "data.eval.size: 1 problems are held out, 4 were asked for: there are no more" in out
 
 
-def test_sequence_ratios_whose_mean_is_over_tokens_are_said(
-    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for kind in ("dapo", "dr_grpo", "grpo"):
-        words = ("learner.loss.ratio=gspo", f"learner.loss.kind={kind}")
-        code, out, _ = check(config, "--dry-run", *words, capsys=capsys)
-        told = f"learner.loss.kind: with {kind} each completion counts by its length, where gspo's paper counts all"
-        assert (code, told in out) == (0, kind != "grpo")
-
-
-@pytest.mark.parametrize(("column", "value"), [("image", "a.png"), ("images", ["a.png"]), ("picture", "a.png")])
-def test_pictures_that_no_model_sees_are_said(
-    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str], column: str, value: Any
-) -> None:
-    rows = [json.dumps({"question": f"Say {i}", "answer": i, column: value}) + "\n" for i in range(30)]
-    Path("data.jsonl").write_text("".join(rows))
-    _, out, _ = check(config, "--dry-run", capsys=capsys)
-    told = f"data: the column {column} goes to reward functions alone: models read text here"
-    assert (told in out) == (column != "picture")
-
-
 WRONG = {
     "missing model": (["model.path=/no/such/model"], "model.path: folder must exist, got /no/such/model"),
     "missing column": (["data.prompt=questoin"], "questoin.*question"),

@@ -247,3 +247,15 @@ def test_4_bits_are_packed_of_whole_rows_alone(model: Path) -> None:
         "model.embed_tokens.weight": View("embedding", (260, 64), (1, 260), 0),  # not packed
     }
     assert list(not_by_rows(lm, views)) == [name]
+
+
+@pytest.mark.parametrize("name", ["model[2]", "what?/model"])
+def test_a_folder_whose_path_vllm_takes_for_a_pattern(
+    config: dict[str, Any], model: Path, tmp_path: Path, name: str, no_trials: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shutil.copytree(model, tmp_path / name)
+    code, _, err = check(config, "--dry-run", f"model.path={tmp_path / name}", capsys=capsys)
+    assert code == 2
+    (line,) = [one for one in err.splitlines() if one.startswith("error: ")]
+    assert line.startswith("error: model.path: a folder's path must be without * ? and [, which vLLM takes for")

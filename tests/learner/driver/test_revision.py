@@ -185,5 +185,5 @@ def test_a_dry_run_tries_the_commit_as_learner_and_generator_would(
     assert main(["--config", "config.yaml", "--dry-run"]) == 2
     assert "must be at most the model's context of 256 tokens, got 300" in capsys.readouterr().err
     configure("old")
-    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+    assert main(["--config", "config.yaml", "--dry-run", "--verbose"]) == 0
     assert f"\n  revision: {commits['old']}\n" in capsys.readouterr().out

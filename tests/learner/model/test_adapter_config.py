@@ -19,7 +19,7 @@ PLAIN: dict[str, Any] = {
 
 
 def written(folder: Path, **changes: Any) -> str:
-    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changes))
+    (folder / "adapter_config.json").write_text(json.dumps(changes | PLAIN | changes))
     (folder / "adapter_model.safetensors").touch()
     return str(folder)
 
@@ -50,14 +50,23 @@ def test_what_is_set_must_be_the_adapters(tmp_path: Path, lora: dict[str, Any], 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"peft_type": "IA3"}, "peft_type of FILE must be 'LORA', got 'IA3'"),
-        ({"num_virtual_tokens": 8, "peft_type": "PROMPT_TUNING"}, "peft_type of FILE must be 'LORA', got 'PROMPT_TUN"),
+        ({"peft_type": "IA3"}, "peft_type of FILE must be 'LORA', got 'IA3': vLLM serves no other kind of adapter; "),
+        (
+            {"num_attention_heads": 4, "num_virtual_tokens": 8, "peft_type": "PREFIX_TUNING"},
+            "peft_type of FILE must be 'LORA', got 'PREFIX_TUNING': vLLM serves no other",
+        ),
         ({"bias": "all"}, "bias of FILE must be 'none', got 'all'"),
         ({"lora_bias": True}, "lora_bias of FILE must not be set, got True"),
-        ({"use_dora": True}, "use_dora of FILE must not be set, got True"),
+        (
+            {"use_dora": True},
+            "use_dora of FILE must not be set, got True: vLLM does not serve DoRA; merge this one into",
+        ),
         ({"init_lora_weights": "pissa"}, "init_lora_weights of FILE must not be set, got 'pissa'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights of FILE must not be set, got 'olora'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save of FILE must not be set, got ['lm_head']"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save of FILE must not be set, got ['lm_head']: vLLM serves no whole layers",
+        ),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern of FILE must not be set, got {'q_proj': 4}"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters of FILE must not be set"),
         ({"a_form_of_next_year": {"x": 1}}, "a_form_of_next_year of FILE must not be set, got {'x': 1}"),

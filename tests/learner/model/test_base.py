@@ -207,3 +207,13 @@ def test_an_adapter_that_peft_would_fill_up_or_that_holds_no_numbers_is_refused(
         save_file(tensors, file)
         with pytest.raises(ValueError, match=message):
             make_policy(path, **{key: str(folder)}, lora=LoraConfig(rank=8, alpha=16))
+
+
+@pytest.mark.parametrize("wanted", ["flash_attention_2", "flash_attention_3"])
+def test_attention_that_is_not_installed_is_not_taken_from_the_config(tmp_path: Path, wanted: str) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": wanted}))
+    for device in ("cpu", "meta"):
+        model = ModelConfig(path=str(folder), dtype="float32")
+        assert load_base(model, torch.device(device), lora=True).config._attn_implementation == "sdpa"

@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,25 @@ def test_a_row_that_does_not_fit_its_header_is_refused_by_its_line(case: str) ->
     for path in ("folder/train.csv", "folder", "fold*/*.csv", "a.csv.gz"):
         with pytest.raises(ProblemsError, match=rf"^data\.path: .*{sentence}.*; put a field that holds the separator"):
             read(path, "train", {}, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "sep"),
+    [
+        ("a.csv", "prompt|gold\nAdd 1, then 2|3\n", "|"),
+        ("a.csv", "prompt\tgold\na\t1\n", "\\t"),
+        ("a.tsv", "prompt,gold\na,1\n", ","),
+    ],
+)
+def test_a_header_that_is_divided_by_something_else_names_it(name: str, written: str, sep: str) -> None:
+    Path(name).write_text(written)
+    with pytest.raises(ProblemsError, match=rf'line 1 must name columns .*; set data.args={{sep: "{re.escape(sep)}"}}'):
+        read(name, "train", {}, None, 0)
+    given = {"sep": sep.replace("\\t", "\t")}
+    assert next(iter(read(name, "train", given, None, 0))).keys() == {"prompt", "gold"}
+    own = {"sep": "\t" if name == "a.tsv" else ";"}
+    Path(name).write_text(written.splitlines()[0] + "\none\n")
+    assert [*read(name, "train", own, None, 0)] == [{written.splitlines()[0]: "one"}]  # a name, if it is said
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from rollout.env.config import EnvConfig
+from rollout.env.loader import make
 from rollout.env.processes.forks import Forks, spec_of
 from rollout.env.processes.process import EnvironmentProcess
+from rollout.env.processes.wire import BadAnswer
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
@@ -78,3 +80,20 @@ async def test_code_is_loaded_once_with_its_variables(tmp_path: Path, monkeypatc
 async def test_code_that_never_loads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame")
     assert await loaded(tmp_path / "hang.py", 1, 1) == ["env_timeout"]
+
+
+@pytest.mark.parametrize(
+    ("use", "args", "sentence"),
+    [
+        ("trl_rollout_func", {"model": "m"}, "trl_rollout_func needs function; set env.args.function (got model)"),
+        (
+            "number_guessing",
+            {"high": 7, "lowest": 1},
+            "number_guessing takes low, high, max_turns, got lowest; correct it, or leave it out",
+        ),
+    ],
+)
+def test_arguments_that_an_environment_lacks_or_does_not_have(use: str, args: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadAnswer) as refused:
+        make(use, args)
+    assert str(refused.value) == f"env.args: {sentence}"
