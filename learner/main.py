@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -109,6 +110,8 @@ def _tell_more(wrong: "WrongSettings") -> None:
         look(config, sections=sections).finish()
     except PreflightError as error:
         print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
+    except Exception as error:  # what half a configuration meets must not stand before what is known to be wrong
+        logging.getLogger("learner").debug("the other settings could not be looked at: %r", error)
 
 
 def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:

@@ -53,9 +53,14 @@ def load(use: str) -> Reward:
     if use.startswith(ADAPTER):
         raise RewardLoadError(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
-        raise RewardLoadError(_model(use) or no_built_in(use, "reward", BUILT_INS, "function"))
+        raise RewardLoadError(no_function(use))
     found = load_own(use, "my_reward")
     return _instance(found, use) if isinstance(found, type) else cast(Reward, found)
+
+
+def no_function(use: str) -> str:
+    """The sentence for a name without a colon that is no built-in."""
+    return _model(use) or no_built_in(use, "reward", BUILT_INS, "function")
 
 
 def _model(use: str) -> str | None:

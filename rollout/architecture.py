@@ -11,7 +11,7 @@ OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causal language models
 VOCABULARY = 64  # vLLM pads embeddings to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE)
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (config/model.py)
-STATES = ("mamba_", "ssm_", "conv", "linear_conv", "linear_attn", "lru_")  # starts of settings of layers with a state
+STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "linear_attn", "lru_")  # starts of settings of layers with a state
 STATES_ON_CPU = ("nemotron_h",)  # whose layers with a state vLLM has kernels of for a CPU: Mamba-2's
 TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
 
@@ -76,8 +76,13 @@ def check_unquantised(config: Mapping[str, Any], path: str) -> None:
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
-    """Whether layers carry a state along: Mamba, linear attention, convolutions."""
-    return any(name.startswith(STATES) for name in text_of(config))
+    """Whether layers carry a state along: Mamba, linear attention, convolutions. A hybrid family may have models all of
+    whose layers are attention's (granite-4.0-micro)."""
+    text = text_of(config)
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and kinds and all(str(kind).endswith("attention") for kind in kinds):
+        return any(str(kind).startswith("linear") for kind in kinds)
+    return any(name.startswith(STATES) for name in text)
 
 
 def check_on_cpu(config: Mapping[str, Any], path: str) -> None:

@@ -58,6 +58,17 @@ def _texts(value: object) -> object:
     return tuple(value)
 
 
+def _choices(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) < 2 or not all(isinstance(one, str) and one for one in value):
+        raise ValueError(
+            "must be a list of at least two texts, in quotes where YAML takes them for something else, for example "
+            f"['yes', 'no'], got {value!r}"
+        )
+    return tuple(value)
+
+
 class EvalConfig(Frozen):
     """Held-out evaluation. Without `path` and `split` problems are held out of the training data; `every: 0` switches
     it off."""
@@ -130,7 +141,7 @@ class StructuredOutputs(Frozen):
     """A regular expression that the whole completion matches, such as `[0-9]+`."""
     json_schema: dict[str, Any] | None = None
     """A JSON object of this JSON schema."""
-    choice: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)] | None = None
+    choice: Annotated[tuple[str, ...] | None, BeforeValidator(_choices)] = None
     """Texts, of which each completion is one."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
     """A context-free grammar in EBNF (GBNF), whose rule `root` is the completion."""

@@ -70,7 +70,7 @@ class EngineSettings:
         stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
             decoded without special tokens.
         truncates: samplings have top_p, top_k or min_p, or there is a form; and temperature 1 or 0.
-        form: that completions have, as JSON of rollout.config.StructuredOutputs.given; "": any.
+        form: that completions have, StructuredOutputs.form of rollout.config; "": any.
         sleeps: sleep() will be called; CUDA only.
         shares_base: share_base() will be called; adapters only, without sleep.
         room: on CUDA, bytes of the card that must be free before the model is loaded; it waits for them, since those

@@ -87,7 +87,7 @@ equal, or of which fewer than two are known, has advantage 0. PPO's are in [ppo.
 Below 1 the objective is of that share of the batch's trained tokens alone before which the policy that the batch begins
 with had the highest entropies (Wang et al. 2506.01939, section 5: 0.2); coefficients and the KL stay those of all
 tokens. The entropies take one more forward pass of the batch, and the gradient depends neither on micro-batches nor on
-ranks. Completions that are not trained on, since their group has no difference, have no part in the share.
+ranks. Completions without an advantage, since their group has no difference, have no part in the share.
 
 ## learner.loss.beta
 

@@ -149,8 +149,8 @@ compares it with what the code says now.
   `learner.mode: full`. `no class of its own`: vLLM tries transformers' code.
 
 A model with layers that carry a state along (Mamba, linear attention, convolutions) is refused before the start where
-the generator has no card, but for nemotron_h, whose layers are Mamba-2's. (On a card such models have not been run
-yet.)
+the generator has no card, but for nemotron_h, whose layers are Mamba-2's. Of a hybrid family, models all of whose
+layers are attention's are none of these. (On a card models with a state have not been run yet.)
 
 An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
 its logits must be cap and scale (`learner/model/logits.py`) of the products of an output embedding without bias.

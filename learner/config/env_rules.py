@@ -27,6 +27,12 @@ ENV = (
         lambda c: c.data.path == OWN and c.data.prompt not in (None, DataConfig.model_fields["prompt"].default),
     ),
     Rule(
+        "data.eval.path:", "must be the environment's own as data.path is, or neither, unless data.prompt is null: of "
+        "the two one has prompts", "set data.prompt=null, or give both", ("data.path", "data.eval.path"),
+        lambda c: c.data.eval.path is not None and c.data.prompt is not None
+        and (c.data.path == OWN) != (c.data.eval.path == OWN),
+    ),
+    Rule(
         "data.prompt: null", "needs an environment, which says what the model is asked",
         "set env.use, or name a column", ("env.use",),
         lambda c: c.data.prompt is None and c.env.use is None,

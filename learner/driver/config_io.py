@@ -125,7 +125,7 @@ class WrongSettings(ConfigError):
 
 
 def _leave_out(tree: Any, place: Sequence[int | str]) -> None:
-    """What stands at a place, where there is anything; an entry of a list with all that is in it."""
+    """What stands at a place, where there is anything; of what is in a list the whole list."""
     for part in place[:-1]:
         inner = tree[part] if isinstance(tree, dict) and part in tree else None
         if not isinstance(inner, dict):

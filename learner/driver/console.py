@@ -23,14 +23,14 @@ COLUMNS = {
     "accuracy": ("eval/accuracy", "{:.3f}"),
     "tokens/s": ("rollout/tokens_per_s", "{:.0f}"),
     "length": ("rollout/completion_length", "{:.0f}"),
-    "staleness": ("policy/staleness_mean", "{:.1f}"),
-    "mismatch": ("policy/mismatch_k3", "{:.1e}"),
+    "staleness": (STALENESS, "{:.1f}"),
+    "mismatch": (MISMATCH, "{:.1e}"),
     "generate s": ("time/generate", "{:.2f}"),
     "train s": ("time/train", "{:.2f}"),
     "push s": ("time/push", "{:.2f}"),
 }
 # Most policy/mismatch_k3 that is usual, by the coarsest type that a logprob goes through, where the policy that is
-# trained is the one that sampled (staleness 0): SmolLM2-135M and the demo, benchmarks/results.
+# trained is the one that sampled (staleness 0): of SmolLM2-135M and of the demo.
 USUAL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "fp8": 1e-2}
 EXAMPLES = 3  # of completions, at the end
 ROWS = 12
@@ -80,14 +80,17 @@ class Progress:
         means = function_means(metrics)
         parts = ", ".join(f"{escaped(name)} {value:.3f}" for name, value in means.items()) if len(means) > 1 else ""
         where = f"{step}/{self.total_steps}"
+        usual = self._usual(metrics[MISMATCH], metrics.get(STALENESS, 0.0)) if MISMATCH in metrics else ""
         if not self._still_live():
             if parts:
                 cells[0] += f" ({parts})"
-            if MISMATCH in metrics:
-                cells[[*COLUMNS].index("mismatch")] += self._usual(metrics[MISMATCH], metrics.get(STALENESS, 0.0))
+            if usual:
+                cells[[*COLUMNS].index("mismatch")] += f" ({usual})"
             words = " ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
             self.console.print(f"step {where} {words}{left}", highlight=False, soft_wrap=True, markup=False)
         else:
+            if usual:
+                self.note(f"step {where}: mismatch {cells[[*COLUMNS].index('mismatch')]} ({usual})")
             self._rows.append([where, *cells])
             self._status = f"step {step} of {self.total_steps}{left}" + (f"; {parts}" if parts else "")
             self._show()
@@ -98,7 +101,7 @@ class Progress:
         if usual is None or staleness > 0 or (self._told_usual and mismatch <= usual):
             return ""
         self._told_usual = True
-        return f" (k3, nats; usual in {self._dtype}: at most {usual:.0e})"
+        return f"k3, nats; usual in {self._dtype}: at most {usual:.0e}"
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
         """How long the steps to come will take; nothing for step 0, an evaluation before the first."""

@@ -29,7 +29,7 @@ from learner.driver.function_checks import check_accuracy, check_uses, dummies, 
 from learner.driver.machine_checks import MachineError, check_placement
 from learner.driver.memory_budget import MemoryPlanError
 from learner.driver.model_checks import follow_adapter
-from learner.driver.plan_request import policy_bytes
+from learner.driver.plan_request import layouts, wish_of
 from learner.driver.publishing import ADAPTER
 from learner.driver.resume import ResumeError
 from learner.driver.reward_models import check_scored_adapters
@@ -37,7 +37,7 @@ from learner.driver.run_lock import RunFolderInUse
 from learner.driver.step_record import POLICIES
 from learner.model.adapter_config import MODEL, AdapterError
 from learner.model.reference_config import ReferenceConfigError
-from rewards.base import RewardError
+from rewards.base import JUDGE, RewardError
 from rewards.call import Group
 from rewards.output import NAME as REWARD_OUTPUT
 from rollout.architecture import ArchitectureError
@@ -47,7 +47,7 @@ from rollout.data.chat_error import ChatError
 from rollout.data.files import Row
 from rollout.data.model_files import CONFIG, has_template, read_json
 from rollout.data.problems import ProblemsError
-from rollout.data.prompts import NoPrompt, messages_of
+from rollout.data.prompts import NoPrompt, check_column, messages_of
 from rollout.data.weight_files import WeightsError
 
 PROBLEMS = (
@@ -67,8 +67,7 @@ EVERYTHING = frozenset(RunConfig.model_fields)
 @dataclass(frozen=True, slots=True)
 class First:
     """config: with the output folder that it means. wrong: a line for each mistake. group: dummy completions of the
-    first problem, on which reward functions can be tried; None where there are none, or rows and prompts cannot be told
-    yet."""
+    first row that has a prompt, on which reward functions can be tried; None where they cannot be yet."""
 
     config: RunConfig
     wrong: tuple[str, ...]
@@ -93,7 +92,8 @@ def look(config: RunConfig, cards: Cards | None = None, *, sections: Collection[
     """Looks at all that can be told early, and calls nothing of the user's yet.
 
     cards: to be assumed instead of those that are here. sections: of the configuration, that are as they were written;
-    of another, in which something is wrong, only files that it names are looked for.
+    of another, in which something is wrong, only files that it names are looked for. Where there are such, functions
+    that may ask somebody are not tried.
     """
     found = Findings(PROBLEMS)
     output = found.of(place_output, config)
@@ -106,14 +106,16 @@ def look(config: RunConfig, cards: Cards | None = None, *, sections: Collection[
         if {"learner", "rewards"} <= set(sections):
             found.of(follow_adapter, placed)
             found.of(check_scored_adapters, placed)
-            if output is not None:
+            if output is not None and cards is None:
                 found.of(check_room, config, told or {})
     begun = found.of(_first_rows, placed, files.DATA, prompts="data" in sections) or files.Beginning()
     found.of(_first_rows, placed, files.EVAL, prompts="data" in sections)
-    group = None
+    group, whole = None, set(sections) >= EVERYTHING
     if {"data", "rewards", "env"} <= set(sections):
         found.of(check_accuracy, config)
-        group = found.of(_dummies, placed, begun.rows) if "model" in sections and told and begun.whole else None
+        asks = any(one.use == JUDGE or one.env for one in config.rewards)
+        if "model" in sections and told and begun.whole and (whole or not asks):
+            group = found.of(_dummies, placed, begun.rows)
     if group is None and "rewards" in sections:
         found.of(check_uses, placed)
     return First(config, tuple(found.lines), group)
@@ -127,17 +129,20 @@ def _first_rows(config: RunConfig, names: files.Names, *, prompts: bool) -> file
         if held_out.every == 0 or held_out.path is None:
             return files.Beginning()
         own = data.args if held_out.path == data.path else {}
-        begun = sources.first_rows(held_out.path, held_out.split, own, names)
+        begun = sources.first_rows(held_out.path, held_out.split, own, held_out.size, names)
     else:
-        begun = sources.first_rows(data.path, data.split, data.args)
+        begun = sources.first_rows(data.path, data.split, data.args, data.size)
     for index, row in enumerate(begun.rows if prompts else ()):
+        if not begun.whole:
+            check_column(row, data.prompt or next(iter(row)))
+            continue
         with suppress(NoPrompt):  # one row says nothing: it is left out
             messages_of(row, data, f"{names.path} row {index}")
     return begun
 
 
 def _dummies(config: RunConfig, rows: Sequence[Row]) -> Group | None:
-    """Dummy completions of the first problem, which prepare makes of what the model's template says of it."""
+    """Dummy completions of the first row that has a prompt."""
     template = config.data.chat_template == "auto" and has_template(config.model.source)
     for row in rows:
         with suppress(NoPrompt):
@@ -147,19 +152,20 @@ def _dummies(config: RunConfig, rows: Sequence[Row]) -> Group | None:
 
 
 def check_room(config: RunConfig, model: Mapping[str, Any]) -> None:
-    """Whether the disk of the run folder holds two checkpoints, one of which is written beside the other. model: the
-    content of its config.json. Raises PreflightError."""
+    """Whether the disk of the run folder has room for a checkpoint beside the one before it. model: the content of its
+    config.json. Raises PreflightError."""
     try:
-        shape = Shape.from_config(model, config.model.path)
-    except ValueError:  # an architecture of which no memory is planned
+        shape, wish = Shape.from_config(model, config.model.path), wish_of(config, layouts(config))
+    except (ValueError, TypeError):  # an architecture of which no memory is planned, or whose settings are none
         return
-    policy = policy_bytes(config, shape)
-    weights = policy // DTYPE_BYTES[config.model.dtype]
-    needed, free = 2 * (policy + undo_bytes(weights, config.learner.optimizer.kind)), free_disk(config.run_dir)
-    if needed > free:
+    weights = shape.params if wish.mode == "full" else shape.lora_params(wish.rank, wish.targets)
+    each = DTYPE_BYTES[wish.dtype] * weights + undo_bytes(weights, config.learner.optimizer.kind)
+    count = 1 if checkpoint.listing(config.run_dir / "checkpoints") else 2
+    if count * each > (free := free_disk(config.run_dir)):
         raise PreflightError(
-            f"output_dir: must have room for two checkpoints, {gib(needed)} (of the {weights:.3g} weights that are "
-            f"trained), and the disk of {config.run_dir} has {gib(free)} left; free some, or give another folder"
+            f"output_dir: must have room for {count} checkpoint{'s' if count > 1 else ''}, {gib(count * each)} (of the "
+            f"{weights:.3g} weights that are trained), and the disk of {config.run_dir} has {gib(free)} left; free "
+            "some, or give another folder"
         )
 
 

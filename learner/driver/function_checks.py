@@ -14,7 +14,7 @@ from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig, functions_of
 from rewards.format import TAGS
-from rewards.loader import BUILT_INS, no_built_in, no_file
+from rewards.loader import BUILT_INS, no_file, no_function
 from rewards.text import tag_of
 from rewards.unit_tests import late
 from rewards.withheld import withheld_notes
@@ -56,12 +56,12 @@ def check_uses(config: RunConfig) -> None:
     Raises RewardError with a line for each."""
     wrong = []
     for reward in functions_of(config.rewards):
-        place, _, function = reward.use.rpartition(":")
-        file = place if function else reward.use
+        place, colon, _ = reward.use.rpartition(":")
+        file = place if colon else reward.use
         if file.endswith(".py") and not Path(file).is_file():
             wrong.append(f"reward {reward.name!r}: {no_file(Path(file).absolute())}; correct rewards: use")
-        elif reward.use not in BUILT_INS and not place:
-            wrong.append(f"reward {reward.name!r}: {no_built_in(reward.use, 'reward', BUILT_INS, 'function')}")
+        elif not colon and not file.endswith(".py") and reward.use not in BUILT_INS:
+            wrong.append(f"reward {reward.name!r}: {no_function(reward.use)}")
     if wrong:
         raise RewardError("\n".join(wrong))
 

@@ -27,11 +27,13 @@ OF_TOKENS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # what i
 class AsTrained:
     """generation: content of a generation_config.json, as transformers and vLLM read it. stop: strings that ended
     completions, which have no place in it: transformers' generate refuses a file that has some. of_prompts: what was
-    left out of prompts, in sentences."""
+    left out of prompts, in sentences. form: of completions, rollout.structured_outputs, which has no place in it
+    either; "": any."""
 
     generation: dict[str, Any]
     stop: tuple[str, ...]
     of_prompts: tuple[str, ...]
+    form: str = ""
 
     @property
     def tokens(self) -> str:
@@ -42,7 +44,8 @@ class AsTrained:
             for name, all_of in cut.items()
             if self.generation.get(name, all_of) != all_of
         ]
-        return ", ".join(told) or "the whole distribution"
+        whole = ", ".join(told) or "the whole distribution"
+        return f"{whole} (in training of the form {self.form}, which a request must ask for)" if self.form else whole
 
     def write(self, folder: Path) -> None:
         """Into that folder, in the place of a file or link of that name. Raises OSError, with the path in it."""

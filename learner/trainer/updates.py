@@ -115,12 +115,14 @@ class Updates:
         return placed(self._budget.run(later, self._passes.score), len(rows.completions))
 
     def _uncertain(self, rows: Rows, targets: Targets) -> Uncertain | None:
-        """Those that learner.loss.top_entropy chooses, by the entropies of the policy that the batch begins with; None
-        where it chooses all, or there are none."""
+        """Those that learner.loss.top_entropy chooses of the completions with an advantage, by the entropies of the
+        policy that the batch begins with; None where it chooses all, or there are none."""
         share = self._config.loss.top_entropy
         if share == 1:
             return None
-        plan = self._plan(rows, targets, targets.trained)
+        counted = np.concatenate([[0], np.cumsum(targets.advantages != 0)])
+        chosen = (counted[rows.starts + rows.lengths] > counted[rows.starts]) | self._config.loss.own
+        plan = self._plan(rows, targets, chosen)
         entropies = placed(self._budget.run(plan, self._passes.entropies), len(rows.completions))
         return most_uncertain(entropies, share)
 

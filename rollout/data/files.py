@@ -131,27 +131,28 @@ def read_files(
 
 
 class Beginning(NamedTuple):
-    """The first rows of a source. whole: whether they are as in a run; else only their columns are, since what a cell
-    means may depend on those of all rows."""
+    """The first rows of a source. whole: whether they are those of a run; else only their columns are, since what a
+    cell means may depend on those of all rows, or on the library that reads them."""
 
     rows: Sequence[Row] = ()
     whole: bool = False
 
 
-def beginning(files: Sequence[Path], split: str | None, args: Mapping[str, Any], names: Names) -> Beginning:
-    """Of small files, which are read whole for it, and of larger ones whose columns stand at a known place. Raises as
-    read_files."""
+def beginning(
+    files: Sequence[Path], split: str | None, args: Mapping[str, Any], size: int | None, names: Names
+) -> Beginning:
+    """Of small files, which are read whole for it (of these the first `size` rows), and of larger ones whose columns
+    stand at a known place. Raises as read_files."""
     kind, packing = FORMATS[_format(files[0].name)], packing_of(files[0].name)
     if sum(file.stat().st_size for file in files) * (UNPACKED if packing else 1) <= SMALL and kind != "parquet":
-        return Beginning(read_files(files, split, args, None, names)[:FEW], whole=True)
+        return Beginning(read_files(files, split, args, size, names)[:FEW], whole=True)
     if split is not None and split.partition("[")[0] != "train":
         return Beginning()
-    if kind == "parquet":
+    if kind == "parquet" and not args:
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(files[0]) as found:
-            rows = next(found.iter_batches(FEW)).to_pylist() if found.metadata.num_rows else []
-        return Beginning(rows, whole=not args)
+            return Beginning(next(found.iter_batches(FEW)).to_pylist() if found.metadata.num_rows else [])
     if kind == "csv":
         of_csv = CsvFile(files[0], packing, f"{names.path}: {files[0]}", _format(files[0].name) == ".tsv")
         return Beginning(csv_rows([of_csv], {"nrows": FEW, **args})[:FEW])

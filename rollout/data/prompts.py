@@ -76,6 +76,13 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
     return [{"role": "system", "content": config.system}, *turns]
 
 
+def check_column(columns: Row, prompt: str) -> None:
+    """Whether there is the column that data.prompt names, if it is a name and no template, whatever is in it. Raises
+    ProblemsError."""
+    if prompt.isidentifier() and prompt not in columns:
+        _prompt(columns, prompt)
+
+
 def _asking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
     """Those that must have a text: all but a system's, where there are others."""
     return [turn for turn in turns if turn["role"] != "system"] or turns

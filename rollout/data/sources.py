@@ -66,16 +66,19 @@ def read(
     return rows
 
 
-def first_rows(path: str, split: str | None, args: Mapping[str, Any], names: Names = DATA) -> files.Beginning:
+def first_rows(
+    path: str, split: str | None, args: Mapping[str, Any], size: int | None, names: Names = DATA
+) -> files.Beginning:
     """A few rows from the beginning of files that are here, if they can be told soon, however long these are; none of
-    the hub, of a folder or of a task. Raises ProblemsError of what is there no file, or cannot be read."""
+    the hub, of a folder or of a task. size: as of read. Raises ProblemsError of what is there no file, or cannot be
+    read."""
     if is_made(path):
         return files.Beginning()
     several = files.matching(path, names.path) if files.is_pattern(path) else []
     local = None if several else files.find(path, names.path)
     found = several or ([local] if local is not None and local.is_file() else [])
     try:
-        return files.beginning(found, split, resolved(args, "data.args"), names) if found else files.Beginning()
+        return files.beginning(found, split, resolved(args, "data.args"), size, names) if found else files.Beginning()
     except SecretError as error:
         raise ProblemsError(str(error)) from None
     except ProblemsError:

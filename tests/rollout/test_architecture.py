@@ -113,6 +113,9 @@ def test_what_vllm_does_not_compute_in_float16() -> None:
 def test_layers_with_a_state_are_refused_on_a_cpu(setting: str) -> None:
     check_on_cpu(LLAMA, "m")
     check_on_cpu({"model_type": "nemotron_h", setting: 3}, "m")
+    check_on_cpu({"model_type": "granitemoehybrid", setting: 3, "layer_types": ["attention"] * 2}, "m")
+    with pytest.raises(ArchitectureError, match="carry a state"):
+        check_on_cpu({"model_type": "x", setting: 3, "layer_types": ["linear_attention", "full_attention"]}, "m")
     for config in ({**LLAMA, setting: 3}, {"model_type": "x", "text_config": {setting: 3}}):
         with pytest.raises(
             ArchitectureError, match=r"model.path: m \(model_type .*\) has layers that carry a state along"

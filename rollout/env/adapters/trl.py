@@ -179,9 +179,10 @@ def _error(sentence: str) -> str:
 
 
 def _wanted(reset: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """All columns, as in TRL; but the number of an episode only where it is asked for by name, and the prompt not where
-    it would be refused, which of an environment with problems of its own says nothing."""
+    """All columns, as in TRL. Of an environment's own problems, which have none but a number, that only where it is
+    asked for by name, and the empty prompt where it is not refused."""
+    if columns.keys() != {"prompt", EPISODE}:
+        return dict(columns)
     parameters = inspect.signature(reset).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    left_out = {EPISODE, *(() if takes_any else ("prompt",))} - parameters.keys()
-    return {name: value for name, value in columns.items() if name not in left_out}
+    return {name: columns[name] for name in columns if name in parameters or (name == "prompt" and takes_any)}

@@ -37,7 +37,7 @@ class Grammars:
     def matcher(self, form: str, stop_ids: Sequence[int]) -> Any:
         """An xgrammar.GrammarMatcher at the begin of a completion.
 
-        form: JSON of rollout.config.StructuredOutputs.given. stop_ids: tokens that end a completion, allowed where the
+        form: StructuredOutputs.form of rollout.config. stop_ids: tokens that end a completion, allowed where the
         form may end and nowhere else. Raises GrammarError.
         """
         import xgrammar
@@ -68,7 +68,7 @@ class Grammars:
 
 def choice(texts: Sequence[str]) -> str:
     """One of the texts, as a grammar."""
-    return "root ::= " + " | ".join(json.dumps(text) for text in texts)
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:

@@ -60,6 +60,10 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         ["data.path=env:own", "env.use=a.py:B", "data.prompt=text"],
         "data.path: env:own has no columns.*got data.prompt=te",
     ),
+    (
+        ["data.path=env:own", "env.use=a.py:B", "data.eval.path=held.jsonl"],
+        "data.eval.path: must be the env.*held.j",
+    ),
     (["data.prompt=null"], "data.prompt: null needs an environment.*got env.use=null"),
     (["rollout.structured_outputs.regex=a+", "env.use=tools"], "rollout.structured_outputs: does not go with .*"),
     (

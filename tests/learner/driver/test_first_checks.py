@@ -1,5 +1,6 @@
 """Mistakes that cost nothing to find are told together, before any code of the model is loaded."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import pytest
 import yaml
 from pyarrow.parquet import write_table
 
-from learner.driver import first_checks, preflight
+from learner.driver import checkpoint, first_checks, preflight
+from learner.driver.cards import parse
 from learner.driver.config_io import ConfigError, WrongSettings, load
-from learner.driver.findings import PreflightError
 from learner.main import main
 from rollout.data import files, sources
 
@@ -99,15 +100,6 @@ def test_a_function_is_tried_once_before_a_run(template: str, given: str) -> Non
     assert Path("calls").read_text().split() == [given]
 
 
-def test_a_disk_without_room_for_checkpoints_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_checks, "free_disk", lambda _: 10_000)
-    config = load("config.yaml", ["learner.mode=full", "learner.optimizer.kind=adamw", "name=large"])
-    with pytest.raises(PreflightError, match=r"^output_dir: must have room for two checkpoints, .* of .*large has"):
-        first_checks.look(config).finish()
-    monkeypatch.setattr(first_checks, "free_disk", lambda _: 2**40)
-    assert first_checks.look(config).wrong == ()
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -122,19 +114,50 @@ def test_the_first_rows_are_as_in_a_run_or_said_not_to_be(
 ) -> None:
     Path(name).write_bytes(content)
     whole = list(sources.read(name, None, {}, None, 0))[:3]
-    assert sources.first_rows(name, None, {}) == (whole, True)
+    assert sources.first_rows(name, None, {}, None) == (whole, True)
+    assert sources.first_rows(name, None, {}, 1) == (list(sources.read(name, None, {}, 1, 0)), True)
     monkeypatch.setattr(files, "SMALL", 5)
-    begun = sources.first_rows(name, None, {})
+    begun = sources.first_rows(name, None, {}, None)
     assert not begun.whole
     assert [*map(list, begun.rows)] == ([] if "json" in name else [*map(list, whole)])
 
 
-def test_rows_of_parquet_are_read_by_their_file_alone() -> None:
+def test_of_parquet_the_columns_are_known_and_what_is_in_them_is_the_librarys_to_say() -> None:
     write_table(pa.table({"a": [[1.5], None] * 9, "b": ["x", "y"] * 9}), "rows.parquet")
-    rows, whole = sources.first_rows("rows.parquet", "train[5:]", {})
-    assert (rows[:2], whole) == ([{"a": [1.5], "b": "x"}, {"a": None, "b": "y"}], True)
+    rows, whole = sources.first_rows("rows.parquet", "train[5:]", {}, None)
+    assert (list(rows[0]), whole) == (["a", "b"], False)
+    begun = first_checks.look(load("config.yaml", ["data.path=rows.parquet", "data.prompt=b"]))
+    assert (begun.wrong, begun.group) == ((), None)
+    begun = first_checks.look(load("config.yaml", ["data.path=rows.parquet", "data.prompt=c"]))
+    assert "there is no column 'c'; columns are a, b" in begun.wrong[0]
     Path("rows.parquet").write_bytes(b"PAR1")
-    assert sources.first_rows("rows.parquet", None, {}) == ((), False)  # `read` says why
+    assert sources.first_rows("rows.parquet", None, {}, None) == ((), False)  # `read` says why
+
+
+def test_cells_of_a_large_csv_are_not_judged_by_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SMALL", 5)
+    Path("data.csv").write_text("question,answer\n1984,a\n2024,b\n7,c\nWhen?,d\n")
+    assert first_checks.look(load("config.yaml", [])).wrong == ()
+
+
+@pytest.mark.parametrize(("more", "tried"), [({}, True), ({"env": ["OPENAI_API_KEY"]}, False)])
+def test_functions_that_may_ask_somebody_are_not_tried_for_a_mistyped_key(more: dict[str, Any], tried: bool) -> None:
+    reward = json.dumps({"use": "mine.py:seen", **more})
+    assert main(["--config", "config.yaml", f"rewards=[{reward}]", "steps=0"]) == 2
+    assert Path("calls").exists() == tried
+
+
+def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("config.yaml", ["learner.mode=full", "learner.optimizer.kind=adamw", "learner.learning_rate=1e-6"])
+    monkeypatch.setattr(first_checks, "free_disk", lambda _: 10_000)
+    (told,) = first_checks.look(config).wrong
+    assert "output_dir: must have room for 2 checkpoints, " in told
+    monkeypatch.setattr(checkpoint, "listing", lambda folder: [folder / "step-000001"])
+    (told,) = first_checks.look(config).wrong
+    assert "room for 1 checkpoint, " in told
+    assert first_checks.look(config, parse("h100")).wrong == ()  # of another machine
+    monkeypatch.setattr(first_checks, "free_disk", lambda _: 2**40)
+    assert first_checks.look(config).wrong == ()
 
 
 @pytest.mark.parametrize("tree", [{"data": 3}, {"model": {}}, {"rewards": "x"}, {"data": {"path": ["a"]}}])

@@ -49,7 +49,8 @@ def naive_gradient(
     rows = rows_of(groups, every=config.beta > 0)
     total = sum(len(row[1]) for row in rows_of(groups, every=True))
     known = [entropies(model, row[0], row[1]) for row in rows]
-    ordered = torch.cat(known).sort(descending=True).values
+    counted = [own for own, row in zip(known, rows, strict=True) if row[3] != 0]
+    ordered = torch.cat(counted).sort(descending=True).values
     least = ordered[math.ceil(share * len(ordered)) - 1]
     for (prompt, completion, behavior, advantage), own in zip(rows, known, strict=True):
         lp = naive.logprobs(model, prompt, completion, TEMPERATURE)

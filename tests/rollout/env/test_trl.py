@@ -144,3 +144,9 @@ async def test_a_class_may_have_the_problems_itself() -> None:
     said = [await first("Own", number, seed) for number, seed in ((0, 7), (1, 7), (0, 8))]
     assert said[0] == said[1] != said[2]
     assert await first("Numbered", 12, 0) == "Level 12."
+
+
+async def test_a_column_called_episode_is_passed_on_as_any_other() -> None:
+    env = TrlEnvironment(f"{CLASSES}:Told")
+    start = await env.reset(problem("? ", episode="S01E02", answer=1), 0)
+    assert start.messages[-1]["content"] == "? answer, episode, prompt"

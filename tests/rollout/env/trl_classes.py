@@ -87,6 +87,13 @@ class Own:
         return f"Say {self.number}."
 
 
+class Told:
+    """Says what it is given."""
+
+    def reset(self, **columns: object) -> str:
+        return ", ".join(sorted(columns))
+
+
 class Numbered:
     """Wants the number of its episode."""
 

@@ -4,16 +4,15 @@ take the shared one with them, see conftest.py."""
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from examples.random_model import make_tiny_model
+from rewards.json_schema import json_schema
 from rollout.config import StructuredOutputs
 from rollout.data.chat import Chat
 from rollout.types import Completion, Sampling
@@ -30,14 +29,13 @@ DIGITS = re.compile("([0-9]{2}-)+!")
 
 
 def is_of_schema(text: str) -> bool:
-    jsonschema.validate(json.loads(text), SCHEMA)
-    return True
+    return json_schema([text], schema=[SCHEMA]) == [1.0]
 
 
 FORMS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
     "regex": ({"regex": DIGITS.pattern}, DIGITS.fullmatch),
     "json_schema": ({"json_schema": SCHEMA}, is_of_schema),
-    "choice": ({"choice": ['say "a"', "say b\n", "sa"]}, lambda text: text in ('say "a"', "say b\n", "sa")),
+    "choice": ({"choice": ['say "a"', "say b\n", "\U0001f600"]}, ('say "a"', "say b\n", "\U0001f600").__contains__),
     "grammar": (
         {"grammar": 'root ::= "(" inner ")"\ninner ::= root | "x"'},
         lambda text: re.fullmatch(r"\(+x\)+", text) and text.count("(") == text.count(")"),
@@ -101,3 +99,6 @@ def test_one_form_at_a_time() -> None:
     assert StructuredOutputs().form == ""
     with pytest.raises(ValueError, match="one form at a time, got regex and choice"):
         StructuredOutputs(regex="a", choice=("a", "b"))
+    for given in ([True, "no"], ["yes"], "yes"):
+        with pytest.raises(ValueError, match="must be a list of at least two texts, in quotes where YAML"):
+            StructuredOutputs.model_validate({"choice": given})
