@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from cluster.deadline import within
-from rewards import memory, signatures
+from rewards import environment, memory, signatures
 from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described
 from rewards.logged import BEGIN, NAMES, Log, Progress, Told, TrainerState
@@ -71,8 +71,8 @@ class Verdict:
     """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
     status is ok, what was wrong, in words. why: of completions that have 0 for another reason than a wrong answer, that
     reason. ms: that an answer took, without loading; 0 where there is none. awaited: whether the function is
-    asynchronous; None where that did not show. told: by TRL's hooks. spent: the process has run out of memory, files or
-    threads, or soon will have."""
+    asynchronous; None where that did not show. told: by TRL's hooks. asked: variables that were looked for, and are
+    kept from the process. spent: the process has run out of memory, files or threads, or soon will have."""
 
     status: Status
     values: list[float | None]
@@ -81,6 +81,7 @@ class Verdict:
     ms: float = field(default=0.0, compare=False)
     awaited: bool | None = field(default=None, compare=False)
     told: Told = field(default_factory=Told)
+    asked: tuple[str, ...] = ()
     spent: bool = field(default=False, compare=False)
 
 
@@ -124,7 +125,7 @@ def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: b
         returned = reward(**_arguments(reward, group, args, log, built_in=built_in))
         if isinstance(returned, Awaitable):
             return _Begun(returned, size, begin, log)
-        return _ended(replace(_read(returned, size), told=log.told()), begin, awaited=False)
+        return _ended(_told(_read(returned, size), log), begin, awaited=False)
     except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
         return _ended(_raised(error, size), begin)
 
@@ -157,11 +158,19 @@ async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
     try:
         async with within(timeout_s) as limit:
             verdict = _read(await begun.answer, begun.size)
-            return _ended(replace(verdict, told=begun.log.told()), begun.begin, awaited=True)
+            return _ended(_told(verdict, begun.log), begun.begin, awaited=True)
     except BaseException as error:
         if limit.expired():
             return failed("timeout", begun.size, f"no answer within {timeout_s:g} s, so it was cancelled")
         return _ended(_raised(error, begun.size), begun.begin, awaited=True)
+
+
+def _told(verdict: Verdict, log: Log) -> Verdict:
+    """With what the call told, and how often it looked for what is kept from its process."""
+    asked = environment.asked()
+    for name, count in asked.items():
+        log.metric(f"asked_for_{name}", count)
+    return replace(verdict, told=log.told(), asked=tuple(sorted(asked)))
 
 
 def _ended(verdict: Verdict, begin: float, awaited: bool | None = None) -> Verdict:

@@ -64,7 +64,8 @@ async def _try(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int)
             notes.append(f"reward {pool.names[i]!r}: gives {verdict.values[0]} to any completion. {OF_TEXTS}")
     if wrong:
         raise RewardError("\n".join(wrong))
-    return Tried(pool.combine(verdicts, len(group.completions), ms), tuple(notes))
+    scores = pool.combine(verdicts, len(group.completions), ms)
+    return Tried(scores, (*notes, *scores.asked.values()))
 
 
 async def _for_texts(

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -27,7 +28,22 @@ ALLOWED = frozenset({
 # fmt: on
 ALLOWED_BEGINNINGS = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "NVIDIA_")
 
+# Ends of the names by which clients find whom they ask, and who asks.
+_OF_CLIENTS = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|URL|ENDPOINT|HOST|BASE|PROXY|ORGANIZATION|PROJECT|REGION)$")
 _withheld: set[str] = set()  # names, in a reward process
+_asked: Counter[str] = Counter()  # of these the ones that were looked for, and how often
+
+
+class _Watched(os._Environ[str]):
+    """os.environ, which notes what is looked for and withheld."""
+
+    def __getitem__(self, key: str) -> str:
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            if key in _withheld and _OF_CLIENTS.search(key.upper()):
+                _asked[key] += 1
+            raise
 
 
 def values_of(names: Sequence[str], label: str) -> dict[str, str]:
@@ -53,12 +69,22 @@ def withhold() -> None:
     for name in names:
         del os.environ[name]
     _blank(names)
+    os.environ.__class__ = _Watched
+
+
+def asked() -> dict[str, int]:
+    """Since the last call of this: the names of withheld variables that were looked for, of those by which a client
+    finds whom it asks or says who asks, and how often."""
+    found = dict(_asked)
+    _asked.clear()
+    return found
 
 
 @contextlib.contextmanager
 def lent(values: Mapping[str, str]) -> Iterator[None]:
     """Inside this block the variables that a reward names are in the environment."""
-    before = {name: os.environ.get(name) for name in values}
+    here = dict(os.environ)  # which no look of ours is counted in
+    before = {name: here.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
@@ -73,7 +99,7 @@ def lent(values: Mapping[str, str]) -> Iterator[None]:
 def advice(text: str, how: str) -> str:
     """If the text of an exception names variables that are kept from its process: `how` to get {names}; else ''."""
     words = set(re.findall(r"\w+", text))
-    missed = sorted(name for name in _withheld & words if "_" in name and name not in os.environ)
+    missed = sorted(name for name in _withheld & words if "_" in name and name not in set(os.environ))
     if not missed:
         return ""
     listed = ", ".join(missed)

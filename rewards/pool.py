@@ -65,6 +65,8 @@ class Scores:
     than a wrong answer; None: there are none."""
     zeroed: Mapping[str, str] = field(default_factory=dict)
     """One sentence for each kind of such reasons, by the kind."""
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """One sentence for each variable that a function looked for, and that is kept from it."""
     logged: list[list[tuple[str, float | None, str | None]]] = field(default_factory=list)
     """Of each completion what functions told by TRL's hooks: a name, and a number or a text (rewards.logged)."""
 
@@ -144,6 +146,7 @@ class RewardPool:
                 for at in range(size)
             ],
             logged=by_row([verdict.told for verdict in verdicts], size),
+            asked={f"{i} {name}": self._kept(i, name) for i, one in enumerate(verdicts) for name in one.asked},
             zeroed={begin + _kind(one): begin + one for begin, told in why.items() for one in told.values()},
         )
 
@@ -159,6 +162,12 @@ class RewardPool:
         if failures:
             return None, max(failures, key=_WORSE.index)
         return (sum(value for value, _ in said), "ok") if said else (None, NOT_SCORED)
+
+    def _kept(self, i: int, variable: str) -> str:
+        return (
+            f"reward {self.names[i]!r} looked for {variable}, which is set here and kept from reward functions; if it "
+            f"is to have it, set its env=[{', '.join([*self._rewards[i].env, variable])}]"
+        )
 
     def sentence(self, i: int, verdict: Verdict) -> str:
         """For people: which reward function (the i-th), the outcome, the reason, and what to do."""

@@ -159,6 +159,7 @@ class RolloutWorker(RolloutService):
     def _tell_of(self, scores: Scores) -> None:
         self._sentences.warn(scores.failures)
         self._sentences.warn_of(scores.zeroed)
+        self._sentences.warn_of(scores.asked)
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:
