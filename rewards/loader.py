@@ -4,14 +4,11 @@ import ast
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import pkgutil
 import re
 import sys
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -19,6 +16,7 @@ from typing import Any, cast
 from cluster.own_path import PACKAGES
 from rewards import pickled
 from rewards.base import ADAPTER, JUDGE, Reward, RewardLoadError
+from rewards.by_path import BEGIN, INIT, name_of
 from rewards.described import described
 
 BUILT_INS = {
@@ -34,8 +32,6 @@ BUILT_INS = {
     "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
     "unit_tests": "rewards.unit_tests:unit_tests",
 }
-PREFIX = "gleaner_reward_"  # of the module of a file
-INIT = "__init__.py"
 _KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
 EXTRAS = {"math": "math-verify", "reasoning_gym": "'gleaner-rl[demo]'"}
 
@@ -143,19 +139,14 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RewardLoadError(no_file(path))
     package = _package_of(path)
-    name = _unique(path) if package is None else ".".join((_unique(package), *_parts(path, package)))
+    name = name_of(path) if package is None else ".".join((name_of(package), *_parts(path, package)))
     if name in sys.modules:
         return sys.modules[name]
     _forget(_KEPT.keys() - {path.parent})  # what functions of files elsewhere have imported when they were called
     before = set(sys.modules)
     try:
         with _on_path(path.parent):
-            if package is None:
-                module = _executed(name, path)
-            else:
-                if _unique(package) not in sys.modules:
-                    _executed(_unique(package), package / INIT, package)
-                module = importlib.import_module(name)
+            module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise RewardLoadError(f"{path} does not import: {described(error)}") from error
     finally:
@@ -167,12 +158,6 @@ def _import_file(path: Path) -> ModuleType:
 def no_file(path: Path) -> str:
     """The sentence for a file that is not there."""
     return f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}"
-
-
-def _unique(path: Path) -> str:
-    """The name of the module of a file, or of a package's folder: two files may be called rewards.py, and neither may
-    hide a package of that name."""
-    return f"{PREFIX}{path.stem}_{zlib.crc32(bytes(path)):08x}"
 
 
 def _parts(path: Path, package: Path) -> tuple[str, ...]:
@@ -194,22 +179,6 @@ def _package_of(path: Path) -> Path | None:
     return top
 
 
-def _executed(name: str, path: Path, package: Path | None = None) -> ModuleType:
-    """The file as the module of that name, or as the __init__.py of that package, which may have none."""
-    found = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
-    spec = found or ModuleSpec(name, None, is_package=True)
-    if package is not None:
-        spec.submodule_search_locations = [str(package)]
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        if spec.loader is not None:
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 def _keep_on_path(folder: Path) -> None:
     """Behind all others, for what functions of its files import when they are called. Folders with modules of one name
     are none of them there: one would get the helper of the other."""
@@ -228,7 +197,7 @@ def _forget(folders: Collection[Path], before: Collection[str] = ()) -> None:
     file's `helpers` may be another file."""
     for name in set(sys.modules).difference(before) if folders else ():
         file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).resolve().parent in folders and not name.startswith(PREFIX):
+        if file and Path(file).resolve().parent in folders and not name.startswith(BEGIN):
             del sys.modules[name]
 
 

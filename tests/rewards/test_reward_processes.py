@@ -253,3 +253,30 @@ def test_a_machine_that_was_paused_costs_no_reward(tmp_path: Path) -> None:
             one.resume()
         said = run.stdout.read()
     assert "status=['ok']" in said, said
+
+
+POOLS = {
+    "spawn": "with multiprocessing.get_context('spawn').Pool(1) as pool: return pool.map(length, completions)",
+    "executor": (
+        "with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool: "
+        "return list(pool.map(length, completions))"
+    ),
+    "fork": "with multiprocessing.Pool(1) as pool: return pool.map(length, completions)",
+}
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("place", ["my rewards.v2.py", "package/mine.py"])
+async def test_a_function_of_a_file_may_have_a_pool_of_processes(kind: str, place: str, tmp_path: Path) -> None:
+    """A fresh interpreter imports what it is to call by the name of its module."""
+    file = tmp_path / place
+    file.parent.mkdir(exist_ok=True)
+    relative = "from . import helper\n" if "/" in place else "import helper\n"
+    (file.parent / "helper.py").write_text("ONE = 1\n")
+    file.write_text(
+        f"import concurrent.futures, multiprocessing\n{relative}"
+        "def length(text): return float(len(text) * helper.ONE)\n"
+        f"def f(completions, **columns):\n    {POOLS[kind]}\n"
+    )
+    async with RewardPool([RewardConfig(use=f"{file}:f", timeout_s=60)]) as pool:
+        assert (await score(pool, ["a", "bb", ""])).reward == [1.0, 2.0, 0.0]

@@ -1,0 +1,40 @@
+"""The modules of files that are named by their path: `rewards.by_path.<name>` is a file, or a package's folder, in any
+interpreter that has this package. A fresh one, of a pool that spawns, imports a function's module by its name alone."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+INIT = "__init__.py"
+BEGIN = f"{__name__}."
+
+
+def name_of(path: Path) -> str:
+    """Of the module of a file, or of a package's folder: two files may be called rewards.py, and neither may hide a
+    package of that name. path: absolute."""
+    return f"{BEGIN}{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{bytes(path).hex()}"
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        last = fullname.removeprefix(BEGIN)
+        if last == fullname or "." in last:  # of a package's inner modules Python finds the rest
+            return None
+        place = Path(bytes.fromhex(last.rpartition("_")[2]).decode("utf-8", "surrogateescape"))
+        if not place.is_dir():
+            return importlib.util.spec_from_file_location(fullname, place)
+        init = place / INIT
+        spec = importlib.util.spec_from_file_location(fullname, init) if init.is_file() else None
+        spec = spec or ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [str(place)]
+        return spec
+
+
+sys.meta_path.append(_Finder())
