@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_ROOT = str(Path(__file__).parents[1])
-sys.path.insert(0, _ROOT)
+_ROOT = Path(__file__).parents[1]
+_theirs = sys.modules.get("learner")  # a module of the user's, perhaps
+if _theirs is not None and Path(_theirs.__file__ or "").resolve() != (_ROOT / "learner" / "__init__.py").resolve():
+    for _name in [name for name in sys.modules if name.partition(".")[0] == "learner"]:
+        del sys.modules[_name]
+else:
+    _theirs = None
+sys.path.insert(0, str(_ROOT))
 try:
     _learner = import_module("learner")
 finally:
-    sys.path.remove(_ROOT)
+    sys.path.remove(str(_ROOT))
+if _theirs is not None:
+    import_module("cluster.own_path").ASIDE["learner"] = _theirs
 
 
 def __getattr__(name: str) -> Any:

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from cluster.by_path import BEGIN, INIT, name_of
 from cluster.own_path import PACKAGES
 from rewards import pickled
 from rewards.base import ADAPTER, JUDGE, Reward, RewardLoadError
-from rewards.by_path import BEGIN, INIT, name_of
 from rewards.described import described
 
 BUILT_INS = {

@@ -36,15 +36,36 @@ def test_beside_files_of_our_names(program: list[str], tmp_path: Path) -> None:
     assert told(program, tmp_path) == "[] learner.api.training learner.api.evaluating learner.api.planning"
 
 
-@pytest.mark.parametrize("file", ["rewards.py", "cluster/__init__.py"])
-def test_one_that_was_imported_before(file: str, tmp_path: Path) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("")
-    name = Path(file).parts[0].removesuffix(".py")
-    assert told(["-c", f"import {name}\nimport gleaner"], tmp_path, code=1) == (
-        f"ImportError: {name}: must be gleaner's package in {ROOT}, but {tmp_path / file} was imported by this name "
-        f"before; rename it, or import nothing of it and name functions by the file: '{name}.py:function'"
+NAMES = ("cluster", "learner", "rewards", "rollout")
+ORDERS = {
+    "theirs first": "from {name} import mine\nimport gleaner",
+    "ours first": "import gleaner\nfrom {name} import mine",
+    "both": "import {name}\nmine = {name}.mine\nimport gleaner\nfrom {name} import mine as same\nassert same is mine",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_users_module_of_that_name_has(name: str, order: str, tmp_path: Path) -> None:
+    """In whatever order, and gleaner has its own; it is sent to another process as other functions are."""
+    place = tmp_path / (f"{name}.py" if order != "both" else f"{name}/__init__.py")
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("ONE = 1\ndef mine():\n    return ONE\n")
+    send = (
+        "from rewards.pickled import pack\nfrom pathlib import Path\n"
+        "Path('f.pickle').write_bytes(pack(mine).content)\nprint(gleaner.train.__module__, mine())\n"
     )
+    assert told(["-c", f"{ORDERS[order].format(name=name)}\n{send}"], tmp_path) == "learner.api.training 1"
+    load = "from rewards.pickled import load\nfrom pathlib import Path\nprint(load(Path('../f.pickle'))())"
+    (tmp_path / "elsewhere").mkdir()
+    assert told(["-c", load], tmp_path / "elsewhere") == "1"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_has_not_is_not_found(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("def mine(): ...")
+    code = f"import gleaner\nfrom {name} import yours"
+    assert "cannot import name 'yours' from" in told(["-c", code], tmp_path, code=1)
 
 
 def told(program: list[str], folder: Path, code: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""The modules of files that are named by their path: `rewards.by_path.<name>` is a file, or a package's folder, in any
+"""The modules of files that are named by their path: `cluster.by_path.<name>` is a file, or a package's folder, in any
 interpreter that has this package. A fresh one, of a pool that spawns, imports a function's module by its name alone."""
 
 import importlib.util
