@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from cluster.placement import Role
 from learner.algo.loss_config import LossConfig
 from learner.config import RunConfig, roles
 from learner.driver import launch
+from learner.driver.end_requests import ENDS
 from learner.driver.memory_budget import Budgets
 from learner.driver.phases import Phases
 from learner.driver.processes import CHILDREN_END_BY_THEMSELVES, make_trainer, spawn_rewards, worker_spec
@@ -32,6 +35,15 @@ from tests.learner import naive
 from tests.learner.trainers import MAX_LENGTH, TEMPERATURE, advantages_by_hand, distance, gradient, naive_gradient
 
 LOSS = {"kind": "dr_grpo", "ratio": "clip", "advantage": "none"}  # whose constant is max_completion_length
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """What a run does about requests to end stays with it: the handlers of this process are as they were."""
+    before = {number: signal.getsignal(number) for number in ENDS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def config_of(path: str, adapter: str | None = None) -> RunConfig:
