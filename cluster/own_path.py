@@ -3,6 +3,7 @@ file has, for whoever imports it from there."""
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -41,13 +42,20 @@ def of_users(package: str, attribute: str) -> Any:
 
 
 def _beside(package: str) -> ModuleType | None:
-    """By the path of this process, '' for the working directory."""
+    """By the path of this process."""
     from cluster.by_path import INIT, name_of
 
     for entry in sys.path:
-        folder = Path(entry or os.getcwd()).absolute()
-        for place in (folder / package, folder / f"{package}.py"):
-            there = (place / INIT).is_file() if place.suffix == "" else place.is_file()
-            if there and place.resolve() != (ROOT / package).resolve():
-                return import_module(name_of(place.resolve()))
+        for file in theirs(entry, (package,)):
+            return import_module(name_of((file.parent if file.name == INIT else file).resolve()))
     return None
+
+
+def theirs(folder: str, packages: Sequence[str] = PACKAGES) -> Iterator[Path]:
+    """Files there that would be imported in place of a package of ours; '' is the working directory."""
+    for name in packages:
+        for file in (Path(folder, name, "__init__.py").absolute(), Path(folder, f"{name}.py").absolute()):
+            if file.is_file():
+                if file.resolve() != (ROOT / name / "__init__.py").resolve():
+                    yield file
+                break  # a package comes before a module beside it

@@ -137,7 +137,7 @@ def _train(config: "RunConfig") -> int:
         from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
 
         with run_lock.held(first.config.run_dir):
-            return asyncio.run(launch.run(preflight.prepare(first.config), early.commands))
+            return asyncio.run(launch.run(preflight.prepare_rest(first), early.commands))
 
 
 def _fail(error: BaseException) -> int:

@@ -64,8 +64,8 @@ def token_loss(
         version: the policy version that the batch began with.
         proximal: logprobs of that version, if the batch is split into several updates; None: `logprobs`
             are its own, and the ratio is to the sampler.
-        learned: which tokens the objective has (learner.algo.top_entropy); None: all. The KL has all of them, and no
-            coefficient becomes another.
+        learned: which tokens the objective has (learner.algo.top_entropy); None: all. The KL has all of them, and
+            coefficients stay as they are.
 
     Returns:
         What to start the backward pass of `logprobs` with, and scalars: sums, and maxima under names that end
@@ -84,7 +84,7 @@ def token_loss(
     (slope,) = torch.autograd.grad(loss, tokens.unit)  # d unit = d log pi
     parts = _parts(batch, slope, clipped, gap, version, learned) | {
         "entropy": entropy.sum(),
-        "k3": (mismatch.expm1() - mismatch).sum(),  # exp would round what is above 1 away
+        "k3": (mismatch.expm1() - mismatch).sum(),  # exp(x) - 1 would lose small x to rounding
         "loss": loss.detach(),
     }
     if reference is not None:

@@ -35,7 +35,8 @@ class TrainResult:
     def _repr_html_(self) -> str:
         """What a notebook shows: held-out scores and the reward before and after, and where things are."""
         steps = [row for row in self.metrics if "reward/mean" in row]
-        found = [(name, value, self.after.get(name)) for name, value in self.before.items() if name != "step"]
+        after = self.after
+        found = [(name, value, after.get(name)) for name, value in self.before.items() if name != "step"]
         if steps:
             found.insert(0, ("reward/mean", steps[0]["reward/mean"], steps[-1]["reward/mean"]))
         rows = [

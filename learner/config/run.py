@@ -13,7 +13,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _reward_names(self, info: ValidationInfo) -> "RunConfig":
-        if _alone(info):
+        if _each_alone(info):
             return self
         taken = TAKEN & set(resolved_names(self.rewards))
         if taken:
@@ -22,15 +22,15 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _settings_go_together(self, info: ValidationInfo) -> "RunConfig":
-        if _alone(info):
+        if _each_alone(info):
             return self
         if broken := broken_rules(self):
             raise ValueError("\n".join(broken))
         return self
 
 
-def _alone(info: ValidationInfo) -> bool:
-    """Whether each setting is asked for by itself, since some are left out (learner.driver.config_io)."""
+def _each_alone(info: ValidationInfo) -> bool:
+    """Whether rules between settings are passed over, since some settings were left out (learner.driver.config_io)."""
     return isinstance(info.context, dict) and info.context.get("rules") is False
 
 

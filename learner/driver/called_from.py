@@ -5,28 +5,17 @@ import ast
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from cluster.own_path import PACKAGES, ROOT
+from cluster.own_path import PACKAGES, ROOT, theirs
 from learner.driver.installed_over import installed_over
 
 
 def ours_first() -> None:
     """Folders with a module of our names come last on the path of this process, and so of those that multiprocessing
     starts from here. The user's files there are loaded by their paths (rewards.loader)."""
-    sys.path.sort(key=lambda entry: next(_theirs(entry), None) is not None)  # in which the others keep their order
-
-
-def _theirs(folder: str) -> Iterator[Path]:
-    """Files there that would be imported in place of a package of ours; '' is the working directory."""
-    for name in PACKAGES:
-        for file in (Path(folder, name, "__init__.py").absolute(), Path(folder, f"{name}.py").absolute()):
-            if file.is_file():
-                if file.resolve() != (ROOT / name / "__init__.py").resolve():
-                    yield file
-                break  # a package comes before a module beside it
+    sys.path.sort(key=lambda entry: next(theirs(entry), None) is not None)  # in which the others keep their order
 
 
 def hidden_package() -> str:
@@ -38,7 +27,7 @@ def hidden_package() -> str:
     for folder in given.split(os.pathsep) if given else ():
         if Path(folder).resolve() == ROOT:
             break
-        if (file := next(_theirs(folder), None)) is not None:
+        if (file := next(theirs(folder), None)) is not None:
             name = file.parent.name if file.name == "__init__.py" else file.stem
             return (
                 f"PYTHONPATH: {file} hides gleaner's package {name} (in {ROOT}) in the processes of a run; rename it, "

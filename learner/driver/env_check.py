@@ -8,7 +8,7 @@ from cluster import confinement
 from learner.config import RunConfig
 from learner.driver.findings import PreflightError
 from learner.driver.prompt_check import check_prompts
-from learner.driver.trials import TOOL_PARSER, Trial
+from learner.driver.trials import TOOL_PARSER, tried
 from rollout.data.chat import Chat
 from rollout.data.files import Row
 from rollout.data.observation_check import check, hidden_tools, loses
@@ -108,11 +108,7 @@ def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> No
             f"{', '.join(hidden)}; give a model whose template knows tools"
         )
     if not is_hermes(written_by(chat), config.env.tool_parser):
-        trial = Trial(TOOL_PARSER, config, "env.tool_parser", "parser")
-        try:
-            trial.finish()
-        finally:
-            trial.close()
+        tried(TOOL_PARSER, config, "env.tool_parser", "parser")
 
 
 def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from learner.config import RunConfig
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.findings import PreflightError
 from learner.driver.machine_checks import classifier_notes
-from learner.driver.trials import GRAMMAR, LOSS, Trial
+from learner.driver.trials import GRAMMAR, LOSS, tried
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
@@ -34,21 +34,13 @@ def check_accuracy(config: RunConfig) -> None:
 def check_loss(config: RunConfig) -> None:
     """A surrogate of the user's, on a few tokens, in a process that has torch."""
     if config.learner.loss.own:
-        trial = Trial(LOSS, config, "learner.loss.ratio", "loss")
-        try:
-            trial.finish()
-        finally:
-            trial.close()
+        tried(LOSS, config, "learner.loss.ratio", "loss")
 
 
 def check_grammar(config: RunConfig) -> None:
     """Whether rollout.structured_outputs can be compiled for the model. Raises PreflightError."""
     if config.rollout.structured_outputs.form:
-        trial = Trial(GRAMMAR, config, "rollout.structured_outputs", "form")
-        try:
-            trial.finish()
-        finally:
-            trial.close()
+        tried(GRAMMAR, config, "rollout.structured_outputs", "form")
 
 
 def check_uses(config: RunConfig) -> None:

@@ -89,7 +89,11 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
 
     Raises PreflightError with one line per mistake.
     """
-    first = look(config, cards)
+    return prepare_rest(look(config, cards), cards)
+
+
+def prepare_rest(first: First, cards: Cards | None = None) -> Prepared:
+    """As prepare, of a configuration that was looked at just now."""
     return _prepared(first, first.finish(), cards)
 
 

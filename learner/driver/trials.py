@@ -73,3 +73,12 @@ class Trial:
         """Ends it, whatever it does; may be called after finish()."""
         self._process.kill()
         self._process.communicate()
+
+
+def tried(module: str, config: RunConfig, key: str, what: str) -> None:
+    """One trial, from its begin to its end. Raises as Trial.finish."""
+    trial = Trial(module, config, key, what)
+    try:
+        trial.finish()
+    finally:
+        trial.close()

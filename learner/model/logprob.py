@@ -83,11 +83,8 @@ def token_logprobs(
     vocab_tile: int = VOCAB_TILE,
 ) -> Float[Tensor, " N"]:
     """float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
-    out = torch.empty(len(targets), device=hidden.device)
     how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
-    for rows in _tiles(len(targets), how.token_tile):
-        out[rows] = _fold(hidden[rows], head, targets[rows], how, "logprob").logprob
-    return out
+    return _folded(hidden, head, targets, how, "logprob")
 
 
 @torch.no_grad()
@@ -102,10 +99,15 @@ def token_entropies(
     vocab_tile: int = VOCAB_TILE,
 ) -> Float[Tensor, " N"]:
     """float32 entropies (nats) of the distributions that the targets were drawn from, at the cost of token_logprobs."""
-    out = torch.empty(len(targets), device=hidden.device)
     how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
+    return _folded(hidden, head, targets, how, "entropy")
+
+
+def _folded(hidden: Tensor, head: Tensor, targets: Tensor, how: _How, want: str) -> Float[Tensor, " N"]:
+    """That field of _Fold, of all tokens."""
+    out = torch.empty(len(targets), device=hidden.device)
     for rows in _tiles(len(targets), how.token_tile):
-        out[rows] = _fold(hidden[rows], head, targets[rows], how, "entropy").entropy
+        out[rows] = getattr(_fold(hidden[rows], head, targets[rows], how, want), want)
     return out
 
 

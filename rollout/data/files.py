@@ -119,11 +119,7 @@ def read_files(
         found = ((file, packing_of(file.name), _format(file.name) in LINES) for file in files)
         return part_of(read_json(found, names, size if split == "train" else None), split, size, names)
     if "csv" in kinds:
-        of_csv = [
-            CsvFile(file, packing_of(file.name), f"{names.path}: {file}", _format(file.name) == ".tsv")
-            for file in files
-        ]
-        return part_of(csv_rows(of_csv, args), split, size, names)
+        return part_of(csv_rows([_csv_file(file, names) for file in files], args), split, size, names)
     import datasets
 
     data_files = [glob.escape(str(file)) for file in files]
@@ -154,9 +150,12 @@ def beginning(
         with ParquetFile(files[0]) as found:
             return Beginning(next(found.iter_batches(FEW)).to_pylist() if found.metadata.num_rows else [])
     if kind == "csv":
-        of_csv = CsvFile(files[0], packing, f"{names.path}: {files[0]}", _format(files[0].name) == ".tsv")
-        return Beginning(csv_rows([of_csv], {"nrows": FEW, **args})[:FEW])
+        return Beginning(csv_rows([_csv_file(files[0], names)], {"nrows": FEW, **args})[:FEW])
     return Beginning()
+
+
+def _csv_file(file: Path, names: Names) -> CsvFile:
+    return CsvFile(file, packing_of(file.name), f"{names.path}: {file}", _format(file.name) == ".tsv")
 
 
 def read_json(
