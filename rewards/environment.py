@@ -83,7 +83,7 @@ def asked() -> dict[str, int]:
 @contextlib.contextmanager
 def lent(values: Mapping[str, str]) -> Iterator[None]:
     """Inside this block the variables that a reward names are in the environment."""
-    here = dict(os.environ)  # which no look of ours is counted in
+    here = dict(os.environ) if values else {}  # which no look of ours is counted in
     before = {name: here.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -99,7 +99,7 @@ def lent(values: Mapping[str, str]) -> Iterator[None]:
 def advice(text: str, how: str) -> str:
     """If the text of an exception names variables that are kept from its process: `how` to get {names}; else ''."""
     words = set(re.findall(r"\w+", text))
-    missed = sorted(name for name in _withheld & words if "_" in name and name not in set(os.environ))
+    missed = sorted(name for name in _withheld & words - set(os.environ) if "_" in name)
     if not missed:
         return ""
     listed = ", ".join(missed)

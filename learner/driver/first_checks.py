@@ -133,11 +133,11 @@ def _first_rows(config: RunConfig, names: files.Names, *, prompts: bool) -> file
     else:
         begun = sources.first_rows(data.path, data.split, data.args, data.size)
     for index, row in enumerate(begun.rows if prompts else ()):
-        if not begun.whole:
-            check_column(row, data.prompt or next(iter(row)))
-            continue
-        with suppress(NoPrompt):  # one row says nothing: it is left out
-            messages_of(row, data, f"{names.path} row {index}")
+        if begun.whole:
+            with suppress(NoPrompt):  # one row says nothing: it is left out
+                messages_of(row, data, f"{names.path} row {index}")
+        elif data.prompt is not None:
+            check_column(row, data.prompt)
     return begun
 
 
