@@ -8,23 +8,23 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from learner.driver import called_from, end_requests, standard_streams
+from learner.driver import process
 
 if TYPE_CHECKING:  # heavy imports wait until the configuration is known to be right
     from learner.config import RunConfig
-    from learner.driver.config_io import WrongSettings
+    from learner.config.load import WrongSettings
 
 EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; --help lists every key of the configuration."""
-    from learner.driver import config_io  # here and below: once it is known that our packages are ours
+    from learner.config import load  # here and below: once it is known that our packages are ours
 
     parser = argparse.ArgumentParser(
         prog="learner.main",
         description="GRPO with LoRA: train a model on your own reward.",
-        epilog=EPILOG + config_io.describe(),
+        epilog=EPILOG + load.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
@@ -42,11 +42,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
     130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
-    standard_streams.last()
-    called_from.ours_first()
+    process.keep_streams()
+    process.ours_first()
     try:
-        with end_requests.interrupting():
-            if wrong := called_from.hidden_package() or called_from.wrong_place():
+        with process.interrupting():
+            if wrong := process.hidden_package() or process.wrong_place():
                 print(f"error: {wrong}", file=sys.stderr)
                 return 2
             return _run(parse(sys.argv[1:] if argv is None else argv))
@@ -57,16 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """What the command line asks for. Raises KeyboardInterrupt if it is asked to end before it has begun."""
-    from learner.driver import config_io, failure
+    from learner.config import load
+    from learner.driver import failure
 
     if args.config is None and not args.overrides:
         print("config: --config: required, but not given; gleaner init my-run writes a first one", file=sys.stderr)
         return 2
     try:
-        config = config_io.load(args.config, args.overrides)
-    except config_io.ConfigError as error:
+        config = load.load_config(args.config, args.overrides)
+    except load.ConfigError as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
-        if isinstance(error, config_io.WrongSettings):
+        if isinstance(error, load.WrongSettings):
             _tell_more(error)
         return 2
     if args.assume_gpus is not None and not args.dry_run:
@@ -87,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
     except (Exception, BaseExceptionGroup) as several:
-        from learner.driver.first_checks import PROBLEMS
+        from learner.driver.preflight import PROBLEMS
 
         cause = failure.first_of(several)
         if isinstance(cause, PROBLEMS):  # some of them only a cluster that was joined can tell
@@ -100,8 +101,8 @@ def _tell_more(wrong: "WrongSettings") -> None:
     """What else is wrong: files, columns and reward functions that the other settings name."""
     if (others := wrong.others()) is None:
         return
-    from learner.driver.findings import PreflightError
-    from learner.driver.first_checks import look
+    from learner.driver.failure import PreflightError
+    from learner.driver.preflight import look
     from rollout.data import hub
 
     config, sections = others
@@ -115,26 +116,27 @@ def _tell_more(wrong: "WrongSettings") -> None:
 
 
 def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:
-    from learner.driver import cards as known_cards
-    from learner.driver import node_checks, preflight
+    from learner.driver import memory as known_cards
+    from learner.driver import preflight, roles
 
-    cards = None if assumed is None else known_cards.parse(assumed)
+    cards = None if assumed is None else known_cards.cards_of(assumed)
     prepared = preflight.rehearse(config, cards)
-    on_nodes = [] if cards is not None else asyncio.run(node_checks.rehearse_nodes(prepared))
+    on_nodes = [] if cards is not None else asyncio.run(roles.rehearse_nodes(prepared))
     print(preflight.report(prepared, cards, on_nodes, verbose=verbose))
     return 0
 
 
 def _train(config: "RunConfig") -> int:
-    from learner.driver.first_checks import look
+    from learner.driver.preflight import look
     from learner.driver.prestart import prestarted
 
-    standard_streams.are_commentary()
+    process.streams_are_commentary()
     first = look(config)
     if first.wrong:
         first.finish()
     with prestarted(config) as early:
-        from learner.driver import launch, preflight, run_lock  # a second, in which the others import, too
+        from cluster import run_lock  # a second, in which the others import, too
+        from learner.driver import launch, preflight
 
         with run_lock.held(first.config.run_dir):
             return asyncio.run(launch.run(preflight.prepare_rest(first), early.commands))
@@ -155,10 +157,10 @@ def _fail(error: BaseException) -> int:
 def leave(code: int) -> NoReturn:
     """Ends the process, all of whose files and processes are closed, without the interpreter's own end, which takes
     half a second to undo imports. Whatever asks it to end now gets what it asks for."""
-    end_requests.unheard()
-    os._exit(standard_streams.outcome(code))
+    process.end_unheard()
+    os._exit(process.streams_outcome(code))
 
 
 if __name__ == "__main__":
-    end_requests.command()
+    process.end_as_command()
     leave(main())

@@ -1,4 +1,4 @@
-"""A rollout worker without a model: any Engine, no tokenizer, no reward processes. For learner.driver.local_run."""
+"""A rollout worker without a model: any Engine, no tokenizer, no reward processes. For learner.driver.local."""
 
 from collections.abc import Sequence
 

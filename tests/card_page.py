@@ -7,7 +7,7 @@ from pathlib import Path
 from cluster.memory.plan import USABLE, Wish, Workload
 from cluster.memory.search import least
 from cluster.memory.shape import SHAPES, Shape
-from learner.driver import card_size
+from learner.driver import memory
 from learner.tools.plan import METHODS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "cards.md"
@@ -33,7 +33,7 @@ def _needs(shape: Shape) -> dict[str, int]:
 
 
 def table() -> str:
-    sizes = {name: card_size.parse(text).bytes for name, text in CARDS.items()}
+    sizes = {name: memory.card_size(text).bytes for name, text in CARDS.items()}
     lines = [f"| model | {' | '.join(CARDS)} |", f"|---|{'---|' * len(CARDS)}"]
     for shape in SHAPES.values():
         needs = _needs(shape)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from learner.config.load import Key, keys
 from learner.config.rules import RULES
-from learner.driver.config_io import Key, keys
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -13,7 +13,7 @@ import pytest
 from jaxtyping import install_import_hook
 from xdist.scheduler import LoadScopeScheduling
 
-from learner.driver.end_requests import ENDS
+from learner.driver.process import ENDS
 from rollout.vllm.environment import required_env
 
 os.environ.update(required_env(cuda=Path("/dev/nvidiactl").exists()))

@@ -16,9 +16,8 @@ from cluster.memory.plan import Misfit
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
-from learner.driver import card_size
-from learner.driver.memory_budget import planned
-from learner.driver.plan_request import layouts, wish_of, workload
+from learner.driver import memory
+from learner.driver.memory import layouts, planned, wish_of, workload
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "recipes.md"
@@ -43,7 +42,7 @@ def table() -> str:
 
 def _cell(tree: Mapping[str, Any], card: str, ways: Mapping[str, Mapping[str, Any]]) -> str:
     """The largest model with a base in 16 bits; and with one in 4 bits, if that is larger."""
-    size, found = card_size.parse(card).bytes, []
+    size, found = memory.card_size(card).bytes, []
     for base, label in (("none", ""), ("nf4", " nf4")):
         fits = (
             f"{model}{label}{way}"

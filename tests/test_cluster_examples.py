@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from learner.driver import config_io
+from learner.config import load
 from learner.main import parse
 
 FOLDER = Path("examples/clusters")
@@ -19,7 +19,7 @@ def settings_of(words: list[str]) -> dict[str, Any]:
     assert words[:3] == ["python", "-m", "learner.main"]
     given = parse(words[3:])
     assert given.config is not None
-    config = config_io.load("configs/local_cpu.yaml", given.overrides)
+    config = load.load_config("configs/local_cpu.yaml", given.overrides)
     return {"address": config.cluster.address, "output_dir": config.output_dir, "name": config.name}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learner.driver.config_io import Key, keys
+from learner.config.load import Key, keys
 from tests.config_table import DOCUMENT, document, reason
 
 

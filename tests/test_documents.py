@@ -62,7 +62,7 @@ def test_every_metric_is_explained() -> None:
 
 
 def test_every_key_in_a_document_is_one_of_the_configuration() -> None:
-    from learner.driver.config_io import keys
+    from learner.config.load import keys
 
     known = {re.sub(r"\.<i>", "", key.name) for key in keys()}
     groups = {name.rpartition(".")[0] for name in known} | {name.split(".")[0] for name in known}

@@ -114,7 +114,7 @@ def test_such_a_text_is_seen(words: str) -> None:
 
 
 def test_the_installed_command_is_of_the_distribution_that_the_code_looks_up() -> None:
-    from learner.driver import installed_over
+    from learner.driver import process
     from learner.tools.cli import VERSIONS
 
-    assert VERSIONS["gleaner"] == (PROJECT["name"],) == (installed_over.OURS,) == ("gleaner-rl",)
+    assert VERSIONS["gleaner"] == (PROJECT["name"],) == (process.OURS,) == ("gleaner-rl",)

@@ -9,7 +9,7 @@ import pytest
 from peft import LoraConfig
 
 from learner import InputError, train
-from learner.driver.config_io import keys, load
+from learner.config.load import keys, load_config
 from tests import trl_places
 from tests.trl_arguments import FILE
 
@@ -65,7 +65,7 @@ def test_settings_that_are_named_are_those_of_the_configuration() -> None:
             given = ["model.path=m", "data.path=d", "rewards=[{use: number}]", f"model.dtype={dtype}"]
             if value == "env:own":
                 given.append("env.use=trl_environment")
-            load(None, [*given, "cluster.gpus={generator: 0.5, learner: 0.5}", f"{key}={value}"])
+            load_config(None, [*given, "cluster.gpus={generator: 0.5, learner: 0.5}", f"{key}={value}"])
 
 
 def test_what_is_not_here_is_refused_with_its_reason() -> None:

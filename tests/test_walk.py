@@ -17,8 +17,7 @@ from torch import Tensor
 from cluster.actor import Local
 from examples.random_model import VOCAB_SIZE, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.fake_trainer import FakeTrainer
-from learner.driver.local_run import local_run
+from learner.driver.local import FakeTrainer, local_run
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.data.problems import load

@@ -1,6 +1,6 @@
 """The tables of docs/trl.md as JSON files, which the errors quote: python -m tests.trl_places.
 
-TRL's arguments are in learner/driver/trl_places.json, PEFT's and other programs' in learner/config/other_names.json.
+TRL's arguments are in learner/config/trl_places.json, PEFT's and other programs' in learner/config/load.json.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE, FILE = ROOT / "docs" / "trl.md", ROOT / "learner" / "driver" / "trl_places.json"
+PAGE, FILE = ROOT / "docs" / "trl.md", ROOT / "learner" / "config" / "trl_places.json"
 OTHERS = ROOT / "learner" / "config" / "other_names.json"
 SECTIONS = ("GRPOTrainer", "GRPOConfig", "What GRPOConfig inherits")  # of TRL's arguments
 PEFT, OTHER_PROGRAMS = "PEFT's LoraConfig", "Names in other programs"

@@ -78,7 +78,7 @@ def objects(check: Callable[..., None], *what: Any) -> int:
 async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
     """Every fifth push is frozen until there are enough of them."""
     from cluster.actor import Shared
-    from learner.driver.probe import Probe
+    from learner.driver.loop import Probe
     from rollout.evidence import Evidence
     from rollout.weight_sync import Push, check_digest
 

@@ -25,8 +25,8 @@ from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig
-from learner.driver.memory_budget import settle
-from learner.driver.processes import make_trainer, worker_spec
+from learner.driver.memory import settle
+from learner.driver.roles import make_trainer, worker_spec
 from learner.trainer.service import TrainerService
 from rollout.data.chat import Chat
 from rollout.fake_groups import make_group

@@ -21,7 +21,7 @@ from benchmarks.common import as_table
 from benchmarks.gpu import busy, memory, speed, trl
 from benchmarks.gpu.rows import Found, Row, folder_for, run_all, run_here
 from cluster.memory.shape import Shape
-from learner.driver.processes import ALLOCATOR
+from learner.driver.roles import ALLOCATOR
 
 TINY = Shape("tiny", "llama", 64, 160, 2, 4, 2, 16, 512, tied=True)
 

@@ -17,7 +17,7 @@ from cluster.memory.learning import Learning, Micro
 from cluster.memory.plan import USABLE
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import GB, Parts, total
-from learner.driver import card_size
+from learner.driver import memory
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RESULT = ROOT / "docs" / "memory.md", ROOT / "benchmarks" / "results" / "four_roles.json"
@@ -71,7 +71,7 @@ def rows() -> list[Row]:
 
 def report() -> str:
     """Markdown."""
-    usable = USABLE * card_size.parse(CARD).bytes
+    usable = USABLE * memory.card_size(CARD).bytes
     trained, rest = (
         "trained: masters, gradients, moments",
         "generator: KV cache, adapters, workspace, graphs, fragments",

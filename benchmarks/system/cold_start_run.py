@@ -1,6 +1,6 @@
 """The parts of a run whose moments benchmarks.system.cold_start tells.
 
-The product knows nothing of it: what `learner.driver.processes` puts into other processes is replaced by the same with
+The product knows nothing of it: what `learner.driver.roles` puts into other processes is replaced by the same with
 a mark before and after.
 """
 
@@ -51,7 +51,7 @@ def marked_engine(settings: EngineSettings) -> Engine:
 def marked_trainer(*args: Any) -> Trainer:
     mark("learner: process", born())
     mark("learner: gleaner's code imported")
-    from learner.driver.processes import make_trainer
+    from learner.driver.roles import make_trainer
 
     for module in ("torch", "transformers", "peft", "learner.trainer"):
         import_module(module)
@@ -77,7 +77,7 @@ def _around(home: Any, name: str, before: str, after: str) -> None:
 def mark_parts() -> None:
     """To be called once the roles' processes are at their imports: this imports what the driver imports then."""
     from cluster.telemetry import Metrics
-    from learner.driver import launch, preflight, processes
+    from learner.driver import launch, preflight, roles
 
     mark("driver: code imported")
     _around(preflight, "prepare", "driver: preflight begins", "driver: preflight done")
@@ -87,8 +87,8 @@ def mark_parts() -> None:
         "RolloutWorker": MarkedWorker, "vllm_engine": marked_engine, "make_trainer": marked_trainer
     }  # fmt: skip
     for name, stand_in in replaced.items():
-        assert hasattr(processes, name), f"learner.driver.processes has no {name} any more"
-        setattr(processes, name, stand_in)
+        assert hasattr(roles, name), f"learner.driver.roles has no {name} any more"
+        setattr(roles, name, stand_in)
     log = Metrics.log
 
     def logged(self: Any, step: int, values: Mapping[str, float]) -> None:

@@ -17,9 +17,8 @@ import pyarrow as pa
 from cluster.actor import Local
 from cluster.files import Digest
 from learner.config import RunConfig
-from learner.driver.fake_trainer import FakeTrainer
-from learner.driver.local_run import MadeUpProblems, local_run
-from learner.driver.wiring import sampling_of
+from learner.driver.launch import sampling_of
+from learner.driver.local import FakeTrainer, MadeUpProblems, local_run
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
 from rollout.producer import Producer

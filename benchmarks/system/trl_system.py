@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from learner.config import RunConfig
-from learner.driver import config_io
+from learner.config import load as config_io
 from learner.driver.evaluate import accuracy_reward
 from learner.trainer.learning_rate import rate_factor
 from rewards.call import Group
@@ -281,7 +281,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=("generate", "vllm"), default="generate")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning, module="trl")
-    options.out.write_text(json.dumps(run(config_io.load(options.config, []), options.micro_batch, options.engine)))
+    options.out.write_text(
+        json.dumps(run(config_io.load_config(options.config, []), options.micro_batch, options.engine))
+    )
 
 
 if __name__ == "__main__":

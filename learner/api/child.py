@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from learner.driver import end_requests, standard_streams
+from learner.driver import process
 from learner.main import leave, main
 from rewards.worker import signal_at_end_of_parent
 
@@ -16,10 +16,10 @@ def tie_to(parent: int) -> None:
     As PR_SET_PDEATHSIG goes by the thread that started it, that thread has to wait for it. The kernel tells of the end
     of each thread of the parent.
     """
-    standard_streams.last()
+    process.keep_streams()
     for number in (signal.SIGINT, signal.SIGTERM):  # what starts notebooks may have them ignored
         signal.signal(number, signal.default_int_handler)
-    end_requests.command()
+    process.end_as_command()
     signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it has ended already
         leave(1)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from learner.api.child import tie_to
-from learner.driver import config_io
-from learner.driver.called_from import ours_first
+from learner.config import load
+from learner.driver.process import ours_first
 from learner.main import leave
 from learner.tools.evaluation import evaluate
 from learner.tools.reported import reported
@@ -24,7 +24,7 @@ RESULT, ROWS = "result.json", "rows.parquet"
 def work(folder: Path) -> None:
     """Evaluates. Raises what is wrong."""
     given = json.load(sys.stdin)
-    config = config_io.validated(given.pop("config"))
+    config = load.validated(given.pop("config"))
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
     found = evaluate(config, **given)
     pq.write_table(found.rows, folder / ROWS)

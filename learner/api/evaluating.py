@@ -12,7 +12,7 @@ from learner.api.errors import InputError
 from learner.api.inputs import Inputs
 from learner.api.process import RunProcess
 from learner.api.result import TrainResult, result_of
-from learner.driver import called_from
+from learner.driver import process as called_from
 
 if TYPE_CHECKING:
     from learner.tools.evaluation import Evaluated

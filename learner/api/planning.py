@@ -32,11 +32,11 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     from cluster.memory.shape import shape_of
     from learner.api.inputs import Inputs
     from learner.api.settings import checked, tree_of
-    from learner.driver import card_size, memory_budget, plan_request
+    from learner.driver import memory
     from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, to_dict
 
     try:
-        card = card_size.parse(f"{float(gpu):g}" if isinstance(gpu, numbers.Real) else str(gpu))
+        card = memory.card_size(f"{float(gpu):g}" if isinstance(gpu, numbers.Real) else str(gpu))
     except ValueError as error:
         raise InputError(f"gpu: {error}") from None
     old = no_bfloat16(card)
@@ -45,9 +45,9 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
         [shape] = able([shape_of(config.model.path)], card)
     except (ValueError, OSError) as error:
         raise InputError(str(error).removeprefix("--")) from None
-    found = memory_budget.planned(config, shape, card.bytes)
-    work = plan_request.workload(config, config.rollout.sequences)
-    wish = plan_request.wish_of(config, plan_request.layouts(config))
+    found = memory.planned(config, shape, card.bytes)
+    work = memory.workload(config, config.rollout.sequences)
+    wish = memory.wish_of(config, memory.layouts(config))
     rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}
     for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
         own = asked_for(wish, method, dtype_of(method, wish.dtype, old=old))

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from learner.api.metrics_lines import Metrics
-from learner.driver.publishing import learned_in
+from learner.driver.checkpoint import learned_in
 from learner.model.adapter_config import MODEL
 
 HELD_OUT = "eval/"
@@ -54,13 +54,13 @@ class TrainResult:
         """What the last steps leave to be learned from, in sentences, those of the end of the run: nearly all
         completions were cut off, no token was trained on, or all completions score the same. Empty where there is
         signal, or no run folder any more."""
-        from learner.driver import config_io
-        from learner.driver.signal_watch import SignalWatch
+        from learner.config import load
+        from learner.driver.metrics import SignalWatch
 
         file = self.run_dir / "config.yaml"
         if not file.is_file():
             return []
-        watch = SignalWatch(config_io.load(str(file), []))
+        watch = SignalWatch(load.load_config(str(file), []))
         for row in self.metrics:
             if row["step"]:
                 watch.add(row)

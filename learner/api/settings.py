@@ -10,9 +10,8 @@ from cluster.yaml_tree import ConfigError, check_plain, read_yaml
 from learner.api.errors import InputError
 from learner.api.inputs import Inputs
 from learner.api.plain import plain
-from learner.config import RunConfig
-from learner.driver import config_io
-from learner.driver.trl_places import place_of
+from learner.config import RunConfig, load
+from learner.config.load import place_of
 from rollout.config import OF_HELD_OUT, OF_ITS_PATH
 
 # Of train, evaluate and plan, beside keys of the configuration; what they say of a mistyped one has these, too.
@@ -57,11 +56,11 @@ def tree_of(
         _check_once(model, datasets, dotted)
         _assign(tree, {key: value for key, value in settings.items() if key not in dotted}, inputs)
         if model is not None:
-            config_io.assign(tree, *_model(model))
+            load.assign(tree, *_model(model))
         if rewards is not None:
             tree["rewards"] = plain(_rewards(rewards), "rewards", inputs.function)
         for key, (argument, dataset) in _by_key(datasets).items():
-            config_io.assign(tree, key, inputs.rows(dataset, argument, "train" if key == "data.path" else "eval"))
+            load.assign(tree, key, inputs.rows(dataset, argument, "train" if key == "data.path" else "eval"))
         _assign(tree, dict(sorted(dotted.items(), key=lambda pair: pair[0].count("."))), inputs)
         check_plain(tree)
     except ConfigError as error:
@@ -83,7 +82,7 @@ def _assign(tree: dict[str, Any], settings: Mapping[str, Any], inputs: Inputs) -
         near = get_close_matches(key, [*RunConfig.model_fields, *ARGUMENTS], n=1)
         if not known and near and near[0] in ARGUMENTS and "." not in key and place_of(key) is None:
             raise InputError(f"{key}: unknown key; did you mean {near[0]}?")
-        config_io.assign(tree, key, plain(value, key, inputs.function if known else _unread))
+        load.assign(tree, key, plain(value, key, inputs.function if known else _unread))
 
 
 def _unread(value: Any, where: str) -> str:
@@ -94,7 +93,7 @@ def _unread(value: Any, where: str) -> str:
 def checked(tree: Mapping[str, Any]) -> RunConfig:
     """The settings of the run. Raises InputError with the sentences of the command line."""
     try:
-        return config_io.validated(tree)
+        return load.validated(tree)
     except ConfigError as error:
         raise InputError(str(error)) from None
 

@@ -13,7 +13,7 @@ from learner.api.metrics_lines import Metrics, MetricsLines, rows_of
 from learner.api.plain import is_bool
 from learner.api.process import RunProcess
 from learner.api.result import TrainResult, result_of
-from learner.driver import called_from
+from learner.driver import process as called_from
 
 if TYPE_CHECKING:
     from learner.config import RunConfig
@@ -78,8 +78,8 @@ def train(
 
 def _placed(config: "RunConfig") -> Path:
     """The run folder. Raises InputError if it cannot be written."""
-    from learner.driver.findings import PreflightError
-    from learner.driver.first_checks import place_output
+    from learner.driver.failure import PreflightError
+    from learner.driver.preflight import place_output
 
     try:
         return place_output(config).run_dir

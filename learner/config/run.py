@@ -30,7 +30,7 @@ class RunConfig(Settings):
 
 
 def _each_alone(info: ValidationInfo) -> bool:
-    """Whether rules between settings are passed over, since some settings were left out (learner.driver.config_io)."""
+    """Whether rules between settings are passed over, since some settings were left out (learner.config.load)."""
     return isinstance(info.context, dict) and info.context.get("rules") is False
 
 

@@ -1,7 +1,11 @@
 """What a person sees of a run: a live table on a terminal, plain lines elsewhere, a summary at the end."""
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+import json
+import os
+import time
+import unicodedata
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,11 +15,182 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from learner.driver.batch_metrics import function_means
+from cluster.files import writing
+from cluster.metrics_file import number
+from cluster.reading import BLOCK, MIB, Unreadable, json_value, read_bytes
+from cluster.telemetry import Timeline, seconds, union
+from learner.driver.checkpoint import learned_in
 from learner.driver.evaluate import Evaluation
-from learner.driver.phases import Phases, sentence
-from learner.driver.publishing import learned_in
-from learner.driver.terminal_text import escaped
+from learner.driver.metrics import function_means
+from rewards.output import NAME
+
+# Text of a model's or an environment's, for a terminal.
+
+# Categories of Unicode: control, format (among them the marks that turn text around), lone halves of a pair, private,
+# separators of lines and paragraphs.
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+
+
+def escaped(text: str) -> str:
+    """The text with each character that a terminal would obey, or not show, as its escape; line feeds stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c == "\n" or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return ascii(character)[1:-1]
+
+
+# What reward functions of a run have printed, for its console: the first lines once, and how many there are.
+
+SHOWN, LONGEST = 3, 100  # lines, and characters of each
+MOST_LINES = (
+    64 * 2**20
+)  # bytes that the file may have; a function that prints each completion fills a disk in a long run
+
+
+class RewardOutput:
+    """folder: of the run, whose earlier starts may have left lines in the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / NAME
+        self._begin = self._file.stat().st_size if self._file.is_file() else 0
+        self._said, self._cut = False, False
+        self._left_out = 0  # lines
+
+    def first(self) -> str:
+        """What is to be said once they print; '' where that is said, or there is nothing yet."""
+        if self._said or not (part := next(self._parts(), b"")):
+            return ""
+        self._said = True
+        shown = [line.decode(errors="replace")[:LONGEST] for line in part.splitlines()[:SHOWN]]
+        return f"reward functions print, into {self._file}; its first lines: {escaped(' | '.join(shown))}"
+
+    def bound(self) -> str:
+        """Cuts the file off behind its first MOST bytes, as often as it is asked; what is to be said at the first time.
+        What functions print in that moment may be neither there nor counted: they write to its end by themselves."""
+        try:
+            if not self._file.is_file() or self._file.stat().st_size <= MOST_LINES:
+                return ""
+            with self._file.open("r+b") as file:
+                file.seek(MOST_LINES)
+                self._left_out += sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
+                file.truncate(MOST_LINES)
+        except OSError:  # as of _parts
+            return ""
+        said, self._cut = self._cut, True
+        size = f"{MOST_LINES // 2**20} MiB"
+        return (
+            "" if said else f"reward functions have printed {size}, which {self._file} keeps; what follows is left out"
+        )
+
+    def total(self) -> str:
+        """What is to be said at the end of a run."""
+        count = self._left_out + sum(part.count(b"\n") for part in self._parts())
+        cut = f", of which {self._left_out} are left out" if self._left_out else ""
+        return f"reward functions printed {count} lines, into {self._file}{cut}" if count else ""
+
+    def _parts(self) -> Iterator[bytes]:
+        """What they have printed since this start."""
+        if not self._file.is_file():
+            return
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._begin)
+                yield from iter(lambda: file.read(BLOCK), b"")
+        except OSError:  # somebody takes it away: what was printed is no reason to end a run
+            return
+
+
+# Where the wall time of a run goes: each second is of one phase, so the phases add up to the whole.
+
+PHASES_FILE = "phases.jsonl"
+MOST = MIB  # bytes of it: a line for each start
+STARTING = ("preflight", "Ray", "processes")
+# Of what goes on at once, the first one counts: with max_staleness above 0, generation is what training waited for.
+PHASE_KINDS = {
+    "evaluation": ("evaluate",),
+    "checkpoints": ("checkpoint",),
+    "training": ("train", "policy"),
+    "generation": ("generate",),
+    "weight sync": ("push",),
+}
+
+
+class Phases:
+    """seconds: of each phase so far. began: in seconds of time.perf_counter; without it, when this process did."""
+
+    def __init__(self, began: float | None = None) -> None:
+        self._began = self._counted = time.perf_counter() - age() if began is None else began
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def until_now(self, name: str) -> None:
+        """What has not been counted yet is of this phase."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self._counted
+        self._counted = now
+
+    def split(self, timeline: Timeline, name: str) -> None:
+        """What has not been counted yet is of what the timeline says; of that phase, where it says nothing."""
+        now, known, spans = time.perf_counter(), 0.0, list[tuple[float, float]]()
+        for phase, kinds in PHASE_KINDS.items():
+            for kind in kinds:
+                spans = union([*spans, *timeline.busy(kind, self._counted, now)])
+            self.seconds[phase] += seconds(spans) - known
+            known = seconds(spans)
+        self.seconds[name] += now - self._counted - known
+        self._counted = now
+
+    @property
+    def wall(self) -> float:
+        """Seconds that have been counted, which is the sum of all phases."""
+        return self._counted - self._began
+
+    def record(self, run_dir: Path, resumed: bool) -> None:
+        """Writes a line to the run's folder; a resumed run has another for each time that it was started."""
+        line = {"at": round(time.time(), 3), "wall": self.wall, **self.seconds}
+        with writing(run_dir / PHASES_FILE), (run_dir / PHASES_FILE).open("a" if resumed else "w") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_phases(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of a run's folder, oldest first. Without the file, none; one that is being written is left out. Raises
+    Unreadable."""
+    try:
+        text = read_bytes(run_dir / PHASES_FILE, MOST)
+    except FileNotFoundError:
+        return []
+    return [line for line in map(_line, text.splitlines()) if line is not None]
+
+
+def _line(text: bytes) -> dict[str, float] | None:
+    try:
+        found = json_value(text, "line")
+    except Unreadable:
+        return None
+    if not isinstance(found, dict) or not {"at", "wall"} <= found.keys():
+        return None
+    return found if all(map(_is_time, found.values())) else None
+
+
+def _is_time(value: Any) -> bool:
+    return (known := number(value)) is not None and known >= 0
+
+
+def sentence(seconds: Mapping[str, float]) -> str:
+    """Of each phase -> `65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
+    starting = [seconds.get(name, 0.0) for name in STARTING]
+    parts = ", ".join(f"{name} {spent:.1f}" for name, spent in zip(STARTING, starting, strict=True))
+    others = [f"{name} {spent:.1f}" for name, spent in seconds.items() if name not in STARTING]
+    return f"{sum(seconds.values()):.1f} s: " + ", ".join([f"start-up {sum(starting):.1f} ({parts})", *others])
+
+
+def age() -> float:
+    """Seconds since this process began. Linux."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])  # since the machine's start
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
 
 MISMATCH, STALENESS = "policy/mismatch_k3", "policy/staleness_mean"
 COLUMNS = {
@@ -41,7 +216,7 @@ COUNTED = "eval/unscored"  # an evaluation without it has counted none
 
 class Progress:
     """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table, until it is
-    gone (learner.driver.standard_streams).
+    gone (learner.driver.process).
 
     dtype: the coarsest that a logprob goes through (Settings.kv_dtype)."""
 

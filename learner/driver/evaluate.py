@@ -1,20 +1,117 @@
 """Held-out score: greedy completions of held-out problems, through the workers and reward functions of the training."""
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
+from cluster.actor import Actor
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.batch_metrics import logged_means, reward_means
-from learner.driver.env_metrics import env_metrics
-from learner.driver.held_out_calls import Asks, generate
-from rewards.config import RewardConfig, functions_of, resolved_names
+from learner.driver.identity import base_name, same_base
+from learner.driver.metrics import env_metrics, logged_means, reward_means
+from learner.model.adapter_config import AdapterError, read_scored
+from learner.trainer.service import TrainerService
+from rewards.config import RewardConfig, adapters_of, functions_of, resolved_names
+from rollout.data.model_files import CONFIG, read_json
+from rollout.data.weight_names import check_adapter, sizes_of
 from rollout.schema import Problem, asked_of, failed, parts_of, whole
+from rollout.scored import with_part
+from rollout.side_by_side import alongside
 from rollout.types import Sampling
+
+# Many problems through several generators: in calls of some problems each, which whoever is free takes.
+
+LARGEST = 16  # problems of a call; a call costs about as much as the problem in it
+SHARES = 4  # calls of each generator, at least, so that the last one does not leave the others idle for long
+AHEAD = 2  # times what a generator runs at once: so much it is asked for at once, that it has the next ones
+
+
+class Asks(Protocol):
+    """What generates groups: a Producer."""
+
+    async def requests(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
+        lost: Callable[[], None],
+    ) -> pa.Table | None:  # fmt: skip
+        """The groups of the problems, in their order; None if the process was lost meanwhile (`lost` is called then; it
+        is alive again when this returns)."""
+
+    @property
+    def away(self) -> bool:
+        """Whether its process is being replaced."""
+
+    async def present(self) -> None:
+        """Waits until it is not away."""
+
+
+class Calls(NamedTuple):
+    """How problems are asked for.
+
+    size: problems of a call, at most. at_once: calls under way of each generator. rounds: how many groups a group waits
+    for, one after the other, with itself, at most: the deadline of a call is that of so many groups.
+    """
+
+    size: int
+    at_once: int
+    rounds: int
+
+
+def calls_of(problems: int, generators: int, running: int) -> Calls:
+    """running: groups that a generator runs at once."""
+    size = max(1, min(LARGEST, running, problems // (SHARES * generators)))
+    return Calls(size, AHEAD * running // size, min(AHEAD, ceil(problems / running)))
+
+
+def groups_at_once(config: RunConfig, size: int) -> int:
+    """How many groups of so many completions a generator runs at once."""
+    sequences = config.rollout.sequences
+    return max((sequences if config.env.use is None else min(sequences, config.trajectories)) // size, 1)
+
+
+async def generate(
+    asked: Sequence[Asks],
+    problems: Sequence[Problem],
+    config: RunConfig,
+    sampling: Callable[[int], Sampling],
+    attempt: int = 0,
+    done: Callable[[int], None] = lambda count: None,
+) -> list[pa.Table]:
+    """The groups of all problems, in their order, in tables of one or more. A call whose process is lost is made again
+    at once, by whoever is free first.
+
+    sampling: how the group of the i-th is sampled, all of one size. done: told of so many more that are there.
+    """
+    calls = calls_of(len(problems), len(asked), groups_at_once(config, sampling(0).n))
+    starts = range(0, len(problems), calls.size)
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+    for start in starts:
+        waiting.put_nowait(start)
+    answers: dict[int, asyncio.Future[pa.Table]] = {start: asyncio.Future() for start in starts}
+
+    async def lane(one: Asks) -> None:
+        while True:
+            await one.present()
+            start = await waiting.get()
+            if one.away:  # lost while this lane waited: the call is another generator's
+                waiting.put_nowait(start)
+                continue
+            mine = problems[start : start + calls.size]
+            samplings = [sampling(start + i) for i in range(len(mine))]
+            groups = await one.requests(mine, samplings, attempt, calls.rounds, partial(waiting.put_nowait, start))
+            if groups is not None:
+                answers[start].set_result(groups)
+                done(len(mine))
+
+    async with alongside(lane(one) for one in [*asked] * calls.at_once):
+        return [await answers[start] for start in starts]
+
 
 NUM_SAMPLES = 16  # that are kept, of which a run shows some that changed
 ACCURACY = "accuracy"  # eval/accuracy is the held-out score
@@ -168,3 +265,54 @@ def scores_of(rows: pa.Table, accuracy: str | None) -> list[float | None]:
         given = sorted({name for row in parts for name in row})
         raise ValueError(f"data.eval.reward: must be one of {', '.join(given) or 'none'}, got {accuracy}")
     return [row.get(accuracy, math.nan if bad else None) for row, bad in zip(parts, lost, strict=True)]
+
+
+# Reward models on the policy's base (`rewards` with `use: adapter:<folder>`): checked before the start, and asked
+# before each update. The learner holds them, since it holds the base.
+#
+# What they say goes into the rows as if a worker had scored them, before these go to disk and before the learner sees
+# them: all that is made of rewards knows nothing of reward models.
+
+
+class RewardModels:
+    """Waits for: the learner. Does nothing without reward models."""
+
+    def __init__(
+        self, rewards: Sequence[RewardConfig], trainer: Actor[TrainerService], deadline_s: float, timeline: Timeline
+    ) -> None:
+        self._models, self._trainer = adapters_of(rewards), trainer
+        self._deadline_s, self._timeline = deadline_s, timeline
+
+    async def score(self, groups: Sequence[pa.Table], step: int) -> tuple[list[pa.Table], dict[str, float]]:
+        """The groups with a part of the reward from each model; and time/score, seconds, if there are any."""
+        if not self._models or not groups:
+            return list(groups), {}
+        started = time.perf_counter()
+        with self._timeline.span("train", "learner", step=step):  # the same card is busy, with the same rows
+            said = await self._trainer.call(TrainerService.score, self._deadline_s, list(groups))
+        scored, begin = [], 0
+        for group in groups:
+            for model, scores in zip(self._models, said, strict=True):
+                group = with_part(group, str(model.name), model.weight, scores[begin : begin + len(group)])
+            scored.append(group)
+            begin += len(group)
+        return scored, {"time/score": time.perf_counter() - started}
+
+
+def check_scored_adapters(config: RunConfig) -> None:
+    """Reward models, and the one that a value starts from. Raises AdapterError or WeightsError: one is not of the base,
+    has no scalar head, or is damaged."""
+    named = [(f"rewards: {model.name}", str(model.adapter)) for model in adapters_of(config.rewards)]
+    if config.learner.value.start is not None:
+        named.append(("learner.value.start", config.learner.value.start))
+    sizes = sizes_of(read_json(config.model.source, CONFIG)) if named else None
+    for key, folder in named:
+        content = read_scored(folder, key)
+        base = content.get("base_model_name_or_path")
+        if base and not same_base(str(base), config.model.path):
+            raise AdapterError(
+                f"{key}: base_model_name_or_path of {folder} must be model.path, {config.model.path}, got "
+                f"{base_name(str(base))}: on another base its scores mean nothing; train it on this one, or write "
+                "model.path there if it is the same"
+            )
+        check_adapter(folder, key, content, sizes)

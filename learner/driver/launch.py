@@ -1,31 +1,48 @@
 """A run from its first process to its last: start them, run the loop between them, end them whatever happens."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
 
+from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, ValueLost
+from cluster.buffer import Buffer
+from cluster.config import DeadlineConfig
 from cluster.files import writing
+from cluster.policy_slot import PolicySlot
+from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from cluster.trackers import PROMETHEUS
 from learner.config import RunConfig, roles
-from learner.driver import checkpoint, end_requests, standard_streams
-from learner.driver.config_io import to_yaml
-from learner.driver.console import Progress
-from learner.driver.idle_advice import advice
-from learner.driver.loop import Loop
-from learner.driver.phases import Phases
-from learner.driver.plan_file import PlanFile
-from learner.driver.plan_request import stored_bytes
+from learner.config.load import to_yaml
+from learner.driver import checkpoint, process
+from learner.driver.checkpoint import publish
+from learner.driver.console import Phases, Progress
+from learner.driver.evaluate import HeldOut, RewardModels, sampled
+from learner.driver.failure import LearnerLost, RunEnded, first_of, sentence_of
+from learner.driver.identity import Fingerprints
+from learner.driver.loop import Batches, CardTurns, Loop, Schedule, Updates, WeightSync
+from learner.driver.memory import PlanFile, stored_bytes
+from learner.driver.metrics import MismatchGuard, SignalWatch
 from learner.driver.preflight import Prepared
-from learner.driver.processes import Processes, start_processes
-from learner.driver.publishing import publish
-from learner.driver.restarts import Restarts
-from learner.driver.reward_processes import Patience, kept_answering
-from learner.driver.step_metrics import Sinks, closed
-from learner.driver.wiring import Inputs, wire
-from rewards.service import RewardService
+from learner.driver.record import RunCheckpoints, Sinks, StepMetrics, StepRecord, advice, closed
+from learner.driver.roles import Processes, start_processes
+from learner.trainer.service import TrainerService
+from rewards.service import RewardServer, RewardService
+from rollout.data.cursor import Cursor
+from rollout.producer import Pipes, ProblemStream, Producer
+from rollout.schema import Problem, group_position
+from rollout.seeds import group_seed
 from rollout.service import RolloutService
+from rollout.types import Sampling
 
 CLOSE_S = 20.0
 NOT_BEGUN = "before the run began"  # of a CancelledError
@@ -61,7 +78,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         metered = PROMETHEUS in config.trackers
         stored = stored_bytes(config, prepared.budgets.policy_bytes)
         session = connect(config.cluster.address, cpus, stored, metered, commands)
-        end_requests.cancelled(NOT_BEGUN)
+        process.end_by_cancelling(NOT_BEGUN)
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()
         try:
@@ -71,7 +88,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
             progress.note(_where_it_goes_on(config))
             raise
         finally:
-            end_requests.unheard()
+            process.end_unheard()
             await session.close()
     phases.until_now("end")
     phases.record(config.run_dir, resumed=prepared.resume_from is not None)
@@ -100,12 +117,12 @@ async def _attempt(
             inputs = _inputs(prepared, processes.weights_stay)
             loop, _ = wire(inputs, processes.generators, processes.learner, sinks)
             loop.stop = stop
-            end_requests.stopped(stop, lambda said: progress.note(f"{said}; {_if_it_is_killed(prepared.config)}"))
+            process.end_by_stopping(stop, lambda said: progress.note(f"{said}; {_if_it_is_killed(prepared.config)}"))
             patience = Patience.of(prepared.config.cluster.deadlines)
             try:
                 kept = [kept_answering(one, patience) for one in processes.rewards]
                 await loop.run(prepared.resume_from, ray_processes.watch(), *kept)
-                end_requests.unheard()
+                process.end_unheard()
             finally:
                 phases.split(sinks.timeline, "other")
         return loop
@@ -142,7 +159,7 @@ def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     """From here on the run folder exists, and holds nothing of steps that are taken again."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
-    standard_streams.kept_in(folder / standard_streams.CONSOLE)
+    process.streams_kept_in(folder / process.CONSOLE)
     checkpoint.set_aside_after(folder / "checkpoints", prepared.finished_steps)
     with writing(folder / "config.yaml"):
         (folder / "config.yaml").write_text(to_yaml(config))
@@ -189,3 +206,175 @@ def _if_it_is_killed(config: RunConfig) -> str:
 
 def _again(config: RunConfig) -> str:
     return "the same command" if config.resume == "auto" else "the same command with resume=auto"
+
+
+# One wiring: buffer, policy slot, producers and loop, between processes of Ray or objects of one process alike.
+
+BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run is, apart from its processes.
+
+    alternating: generators and learner take turns on one card. weights_stay: as of
+    learner.driver.roles.Processes.
+    """
+
+    config: RunConfig
+    total_steps: int
+    problems: ProblemStream
+    heldout: Sequence[Problem]
+    fingerprints: Fingerprints
+    alternating: bool = False
+    weights_stay: bool = False
+
+
+def wire(
+    inputs: Inputs, generators: Sequence[RevivableActor[RolloutService]], trainer: Actor[TrainerService], sinks: Sinks
+) -> tuple[Loop, Pipes]:
+    """The loop, ready to run, and the pipes that it shares with a producer beside each generator."""
+    config, deadlines = inputs.config, inputs.config.cluster.deadlines
+    cursor = Cursor()
+    buffer = Buffer(
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=config.max_staleness,
+        max_bytes=BUFFER_BYTES,
+        on_drop=lambda group: cursor.again(*group_position(group)),
+    )
+    pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
+    queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
+    producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
+    if config.memory.base == "shared":
+        for producer in producers:
+            producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
+    metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
+    sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay)
+    turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
+    record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
+    reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)
+    loop = Loop(
+        Schedule(config, inputs.total_steps, cursor, config.num_problems(len(inputs.problems))),
+        producers,
+        Batches(config, buffer, sinks.timeline),
+        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, record, reward_models),
+        sync,
+        HeldOut(producers, inputs.heldout, config, sinks.timeline),
+        RunCheckpoints(config, inputs.total_steps, inputs.fingerprints, trainer, pipes, sinks),
+        metrics,
+        MismatchGuard(config.guard),
+    )
+    return loop, pipes
+
+
+def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
+    """(position, attempt) -> how that group is sampled; a pure function, so rollouts are reproducible."""
+
+    def sampling(position: int, attempt: int) -> Sampling:
+        return sampled(config, config.rollout.num_generations, group_seed(config.seed, position, attempt))
+
+    return sampling
+
+
+# learner.restarts: how often a lost learner is replaced, and from where the run then goes on.
+
+
+class Restarts:
+    """Holds what the next attempt starts from.
+
+    An attempt begins with fresh processes for all roles, as the same command would: policy versions fall back with the
+    learner, and an engine that has served a later one takes no earlier one.
+    """
+
+    def __init__(self, prepared: Prepared, note: Callable[[str], None]) -> None:
+        self.prepared, self._note = prepared, note
+        self._allowed, self._used = prepared.config.learner.restarts, 0
+
+    def after(self, error: BaseException, *, begun: bool) -> bool:
+        """True if the run goes on after this error. begun: the attempt came as far as its loop, so that the newest
+        checkpoint on the disk is one that it would go on from. What is lost with its node on the way to a generator is
+        a policy, and the learner with it."""
+        lost = first_of(error)
+        if not isinstance(lost, LearnerLost | ValueLost) or self._used == self._allowed:
+            return False
+        self._used += 1
+        newest = checkpoint.newest(self.prepared.config.run_dir / "checkpoints")[0] if begun else None
+        if newest is not None:
+            self.prepared = replace(self.prepared, resume_from=newest, finished_steps=checkpoint.step_of(newest))
+        where = f"step {self.prepared.finished_steps}" if self.prepared.resume_from else "the start"
+        self._note(f"{sentence_of(lost)}; restart {self._used} of {self._allowed}, with fresh processes, from {where}")
+        return True
+
+
+# memory.base: shared. The one copy of the base belongs to the generator; the learner maps it.
+
+
+@asynccontextmanager
+async def replacing_owner(
+    generator: Actor[RolloutService], trainer: Actor[TrainerService], deadlines: DeadlineConfig
+) -> AsyncIterator[None]:
+    """Inside of it a fresh generator is started in the place of a lost one.
+
+    The learner lets the lost one's base go first, after its step, so that two bases never lie in memory at once; then
+    it takes the fresh one's. If none starts, the learner stays without.
+
+    Raises LearnerError if it cannot take it; ActorDied or DeadlineExceeded if the fresh generator is lost as well.
+    """
+    await trainer.call(TrainerService.detach_base, deadlines.step)
+    yield
+    manifest = await generator.call(RolloutService.share_base, deadlines.start)
+    await trainer.call(TrainerService.attach_base, deadlines.start, manifest)
+
+
+# Reward processes that serve all generators, watched: Ray starts those again that end, and nobody those that hang.
+
+log = logging.getLogger("learner")
+
+MAX_LOSSES = 5  # each less than the patience for silence after the one before: then what it is asked ends it
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds that a reward process may give no answer, and that a fresh one may take to start. Together they are three
+    quarters of a group's deadline at most: past that, generators which wait for it would count as hung."""
+
+    silence_s: float
+    start_s: float
+
+    @classmethod
+    def of(cls, deadlines: DeadlineConfig) -> Self:
+        return cls(min(deadlines.heartbeat / 2, deadlines.group / 4), min(deadlines.start, deadlines.group / 2))
+
+
+async def kept_answering(process: Remote[RewardServer], patience: Patience) -> None:
+    """Never returns. A process that hangs is ended, so that Ray starts another, which gets the groups that it had.
+
+    Raises RunEnded: no fresh one has started in time, or more than MAX_LOSSES were lost, each soon after another.
+    StartFailed: it has started, and refused what it was given.
+    """
+    losses, lost_at = 0, -math.inf
+    while True:
+        try:
+            await process.until_ended(patience.silence_s)
+        except DeadlineExceeded as error:
+            said = f"{error}: it hangs"
+            await process.restart()
+        except ActorDied as error:
+            said = str(error)
+        now = time.monotonic()
+        losses, lost_at = (losses + 1 if now - lost_at < patience.silence_s else 1), now
+        if losses > MAX_LOSSES:
+            raise RunEnded(f"{said}; it was lost {losses} times in a row, so it is not started again")
+        log.warning("%s; starting a fresh process", said)
+        await _started(process, patience.start_s)
+
+
+async def _started(process: Remote[RewardServer], deadline_s: float) -> None:
+    try:
+        await process.ready(deadline_s)
+    except DeadlineExceeded:
+        raise RunEnded(
+            f"{process.name}: it was lost, and no fresh process has started within {deadline_s:g} s: its node is gone, "
+            "or none has room (cluster.rewards); start the same command again when there is, or raise "
+            "cluster.deadlines.start and .group"
+        ) from None

@@ -7,25 +7,40 @@ new policy is with every generator, so nothing is generated before that. With ma
 has room for k more batches, and generation goes on while this loop trains.
 """
 
-import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
-from pathlib import Path
-from typing import TypeVar
+from __future__ import annotations
 
-from cluster.actor import ClusterLost
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from cluster.actor import Actor, ClusterLost
+from cluster.buffer import MAX_REFILLS, Batch, Buffer
 from cluster.deadline import within
 from cluster.files import WriteFailed
-from learner.driver.batches import Batches
-from learner.driver.evaluate import HeldOut
-from learner.driver.failure import RunEnded, first_of, sentence_of
-from learner.driver.mismatch_guard import MismatchGuard
-from learner.driver.run_checkpoints import RunCheckpoints
-from learner.driver.schedule import Schedule
-from learner.driver.step_metrics import StepMetrics
-from learner.driver.updates import Updates
-from learner.driver.watched_learner import LearnerError
-from learner.driver.weight_sync import WeightSync
-from rollout.producer import Producer
+from cluster.telemetry import Timeline
+from learner.algo.advantage import has_signal
+from learner.config import RunConfig
+from learner.driver.evaluate import HeldOut, RewardModels
+from learner.driver.failure import LearnerError, RunEnded, first_of, sentence_of
+from learner.driver.metrics import (
+    MismatchGuard,
+    RewardsFailing,
+    batch_metrics,
+    failing,
+    unscored,
+)
+from learner.driver.record import RunCheckpoints, StepMetrics, StepRecord
+from learner.trainer.service import TrainerService
+from rollout.data.cursor import Cursor
+from rollout.producer import Pipes, Producer
+from rollout.schema import group_position, ragged, rewards_of
+from rollout.weight_sync import Answer, Push
 
 T = TypeVar("T")
 
@@ -37,7 +52,7 @@ class GuardStopped(RunEnded):
 
 
 class Loop:
-    """Consumes groups, produces policies; learner.driver.wiring puts its parts together.
+    """Consumes groups, produces policies; learner.driver.launch puts its parts together.
 
     stop: set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave.
     """
@@ -174,3 +189,396 @@ class Loop:
         self._saving = True
         await self.checkpoints.save(self.step, self.held_out.evaluations, self.held_out.spared)
         self._saving = False
+
+
+# One update for each batch: its rollouts go to disk, the trainer takes a step, and the new policy is fetched.
+
+MOST_UNSCORED = 10
+"""Batches in a row that are passed over. Of data of which a third cannot be scored, a batch of one group is without a
+reward each third time, and ten in a row are once in 60,000; where nothing is ever scored, ten batches say so."""
+
+
+class Updates:
+    """Waits for: the learner.
+
+    step: updates so far, which is the version of the learner's policy. agrees: whether the learner's state goes with
+    the problems that are counted as consumed; false while an update is under way.
+    """
+
+    def __init__(
+        self,
+        trainer: Actor[TrainerService],
+        deadline_s: float,
+        pipes: Pipes,
+        sync: WeightSync,
+        turns: CardTurns,
+        metrics: StepMetrics,
+        record: StepRecord,
+        reward_models: RewardModels,
+    ) -> None:
+        self.step, self.agrees = 0, True
+        self._step: Callable[[list[pa.Table]], Awaitable[dict[str, float]]] = lambda groups: trainer.call(
+            TrainerService.step, deadline_s, groups
+        )
+        self._pipes, self._reward_models = pipes, reward_models
+        self._sync, self._turns, self._metrics, self._record = sync, turns, metrics, record
+        self._under_way: asyncio.Task[tuple[dict[str, float], Push] | None] | None = None
+        self._passed: list[pa.Table] = []  # groups of batches without a reward, since the last update
+        self._in_a_row, self._warned = 0, False
+        self._failing: RewardsFailing | None = None
+
+    async def begin(self, step: int) -> None:
+        """The run goes on from that step; what later ones left is deleted, since those will be taken again."""
+        self.step = step
+        await self._record.begin(step)
+
+    async def first_policy(self, tasks: asyncio.TaskGroup) -> Push:
+        """The policy to begin with; the generators were put to sleep as they started."""
+        push, _ = await self._sync.fetch(tasks)
+        self._record.policy(push.policy_id)
+        await self._turns.generators()
+        return push
+
+    async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
+        """The metrics of the update, and its policy; None where the batch was passed over, since none of its
+        completions has a reward, or reward functions failed on most (`ends_with`). An update that has begun is finished
+        even if the caller is cancelled.
+        """
+        self._under_way = asyncio.create_task(self._learn(batch, tasks))
+        return await asyncio.shield(self._under_way)
+
+    async def settled(self) -> None:
+        """Waits until no update is under way."""
+        if self._under_way is not None:
+            await asyncio.wait({self._under_way})
+
+    def cancel(self) -> None:
+        """Gives up the one that is under way."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether batches were, since the last update."""
+        return bool(self._passed)
+
+    def ends_with(self) -> RewardsFailing | None:
+        """What ends the run: reward functions failed on most completions of a batch, or MOST_UNSCORED batches in a row
+        were passed over. Their problems count as consumed, so that a checkpoint which is written now lets the run go on
+        behind them: the same batch would end it again."""
+        if self._failing is not None:
+            return self._failing
+        if self._in_a_row < MOST_UNSCORED:
+            return None
+        completions = sum(map(len, self._passed))
+        return RewardsFailing(
+            f"rewards: must score some completions: of {MOST_UNSCORED} batches in a row, {completions} completions, "
+            "no reward function, reward model or environment scored any; the same command goes on behind these "
+            "problems (to see them: gleaner rollouts show RUN). If the function is at fault, correct it and give "
+            "resume_allow_changed=[rewards], or another name="
+        )
+
+    async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
+        """Reward models are asked first: what they say belongs to the facts."""
+        async with self._turns.learner():
+            groups, spent = await self._reward_models.score(batch.groups, self.step + 1)
+            learned = await self._train(groups, batch.useless, tasks)
+        if learned is None:
+            self._pipes.buffer.pass_over(len(groups))  # not before generators are awake: they go on with it at once
+            return None
+        return learned[0] | spent, learned[1]
+
+    async def _train(
+        self, groups: Sequence[pa.Table], useless: Sequence[pa.Table], tasks: asyncio.TaskGroup
+    ) -> tuple[dict[str, float], Push] | None:
+        """Metrics and ledger cover all that was generated for the step. The ledger is written meanwhile, and has
+        its file before this returns, hence before any checkpoint counts these problems."""
+        generated = [*groups, *useless]
+        of_step = [*generated, *self._passed]
+        at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, of_step))
+        try:
+            self._failing = failing(generated)
+            if self._failing is not None or unscored(groups):
+                await at_rest
+                self._pass_over(groups, of_step)
+                return None
+            metrics = batch_metrics(of_step, self.step)
+            metrics["rollout/refilled_groups"] = float(len(useless))
+            metrics["rollout/unscored_groups"] = float(len(self._passed))
+            self.agrees = False
+            metrics |= await self._update(groups)
+            await at_rest
+            self._finish(generated)
+            self.step += 1
+            self.agrees, self._passed, self._in_a_row = True, [], 0
+            self._metrics.hold(metrics)
+            with self._pipes.timeline.span("policy", "learner", version=self.step):
+                (push, spent), mismatch = await asyncio.gather(self._sync.fetch(tasks), self._record.mismatch())
+            self._record.policy(push.policy_id)
+            start_in(tasks, asyncio.to_thread(self._record.keep_mismatch, self.step, groups, mismatch))
+        finally:
+            await at_rest
+        return metrics | spent, push
+
+    def _finish(self, groups: Sequence[pa.Table]) -> None:
+        for group in groups:
+            self._pipes.cursor.finish(group_position(group)[0])
+
+    def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
+        """Counts a batch that is not learned from. of_step: all that was generated since the last
+        update, which is kept for the ledger of the next."""
+        self._finish(of_step[: len(of_step) - len(self._passed)])
+        self._passed = of_step
+        self._in_a_row += 1
+        if not self._warned and self._failing is None:
+            self._warned = True
+            self._metrics.note(
+                f"step {self.step + 1}: none of the {sum(map(len, groups))} completions of a batch has a reward (each "
+                "function gave None), so it is passed over and another is taken; rollout/unscored_groups counts the "
+                f"groups, and {MOST_UNSCORED} such batches in a row end the run"
+            )
+
+    async def _update(self, groups: Sequence[pa.Table]) -> dict[str, float]:
+        await self._sync.answered()
+        with self._pipes.timeline.span("train", "learner", step=self.step + 1):
+            metrics = await self._step(list(groups))
+        self._sync.trained_on(groups)
+        return metrics
+
+
+# The groups of one optimizer batch, out of the Buffer.
+
+
+class Batches:
+    """Waits for: groups, no longer than one may take that waits behind others, and those that replace it."""
+
+    def __init__(self, config: RunConfig, buffer: Buffer, timeline: Timeline) -> None:
+        self._config, self._buffer, self._timeline = config, buffer, timeline
+        self._size = config.learner.groups_per_step
+
+    async def take(self, step: int) -> Batch:
+        """The batch of the step after `step`, in the order of the problem stream (so that a resumed run sums in the
+        same order). TimeoutError names what is missing."""
+        config, buffer = self._config, self._buffer
+        batches = 1 + MAX_REFILLS * config.rollout.dynamic_sampling
+        patience = config.cluster.deadlines.start + batches * config.group_deadline_s
+        try:
+            async with within(patience):
+                with self._timeline.span("wait", "loop", step=step + 1):
+                    batch = await buffer.take(self._size, step - config.max_staleness, self._useful)
+        except TimeoutError:
+            raise TimeoutError(
+                f"step {step + 1}: waited {patience:g} s for {self._size} groups; {len(buffer)} lie in the buffer, "
+                f"{buffer.in_use} of {buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are "
+                "long"
+            ) from None
+        return Batch(sorted(batch.groups, key=group_position), batch.useless)
+
+    def _useful(self, group: pa.Table) -> bool:
+        """With dynamic sampling (DAPO, 2503.14476, section 3.2) groups that teach nothing are replaced by others."""
+        return not self._config.rollout.dynamic_sampling or has_signal(rewards_of(group))
+
+
+# When a run is done, and when it evaluates and saves: functions of the number of steps and of what was consumed.
+
+
+class Schedule:
+    """total_steps: after which the run is done at the latest. problems: that may be consumed, of all epochs."""
+
+    def __init__(self, config: RunConfig, total_steps: int, cursor: Cursor, problems: float) -> None:
+        self.total_steps = total_steps
+        self._config, self._cursor, self._problems = config, cursor, problems
+
+    def done(self, step: int) -> bool:
+        """No step is left: groups that were replaced, or had no reward, have used up problems of the epochs, too."""
+        return step >= self.total_steps or self._cursor.consumed >= self._problems
+
+    def evaluates(self, step: int) -> bool:
+        """Every data.eval.every steps, and after the last."""
+        return _due(step, self._config.data.eval.every) or self.done(step)
+
+    def saves(self, step: int) -> bool:
+        """Every checkpoint.every steps, and after the last."""
+        return _due(step, self._config.checkpoint.every) or self.done(step)
+
+    def early_end(self, step: int) -> str | None:
+        """A sentence for the user if the problems are used up before the steps are done, else None."""
+        if not self.done(step) or step >= self.total_steps:
+            return None
+        return (
+            f"epochs: {self._cursor.consumed} problems were consumed by step {step}, since groups were replaced by "
+            "dynamic sampling or had no reward: the run ends here"
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+# Tasks of a group that may be at its end already, by the error of another of its tasks.
+
+
+def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """tasks.create_task(work). Raises RuntimeError, with the work closed, if the group takes no more: Python before
+    3.13 leaves it open, and warns some time later of a coroutine that was never awaited."""
+    try:
+        return tasks.create_task(work)
+    except RuntimeError:
+        work.close()
+        raise
+
+
+# Weight sync, the driver's part: each policy out of the learner, to every generator, with the tokens that prove it.
+
+
+class WeightSync:
+    """Waits for: the learner's policy, and every generator's acknowledgement of it.
+
+    Unblocks: producers, by releasing the slots of the groups that a policy has learned from.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Actor[TrainerService],
+        producers: Sequence[Producer],
+        pipes: Pipes,
+        *,
+        stays: bool,
+    ) -> None:
+        self._trainer, self._producers, self._pipes = trainer, producers, pipes
+        self._dtype, self._stays = config.kv_dtype, stays
+        longest = config.rollout.max_prompt_length + config.rollout.max_completion_length - 1
+        self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
+        deadlines = config.cluster.deadlines
+        self._push_s = deadlines.push
+        # The learner may be without its base until a lost generator is replaced.
+        without = deadlines.start if config.memory.base == "shared" else 0.0
+        self._probe_s = deadlines.push + without
+        under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
+        self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting
+        self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
+
+    async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
+        """The learner's policy as it is now, and the seconds that it took, as metrics. The learner scores the probe
+        tokens while the policy is on its way."""
+        policy, exported = await self._trainer.call(TrainerService.outgoing, self._push_s, self._stays)
+        answered_s = self._expected.result().seconds if self._expected is not None else 0.0  # the probe before
+        spent = {"time/push_export": exported.seconds, "time/push_learner_probe": answered_s}
+        ids = self.probe.ids
+        self._expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
+        return Push(policy, exported.policy_id, ids, self._expected, self._dtype), spent
+
+    async def answered(self) -> None:
+        """Waits until the learner has answered the newest probe, which must come before its next step: an actor takes
+        calls that are a few milliseconds apart in either order, and would answer with the policy after."""
+        if self._expected is not None:
+            await asyncio.wait({self._expected})
+
+    async def _expect(self, version: int, ids: tuple[int, ...]) -> Answer:
+        with self._pipes.timeline.span("probe", "learner", concurrent=True, version=version):
+            return await self._trainer.call(TrainerService.probe, self._probe_s, list(ids))
+
+    def trained_on(self, groups: Sequence[pa.Table]) -> None:
+        """After each step: the probe may go on to tokens of these groups."""
+        self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self._producers))
+
+    async def deliver(self, push: Push, release: int) -> None:
+        """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from. The
+        one before it must have been brought to all of them: the next one may take its place."""
+        version = push.policy_id.version
+        await self._pipes.policy_slot.publish(version, push)
+        names = [producer.name for producer in self._producers]
+        await self._pipes.policy_slot.acknowledged(version, names, self._patience_s)
+        self._pipes.buffer.release(release)
+
+
+# The tokens that learner and generators are asked about, to prove that they have one policy.
+
+TOKENS = 64
+LIFE = 16  # versions that the same tokens are kept at least, since rollout.evidence compares answers to the same ones
+
+
+class Probe:
+    """Tokens of a prompt at first; then of a batch that was trained on, where the policy moves most.
+
+    The same tokens are kept for several versions. The policy goes on moving on them after the step of their own batch:
+    with Adam's beta_1 = 0.9, two thirds of what a batch changes come in the ten steps after it.
+    """
+
+    def __init__(self, prompt: Sequence[int], longest: int) -> None:
+        self._length = min(TOKENS, longest)
+        self.ids = self._filled(prompt)
+        self._age: int | None = None  # versions since they are tokens of a batch
+
+    def trained_on(self, groups: Sequence[pa.Table], settled: bool) -> None:
+        """To be called after each step. settled: a frozen generator would have been found out by the present tokens."""
+        signals = [group for group in groups if _teaches(rewards_of(group))]
+        if self._age is not None:
+            self._age += 1
+        if signals and (self._age is None or (settled and self._age >= LIFE)):
+            self._age, self.ids = 0, self._of(signals[0])
+
+    def _of(self, group: pa.Table) -> tuple[int, ...]:
+        """The end of the prompt and the beginning of the completion whose reward is farthest from the group's mean."""
+        rewards = rewards_of(group)
+        chosen = int(np.nanargmax(np.abs(rewards - np.nanmean(rewards))))
+        completion = ragged(group, "completion_ids")[chosen][: self._length * 3 // 4]
+        return self._filled([*ragged(group, "prompt_ids")[chosen].tolist(), *completion.tolist()][-self._length :])
+
+    def _filled(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens, repeated up to the probe's length: a mean over a few tokens says little."""
+        return tuple((list(tokens) * (self._length // len(tokens) + 1))[: self._length])
+
+
+def _teaches(rewards: npt.NDArray[np.float64]) -> bool:
+    """Whether the policy moves on a group: its rewards differ, or it is one completion alone, which PPO learns from."""
+    return has_signal(rewards) or (len(rewards) == 1 and bool(np.isfinite(rewards[0])))
+
+
+# memory.layout: alternating. Generators and learner take turns on one card.
+
+
+class CardTurns:
+    """alternating: false for every other layout; then nothing here has an effect."""
+
+    def __init__(
+        self, alternating: bool, trainer: Actor[TrainerService], producers: Sequence[Producer], deadline_s: float
+    ) -> None:
+        self._alternating, self._trainer, self._producers = alternating, trainer, producers
+        self._deadline_s = deadline_s
+        self._theirs = asyncio.Event()  # the generators' turn, in which alone a lost one is replaced
+        self._theirs.set()
+        if alternating:
+            for producer in producers:
+                producer.worker.replacing = self._room
+
+    @asynccontextmanager
+    async def learner(self) -> AsyncIterator[None]:
+        """Inside this block the learner has the card to itself, and the generators sleep."""
+        if self._alternating:
+            await self._to_sleep()
+        yield
+        await self.generators()
+
+    async def generators(self) -> None:
+        """The generators have the card from here on; they were asleep."""
+        if self._alternating:
+            await self._trainer.call(TrainerService.release_cache, self._deadline_s)
+            self._theirs.set()  # before they are woken: one that was lost meanwhile is started first
+            await asyncio.gather(*(producer.wake() for producer in self._producers))
+
+    async def _to_sleep(self) -> None:
+        while True:
+            lives = [producer.worker.restarts for producer in self._producers]
+            await asyncio.gather(*(producer.sleep() for producer in self._producers))
+            self._theirs.clear()
+            away = any(producer.away for producer in self._producers)
+            if not away and lives == [producer.worker.restarts for producer in self._producers]:
+                return
+            self._theirs.set()  # one was lost since it slept: what takes its place is to sleep, too
+
+    @asynccontextmanager
+    async def _room(self) -> AsyncIterator[None]:
+        await self._theirs.wait()
+        yield

@@ -14,9 +14,7 @@ from cluster.placement import local_node, place
 from cluster.ray_cluster import joins, store_bytes
 from cluster.startable import check_startable
 from learner.config import RunConfig, roles
-from learner.driver.cards import Cards, wanted
-from learner.driver.memory_budget import Budgets
-from learner.driver.plan_request import layouts, stored_bytes, wish_of
+from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_bytes, wish_of
 from rewards.config import classifier_of
 from rollout.architecture import text_of
 from rollout.data.model_files import read_json
@@ -47,7 +45,7 @@ def check_placement(config: RunConfig, assumed: Cards | None) -> None:
 
 
 def _check_cards(config: RunConfig) -> None:
-    count = wanted(config)
+    count = cards_wanted(config)
     if count == 0:
         return
     driver = nvml.driver_version()

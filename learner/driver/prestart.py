@@ -68,5 +68,5 @@ def import_learner() -> None:
 def import_learner_for_4_bit() -> None:
     """What a learner imports, with bitsandbytes."""
     quiet()
-    import learner.driver.processes
+    import learner.driver.roles
     import learner.ranks.rank_trainer  # noqa: F401

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from cluster.reading import Unreadable, read_mapping
 from learner.config.learner import LoraConfig
-from learner.config.other_names import why_not
+from learner.config.load import why_not
 from rollout.data.hub import split
 from rollout.data.weight_files import WEIGHTS_FILE, header
 from rollout.data.weight_names import SCORE

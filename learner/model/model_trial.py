@@ -1,7 +1,7 @@
 """The learner's own code on a model without weights (torch's meta device): what its constructor would refuse.
 
-A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
-stdout.
+A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
+line on stdout.
 """
 
 import json
@@ -62,7 +62,7 @@ def _weights(lm: Any, path: str, key: str = "model.path") -> list[str]:
     try:
         stored = model_weights(path, key)
         return [] if stored is None else transformers_misfits(path, key, stored, lm)
-    except WeightsError:  # said by learner.driver.model_checks
+    except WeightsError:  # said by learner.driver.input_checks
         return []
 
 
@@ -82,7 +82,7 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
     """What of an adapter does not fit the layers that its own adapter_config.json names."""
     try:
         stored = adapter_weights(folder, key)
-    except WeightsError:  # said by learner.driver.model_checks
+    except WeightsError:  # said by learner.driver.input_checks
         return
     try:
         base = load_base(model, torch.device("meta"), lora=True)

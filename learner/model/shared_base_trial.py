@@ -1,8 +1,8 @@
 """Whether the learner could map the generator's base (memory.base: shared), from names and shapes alone: vLLM's loading
 code and the learner's model, both without weights.
 
-A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
-stdout. What cannot be told so, since vLLM wants numbers or a card for it, is left to the start of the run.
+A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
+line on stdout. What cannot be told so, since vLLM wants numbers or a card for it, is left to the start of the run.
 """
 
 import json
@@ -29,7 +29,7 @@ def wrong_with(config: RunConfig) -> list[str]:
     try:
         stored = model_weights(config.model.source)
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
-    except (WeightsError, ValueError, OSError):  # said by learner.driver.model_checks and learner.model.model_trial
+    except (WeightsError, ValueError, OSError):  # said by learner.driver.input_checks and learner.model.model_trial
         return []
     if stored is None:  # not in this machine's cache
         return []

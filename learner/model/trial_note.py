@@ -1,4 +1,5 @@
-"""How a trial in a process of its own (learner.driver.trials) tells the user what is no reason to refuse a run."""
+"""How a trial in a process of its own (learner.driver.input_checks) tells the user what is no reason to refuse a
+run."""
 
 import sys
 

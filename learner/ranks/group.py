@@ -1,7 +1,7 @@
 """The ranks' process group: torch.distributed, with gloo between processes and NCCL between cards.
 
 Everything has a time-out of its own, since torch's is half an hour. A rank that dies closes its connections, so the
-others notice within a second; one that hangs is found by its pulse (learner.driver.watched_learner), long before.
+others notice within a second; one that hangs is found by its pulse (learner.driver.failure), long before.
 """
 
 import fcntl

@@ -41,7 +41,7 @@ async def meet(ranks: Sequence[Rank], deadlines: DeadlineConfig, back: Return | 
 
 class Regroup:
     """deadlines: a rank whose process does not answer for half a heartbeat hangs, and is killed. So it is replaced
-    before the learner as a whole counts as hung (learner.driver.watched_learner). replaces: false where the base is in
+    before the learner as a whole counts as hung (learner.driver.failure). replaces: false where the base is in
     shards, of which a lost rank takes its own along: then the learner as a whole is lost."""
 
     def __init__(self, ranks: Sequence[Rank], deadlines: DeadlineConfig, *, replaces: bool = True) -> None:

@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from cluster.installed import version_of
-from learner.driver import called_from, end_requests, standard_streams
+from learner.driver import process
 from learner.main import leave
 from learner.tools.commands import (
     doctor,
@@ -110,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> NoReturn:
     """The console script. What the terminal's encoding lacks, a bar of a picture, is shown as a question mark. What
     asks a command to end, SIGTERM or SIGHUP, is what Ctrl-C is."""
-    standard_streams.last()
-    called_from.ours_first()
-    end_requests.command()
+    process.keep_streams()
+    process.ours_first()
+    process.end_as_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

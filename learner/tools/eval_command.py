@@ -13,9 +13,8 @@ from rich.table import Table
 
 from cluster.files import writing
 from cluster.yaml_tree import read_yaml
-from learner.config import RunConfig
-from learner.driver import config_io
-from learner.driver.publishing import ADAPTER, learned_in
+from learner.config import RunConfig, load
+from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
 from learner.tools.eval_progress import EvalProgress
 from learner.tools.evaluation import Evaluated, evaluate
@@ -56,7 +55,7 @@ def _evaluate(asked: Asked) -> None:
     config, adapter = _meant(asked)
     _check_save(asked.save)
     if not math.isfinite(asked.threshold):
-        raise config_io.ConfigError(f"--threshold: must be a number, got {asked.threshold}")
+        raise load.ConfigError(f"--threshold: must be a number, got {asked.threshold}")
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
     with EvalProgress() as progress:
         result = evaluate(
@@ -78,9 +77,9 @@ def _check_save(file: Path | None) -> None:
         return
     folder = file.absolute().parent
     if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise config_io.ConfigError(f"--save: must be a file in a folder that is there and writable, got {file}")
+        raise load.ConfigError(f"--save: must be a file in a folder that is there and writable, got {file}")
     if file.suffix != ".parquet":
-        raise config_io.ConfigError(f"--save: writes Parquet, got {file}; give a name that ends in .parquet")
+        raise load.ConfigError(f"--save: writes Parquet, got {file}; give a name that ends in .parquet")
 
 
 def show(result: Evaluated) -> None:
@@ -110,9 +109,9 @@ def show(result: Evaluated) -> None:
 def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
     """The configuration, and the adapter on its model. Raises ConfigError."""
     if asked.run_folder is not None and asked.config is not None:
-        raise config_io.ConfigError("--run: does not go with --config, which it has in its folder; give one of them")
+        raise load.ConfigError("--run: does not go with --config, which it has in its folder; give one of them")
     if asked.split is not None and asked.data is None:
-        raise config_io.ConfigError(
+        raise load.ConfigError(
             "--split: is of --data; name the source with --data as well, or for other held-out problems of a "
             f"configuration give data.eval.split={asked.split}"
         )
@@ -120,9 +119,7 @@ def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
     if folder is not None:
         file = str(folder / "config.yaml")
         if not Path(file).exists():
-            raise config_io.ConfigError(
-                f"--run: must be a run folder such as runs/demo-seed0, got {folder}; check the path"
-            )
+            raise load.ConfigError(f"--run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
         learned = learned_in(folder)
         if asked.model is None and learned == folder / MODEL:
             changed[:0] = [f"model.path={learned}", NO_REVISION]
@@ -132,7 +129,7 @@ def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
         _check_named(asked)
     elif asked.model is not None and not _names(file, asked.model):
         changed[:0] = [NO_REVISION]
-    return config_io.load(file, changed), adapter
+    return load.load_config(file, changed), adapter
 
 
 def _names(file: str | Path, model: str) -> bool:
@@ -146,14 +143,14 @@ def _check_named(asked: Asked) -> None:
     wanted = {"--model": ("model", asked.model), "--data": ("data", asked.data), "--reward": ("rewards", asked.reward)}
     keys = {override.removeprefix("--").replace("=", ".").partition(".")[0] for override in asked.overrides or []}
     if missing := [name for name, (key, value) in wanted.items() if not value and key not in keys]:
-        raise config_io.ConfigError(
+        raise load.ConfigError(
             f"{', '.join(missing)}: required where no configuration names it; give one with --config FILE or --run DIR"
         )
 
 
 def _adapter(learned: Path | None, folder: Path) -> str:
     if learned is None:
-        raise config_io.ConfigError(
+        raise load.ConfigError(
             f"--run: {folder} has neither {ADAPTER}/ nor {MODEL}/, so it has no checkpoint yet; for its base give "
             f"--config {folder / 'config.yaml'}"
         )

@@ -15,11 +15,11 @@ from cluster.config import DeadlineConfig
 from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig, generator_roles
-from learner.driver.held_out_calls import generate
+from learner.driver.evaluate import generate
+from learner.driver.input_checks import check_served
 from learner.driver.launch import CLOSE_S
-from learner.driver.memory_budget import Budgets
-from learner.driver.model_checks import check_served
-from learner.driver.processes import started, worker_spec
+from learner.driver.memory import Budgets
+from learner.driver.roles import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_content, served
 from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.schema import Problem, groups_of

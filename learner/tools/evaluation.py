@@ -12,20 +12,23 @@ import pyarrow as pa
 
 from cluster.config import RewardProcessConfig
 from learner.config import RunConfig
-from learner.driver.absolute_paths import absolute
-from learner.driver.cards import present, size_for
-from learner.driver.env_check import Tried, check_environment
+from learner.config.load import absolute
 from learner.driver.evaluate import accuracy_reward, greedy, sampled, scores_of
-from learner.driver.findings import Findings, PreflightError
-from learner.driver.first_checks import PROBLEMS
-from learner.driver.function_checks import check_accuracy, check_rewards
+from learner.driver.failure import Findings, PreflightError
+from learner.driver.input_checks import (
+    Tried,
+    adapter_notes,
+    check_accuracy,
+    check_data_prompts,
+    check_environment,
+    check_rewards,
+    load_chat,
+)
 from learner.driver.machine_checks import check_placement
-from learner.driver.memory_budget import settle, settled
-from learner.driver.model_checks import adapter_notes, load_chat
-from learner.driver.preflight import Untokenised
+from learner.driver.memory import cards_present, settle, settled, size_for
+from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
+from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
-from learner.driver.prompt_check import check_data_prompts
-from learner.driver.signal_watch import CUT, NEARLY_ALL, cut_off
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import Asked, groups, policy_of
 from learner.tools.eval_scores import Estimate, Sampled, summary
@@ -116,7 +119,7 @@ def evaluate(
         problems = problems[:limit]
         chat = load_chat(config)
         policy = _policy(adapter, config, chat, note)
-        budgets = settle(config, chat.config, size_for(config, present(config)))
+        budgets = settle(config, chat.config, size_for(config, cards_present(config)))
         config = settled(config, budgets)
         name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
         asked = [Asked(lambda _: greedy(config), 0)]

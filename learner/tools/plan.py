@@ -15,8 +15,8 @@ from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES, Shape, hub_name, shape_of
 from cluster.memory.units import DTYPE_BYTES, Parts
 from cluster.ray_cluster import store_bytes
-from learner.driver import card_size
-from learner.driver.card_size import CardSize
+from learner.driver import memory
+from learner.driver.memory import CardSize
 from learner.tools import plan_picture, plan_tables
 from learner.tools.plan_config import block
 from rollout.architecture import NO_FLOAT16
@@ -127,7 +127,7 @@ def run(asked: Asked) -> int:
 
 def _card(asked: Asked) -> CardSize:
     try:
-        size = card_size.parse(asked.gpu)
+        size = memory.card_size(asked.gpu)
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from None
     if asked.kv_cache_dtype == "fp8" and size.card is not None and size.card.capability < cards.FP8_KV:

@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Callable
 
-from learner.driver import config_io, failure
-from learner.driver.first_checks import PROBLEMS
+from learner.config import load
+from learner.driver import failure
+from learner.driver.preflight import PROBLEMS
 
 Kinds = tuple[type[Exception], ...]
 
@@ -18,7 +19,7 @@ def reported(work: Callable[[], None], wrong: Kinds = (), failed: Kinds = ()) ->
         work()
     except (Exception, BaseExceptionGroup) as several:
         cause = failure.first_of(several)
-        if isinstance(cause, (*PROBLEMS, config_io.ConfigError, *wrong, *failed)):
+        if isinstance(cause, (*PROBLEMS, load.ConfigError, *wrong, *failed)):
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 1 if isinstance(cause, failed) else 2
         text, code = failure.tell(cause, failure.AGAIN)

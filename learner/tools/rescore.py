@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import ValidationError
 
-from learner.driver.config_io import ConfigError, parse_value, sentences
-from learner.driver.function_checks import prefilled_notes
-from learner.driver.terminal_text import escaped
+from learner.config.load import ConfigError, parse_value, sentences
+from learner.driver.console import escaped
+from learner.driver.input_checks import prefilled_notes
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 
 NARROW = 44  # columns that a completion wants beside another
 

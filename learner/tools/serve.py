@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from cluster import own_path
-from learner.config import RunConfig
-from learner.driver import config_io
-from learner.driver.model_checks import check_served
-from learner.driver.publishing import ADAPTER, learned_in
+from learner.config import RunConfig, load
+from learner.driver.checkpoint import ADAPTER, learned_in
+from learner.driver.input_checks import check_served
 from learner.model.adapter_config import CONFIG_FILE, MODEL, AdapterError, read_content, served
 from learner.tools.as_trained import as_trained
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
@@ -67,7 +66,7 @@ def _check_free(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
             trial.bind((address[0], port))
     except (OSError, OverflowError, UnicodeError) as error:
-        raise config_io.ConfigError(
+        raise load.ConfigError(
             f"--host, --port: must be an address of this machine and a port that is free, got {host}:{port} ({error}); "
             "give another --port, or --host 127.0.0.1"
         ) from None
@@ -118,11 +117,11 @@ def _run_in(run_dir: Path) -> tuple[RunConfig, Path]:
     if not file.exists():
         whole = (run_dir / "config.json").exists()
         next_step = f"a model is served by: vllm serve {run_dir}" if whole else "check the path"
-        raise config_io.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; {next_step}")
-    config = config_io.load(str(file), [])
+        raise load.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; {next_step}")
+    config = load.load_config(str(file), [])
     learned = learned_in(run_dir.resolve())
     if learned is None:
-        raise config_io.ConfigError(
+        raise load.ConfigError(
             f"RUN: {run_dir} has neither {ADAPTER}/ nor {MODEL}/ before its first checkpoint; wait for it"
         )
     return config, learned
@@ -170,7 +169,7 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     if learned.name == MODEL:
         return ["--model", str(learned), "--served-model-name", name]
     if _on_cpu() and _with_experts(config.model.source):
-        raise config_io.ConfigError(
+        raise load.ConfigError(
             f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
             f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
         )

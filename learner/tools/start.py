@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from learner.driver.called_from import hidden_package
+from learner.driver.process import hidden_package
 
 
 def console() -> NoReturn:

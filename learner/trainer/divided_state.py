@@ -3,7 +3,7 @@ distributed checkpoint. Each rank writes its rows of weights and moments, and re
 goes on, on however many ranks. The whole model for users is gathered weight by weight.
 
 8-bit states are not rows: their blocks begin with each rank's own rows. So they go into a file of each rank, and as
-many ranks must read them again (learner.driver.resume sees to it).
+many ranks must read them again (learner.driver.identity sees to it).
 """
 
 import warnings

@@ -10,7 +10,7 @@ torch gives float32 products to oneDNN only where it is told that less than floa
 units for bfloat16 computes in float32 all the same; one that has them may round. So one product is compared with
 float64, and the setting stays only if nothing was rounded and time is saved.
 
-It holds for every product of the process: only learner.driver.processes calls this, for a process that is
+It holds for every product of the process: only learner.driver.roles calls this, for a process that is
 the learner's alone.
 """
 

@@ -1,7 +1,7 @@
 """A user's own surrogate objective, tried on a few tokens before anything expensive starts.
 
-A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
-stdout.
+A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
+line on stdout.
 """
 
 import json

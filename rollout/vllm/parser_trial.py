@@ -1,7 +1,7 @@
 """Whether some parser reads the tool calls of a model, where that takes vLLM.
 
-A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
-stdout.
+A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
+line on stdout.
 """
 
 from __future__ import annotations

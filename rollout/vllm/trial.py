@@ -1,7 +1,7 @@
 """Whether vLLM knows a model's architecture, LoRA for it, and 4 bits, by its registry alone: no engine is started.
 
-A process of its own (learner.driver.trials): a configuration as JSON on stdin, a list of sentences as the last line on
-stdout.
+A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
+line on stdout.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 from tokenizers import Tokenizer
 
-from learner.driver import mismatch_files
+from learner.driver import record
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.write import report
 from rollout import ledger
@@ -163,7 +163,7 @@ def test_tokens_are_coloured_by_how_far_the_learner_is_from_the_sampler(run: Pat
     group = make_group(0, rewards=[1.0, 0.0, 0.5])
     kept = pa.array([[0.5], [-1e-5, 0.0], None], pa.list_(pa.float16()))  # null: not trained on
     ledger.write(run / "rollouts", 1, [group])
-    mismatch_files.write(run, 1, [group], kept)
+    record.write_mismatch(run, 1, [group], kept)
     report(run, None, None, 2**20)
     driver = visit(run / "report.html")
     driver.find_element(By.CSS_SELECTOR, "#list button").click()

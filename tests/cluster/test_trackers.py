@@ -12,7 +12,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from cluster.telemetry import Metrics
 from cluster.trackers import TRACKERS, Sample, TrackedRun, tracked
-from learner.driver.config_io import ConfigError, load
+from learner.config.load import ConfigError, load_config
 
 REQUIRED = ("model.path=m", "data.path=d.jsonl", "rewards=[{use: number}]")
 
@@ -45,7 +45,7 @@ class Down(Lines):
 
 def test_a_row_of_the_table_is_enough_for_a_new_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRACKERS, "lines", Lines)
-    config = load(None, [*REQUIRED, "trackers=[lines, tensorboard]"])
+    config = load_config(None, [*REQUIRED, "trackers=[lines, tensorboard]"])
     metrics = Metrics(tmp_path, config.trackers, resume_step=0)
     metrics.log(1, {"reward/mean": 0.5, "loss/total": nan})
     metrics.completions(1, [{"prompt": "2+2=", "completion": "4", "reward": 1.0}])
@@ -79,7 +79,7 @@ def test_a_tracker_that_is_not_there_is_refused_by_name() -> None:
         ConfigError,
         match=r"trackers\.0: must be one of tensorboard, .*, prometheus, got 'tensorbord'; leave it out",
     ):
-        load(None, [*REQUIRED, "trackers=[tensorbord]"])
+        load_config(None, [*REQUIRED, "trackers=[tensorbord]"])
 
 
 def test_a_tracker_that_fails_costs_one_line_and_no_metrics(
@@ -102,4 +102,4 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command(monkeypa
     monkeypatch.setattr(Down, "PACKAGE", "no_such_tracker", raising=False)
     monkeypatch.setitem(TRACKERS, "lines", Down)
     with pytest.raises(ConfigError, match=r"trackers\.0: lines needs the package no_such_tracker.*gleaner-rl\[lines\]"):
-        load(None, [*REQUIRED, "trackers=[lines]"])
+        load_config(None, [*REQUIRED, "trackers=[lines]"])

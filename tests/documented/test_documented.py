@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from learner.driver.config_io import validated
+from learner.config.load import validated
 from tests.documented.blocks import ROOT, Block, blocks, commands_of
 from tests.documented.exceptions import NOT_RUN, PYTHON
 from tests.documented.harmless import Refused, check, harm

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig
-from learner.driver import processes
-from learner.driver.memory_budget import settle
+from learner.driver import roles
+from learner.driver.memory import settle
 
 MODEL = {"model_type": "unknown"}
 
@@ -50,8 +50,8 @@ async def test_the_learner_on_a_card_has_expandable_segments_and_the_generator_h
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's sleep has an allocator of its own, which refuses them."""
-    monkeypatch.setattr(processes, "RolloutWorker", Told)
-    monkeypatch.setattr(processes, "make_trainer", Told)
+    monkeypatch.setattr(roles, "RolloutWorker", Told)
+    monkeypatch.setattr(roles, "make_trainer", Told)
     config = RunConfig.model_validate(
         {
             "model": {"path": "m"},
@@ -61,7 +61,7 @@ async def test_the_learner_on_a_card_has_expandable_segments_and_the_generator_h
         }
     )
     prepared: Any = SimpleNamespace(config=config, budgets=settle(config, MODEL), total_steps=1)
-    started = await processes.start_processes(prepared, session, print)
+    started = await roles.start_processes(prepared, session, print)
     (generator,), learner = started.generators, started.learner
     told: Any = Told.allocator
     assert await learner.call(told, 30) == ("expandable_segments:True",) * 2

@@ -18,9 +18,9 @@ from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig
-from learner.driver.memory_budget import settle
-from learner.driver.processes import make_trainer, worker_spec
-from learner.driver.wiring import sampling_of
+from learner.driver.launch import sampling_of
+from learner.driver.memory import settle
+from learner.driver.roles import make_trainer, worker_spec
 from learner.trainer.service import TrainerService
 from rollout.data.chat import Chat
 from rollout.data.cursor import Cursor

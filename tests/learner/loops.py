@@ -11,9 +11,14 @@ import pyarrow as pa
 from cluster.actor import Actor, Local
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
-from learner.driver.fake_trainer import FakeTrainer
-from learner.driver.local_run import VOCAB, LocalRun, MadeUpProblems, local_run
-from learner.driver.run_checkpoints import RunCheckpoints
+from learner.driver.local import (
+    VOCAB,
+    FakeTrainer,
+    LocalRun,
+    MadeUpProblems,
+    local_run,
+)
+from learner.driver.record import RunCheckpoints
 from learner.trainer.service import TrainerService
 from rollout import ledger
 from rollout.fake_engine import FakeEngine

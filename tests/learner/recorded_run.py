@@ -12,11 +12,11 @@ import pyarrow as pa
 from cluster.actor import Local
 from cluster.telemetry import Metrics
 from learner.config import RunConfig
+from learner.config.load import to_yaml
 from learner.driver import checkpoint
-from learner.driver.batch_metrics import batch_metrics
-from learner.driver.config_io import to_yaml
-from learner.driver.fingerprints import FILE, fingerprints_of
-from learner.driver.step_record import StepRecord
+from learner.driver.identity import FILE, fingerprints_of
+from learner.driver.metrics import batch_metrics
+from learner.driver.record import StepRecord
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_groups
 
@@ -41,7 +41,7 @@ def config_of(folder: Path, model: str, **learner: Any) -> RunConfig:
 
 
 def trainer_of(config: RunConfig, budget: int) -> Trainer:
-    """As learner.driver.processes builds it, with the library of float32 products that this process has."""
+    """As learner.driver.roles builds it, with the library of float32 products that this process has."""
     return Trainer(
         config.model,
         config.learner.model_copy(update={"token_budget": budget}),

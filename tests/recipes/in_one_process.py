@@ -11,11 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from cluster.actor import Local
-from learner.driver.config_io import load
-from learner.driver.first_checks import place_output
-from learner.driver.local_run import local_run
-from learner.driver.preflight import prepare
-from learner.driver.processes import make_trainer, worker_spec
+from learner.config.load import load_config
+from learner.driver.local import local_run
+from learner.driver.preflight import place_output, prepare
+from learner.driver.roles import make_trainer, worker_spec
 from rollout.service import RolloutService
 from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker
@@ -23,7 +22,7 @@ from rollout.worker import RolloutWorker
 
 async def run(file: str, overrides: Sequence[str]) -> None:
     """A run of that configuration to its end, with one generator; it leaves its files in the run folder."""
-    prepared = await asyncio.to_thread(lambda: prepare(place_output(load(file, overrides))))
+    prepared = await asyncio.to_thread(lambda: prepare(place_output(load_config(file, overrides))))
     config, budgets, steps = prepared.config, prepared.budgets, prepared.total_steps
     config.run_dir.mkdir(parents=True)
     generator = Local("generator-0", RolloutWorker, [worker_spec(config, 0, budgets)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from learner.driver.batch_metrics import batch_metrics
+from learner.driver.metrics import batch_metrics
 from rewards.call import Group, score, scores
 from rewards.config import RewardConfig
 from rewards.logged import LONGEST_TEXT, MOST, Progress

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from learner.driver import standard_streams
+from learner.driver import process
 from learner.tools.arguments import natural
 from learner.tools.commands.epilog import epilog
 
@@ -58,7 +58,7 @@ def export(
     again, and its logprobs of the run's own completions compared with those of base and adapter, before it is there.
     """
     given = dict(locals())
-    standard_streams.are_commentary()
+    process.streams_are_commentary()
     from learner.tools.export.command import Asked
     from learner.tools.export.command import run as write
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from learner.driver import standard_streams
+from learner.driver import process
 from learner.tools.commands.epilog import epilog
 
 EPILOG = epilog(
@@ -27,7 +27,7 @@ def init(
     """
     from learner.tools.init import InitError, write
 
-    standard_streams.are_commentary()
+    process.streams_are_commentary()
     try:
         print(write(folder, model))
     except InitError as error:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from learner.driver import standard_streams
+from learner.driver import process
 from learner.tools.arguments import natural
 from learner.tools.commands.epilog import epilog
 
@@ -41,7 +41,7 @@ def report(
     One HTML file that needs no network: curves, memory planned and measured, every completion. With --live it follows
     a run that trains.
     """
-    standard_streams.are_commentary()
+    process.streams_are_commentary()
     if terminal:
         return _in_terminal(run, out, against, live=live)
     from learner.tools.report.write import report as write

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.memory.units import LoraRank
-from learner.driver import standard_streams
+from learner.driver import process
 from learner.tools.arguments import natural, positive, rate
 from learner.tools.commands.epilog import epilog
 
@@ -55,7 +55,7 @@ def train(
     It is an adapter with a scalar head, which a run uses by rewards: [{use: "adapter:FOLDER"}].
     """
     given = dict(locals())
-    standard_streams.are_commentary()
+    process.streams_are_commentary()
     from learner.tools.reward_model import Asked, run
 
     return run(Asked(**given))

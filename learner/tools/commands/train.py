@@ -17,7 +17,7 @@ ANYTHING = {"ignore_unknown_options": True}  # --a.b=1 is taken like a.b=1
 
 
 def _key_names(incomplete: str) -> list[str]:
-    from learner.driver.config_io import keys
+    from learner.config.load import keys
 
     return [f"{key.name}=" for key in keys() if key.name.startswith(incomplete)]
 
@@ -48,7 +48,7 @@ def train(
     with a checkpoint.
     """
     if keys:
-        from learner.driver.config_io import describe
+        from learner.config.load import describe
 
         print(describe())
         return 0

@@ -10,9 +10,8 @@ from pathlib import Path
 from cluster import threads
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
-from learner.driver.checkpoint import files_of
-from learner.driver.model_checks import check_served
-from learner.driver.publishing import ADAPTER_FILES, TRAINER
+from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
+from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.bitsandbytes_import import quiet
 from learner.tools.as_trained import AsTrained, as_trained

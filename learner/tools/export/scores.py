@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.reading import read_json
-from learner.driver.checkpoint import files_of
-from learner.driver.publishing import ADAPTER_FILES, TRAINER
+from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.tools.eval_scores import Estimate
 from learner.tools.export.errors import ExportError
 from learner.tools.export.source import Source

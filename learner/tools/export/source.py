@@ -8,9 +8,15 @@ from pydantic import ValidationError
 from cluster.reading import read_text
 from learner.config import RunConfig
 from learner.driver import checkpoint
+from learner.driver.checkpoint import TRAINER
 from learner.driver.evaluate import Evaluation
-from learner.driver.fingerprints import FILE, REVISION, Fingerprints, content_of, differing
-from learner.driver.publishing import TRAINER
+from learner.driver.identity import (
+    FILE,
+    REVISION,
+    Fingerprints,
+    content_of,
+    differing,
+)
 from learner.model.adapter_config import CONFIG_FILE, MODEL
 from learner.tools.export.errors import ExportError
 from rollout.data.weight_files import WEIGHTS_FILE

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 from learner.tools.replay.change_point import ENOUGH, LEAST, Change, change_of, worse
 from learner.tools.replay.recorded import ReplayError
 from learner.tools.report.run_folder import ReportError, Run, read_run

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from learner.config import RunConfig
-from learner.driver.resume import FIXED, leaves, same_value
+from learner.driver.identity import FIXED, leaves, same_value
 from learner.tools.replay.recorded import ReplayError
 
 REWARDS = "rewards"

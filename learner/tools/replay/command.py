@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cluster import threads
 from learner.config import RunConfig
-from learner.driver.absolute_paths import absolute
-from learner.driver.batch_metrics import RewardsFailing
+from learner.config.load import absolute
+from learner.driver.metrics import RewardsFailing
 from learner.tools.replay import shown
 from learner.tools.replay.bisect import bisect
 from learner.tools.replay.changes import (

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from cluster.telemetry import Metrics
 from learner.config import RunConfig
+from learner.config.load import to_yaml
 from learner.config.settings import NAME
-from learner.driver import mismatch_files
-from learner.driver.config_io import to_yaml
-from learner.driver.publishing import ADAPTER_FILES
+from learner.driver import record
+from learner.driver.checkpoint import ADAPTER_FILES
 from learner.model.adapter_config import MODEL
 from learner.tools.replay.recorded import ReplayError
 from learner.tools.replay.taking import Learner, Taken
@@ -46,7 +46,7 @@ class ReplayFolder:
         else:
             link = self._rollouts / step.file.name
             link.symlink_to(os.path.relpath(step.file.resolve(), self._rollouts.resolve()))
-        mismatch_files.write(self.path, step.number, taken.groups[: taken.trained], taken.mismatch)
+        record.write_mismatch(self.path, step.number, taken.groups[: taken.trained], taken.mismatch)
         self._metrics.log(step.number, taken.metrics)
         self._steps += 1
 

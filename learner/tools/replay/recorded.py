@@ -8,10 +8,15 @@ import pyarrow as pa
 
 from cluster.metrics_file import MetricsFile, number
 from cluster.reading import Unreadable
-from learner.config import RunConfig
-from learner.driver import checkpoint, config_io
-from learner.driver.fingerprints import FILE, Fingerprints, differing, fingerprints_of
-from learner.driver.step_record import PolicyLine, read_policies
+from learner.config import RunConfig, load
+from learner.driver import checkpoint
+from learner.driver.identity import (
+    FILE,
+    Fingerprints,
+    differing,
+    fingerprints_of,
+)
+from learner.driver.record import PolicyLine, read_policies
 from learner.tools.report.run_folder import ReportError, read_run
 from rollout import ledger
 from rollout.env.config import EnvConfig
@@ -162,14 +167,14 @@ def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     if not file.exists():
         raise ReplayError(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
     try:
-        plain = config_io.load(str(file), ())
-    except config_io.ConfigError as error:
+        plain = load.load_config(str(file), ())
+    except load.ConfigError as error:
         first = str(error).splitlines()[0]
         raise ReplayError(
             f"RUN: {file} was written by another version of gleaner, and this one refuses it ({first}); correct the "
             "file, or replay with that version"
         ) from None
-    return config_io.load(str(file), overrides) if overrides else plain
+    return load.load_config(str(file), overrides) if overrides else plain
 
 
 def _kept(root: Path) -> list[Path]:

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from learner.driver.step_record import POLICIES
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
+from learner.driver.record import POLICIES
 from learner.tools.replay.recorded import Recorded, Step
 from learner.tools.replay.same import Compared
 from learner.tools.replay.taking import Taken

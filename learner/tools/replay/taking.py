@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from learner.config import RunConfig
-from learner.driver.batch_metrics import RewardsFailing, batch_metrics, failing, unscored
-from learner.driver.publishing import TRAINER
+from learner.driver.checkpoint import TRAINER
+from learner.driver.metrics import (
+    RewardsFailing,
+    batch_metrics,
+    failing,
+    unscored,
+)
 from learner.tools.replay.recorded import ReplayError, Step
 
 if TYPE_CHECKING:  # torch loads when the first step is taken
@@ -139,7 +144,7 @@ def _build(config: RunConfig, conditions: Conditions) -> "Trainer":
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from learner.driver.processes import make_trainer
+    from learner.driver.roles import make_trainer
     from learner.trainer.float32_products import use_library
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from learner.algo.advantage import ADVANTAGES
-from learner.driver import mismatch_files
+from learner.driver import record
 from learner.tools.report.packing import Block, packed
 from learner.tools.report.run_folder import ReportError
 from rollout import ledger
@@ -20,7 +20,7 @@ from rollout.schema import asked_of, groups_of, lasts, rewards_of, said_of
 
 SHOWN = 160  # characters of a prompt in the list
 LOGPROB_PARTS = 100  # a logprob is kept in hundredths of a nat, as a whole number
-Mismatch = Mapping[str, Sequence[list[float] | None]]  # learner.driver.mismatch_files.read
+Mismatch = Mapping[str, Sequence[list[float] | None]]  # learner.driver.record.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,13 @@ def _turn(row: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def mismatch_file(file: Path) -> Path:
     """Of the step that the rollouts are of."""
-    return file.parent.parent / mismatch_files.FOLDER / file.name
+    return file.parent.parent / record.MISMATCH_FOLDER / file.name
 
 
 def _mismatch(file: Path) -> Mismatch:
     """Of the step that the rollouts are of; empty where the run kept none, or its file is being written."""
     try:
-        return mismatch_files.read(mismatch_file(file))
+        return record.read_mismatch(mismatch_file(file))
     except (OSError, ValueError, pa.ArrowException):
         return {}
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster import run_lock
 from cluster.metrics_file import MetricsFile, number
 from cluster.reading import Unreadable, json_value, read_text
 from cluster.yaml_tree import ConfigError, check_plain, mapping_of
-from learner.driver import phases, run_lock
+from learner.driver import console
 from rollout import ledger
 
 REPLAY = "replay.json"  # in the folder of a replay
@@ -34,7 +35,7 @@ class Run:
         metrics: name -> [S] values, None where a step has none or it was not finite. `at` is seconds since 1970.
         config: config.yaml; plan: plan.json; replay: replay.json. Empty where the file is missing or not whole.
         rollouts: the step files, oldest first.
-        phases: of each start of the run that came to its end, seconds of each phase (learner.driver.phases.read).
+        phases: of each start of the run that came to its end, seconds of each phase (learner.driver.console.read).
         remarks: sentences on what is missing or was left out.
     """
 
@@ -164,9 +165,9 @@ def _evenly(steps: list[int], evaluated: list[int]) -> list[int]:
 
 def _phases(folder: Path, remarks: list[str]) -> list[dict[str, float]]:
     try:
-        return phases.read(folder)
+        return console.read_phases(folder)
     except Unreadable as error:
-        remarks.append(f"{phases.FILE} cannot be read: {error}.")
+        remarks.append(f"{console.PHASES_FILE} cannot be read: {error}.")
         return []
 
 

@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
+from cluster import run_lock
 from cluster.files import writing
-from learner.driver import run_lock
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 from learner.tools.report.build import blocks_of
 from learner.tools.report.live import LiveServer, Watched
 from learner.tools.report.page import page

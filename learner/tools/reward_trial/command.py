@@ -10,9 +10,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from learner.config import RunConfig
-from learner.driver.absolute_paths import absolute
-from learner.driver.config_io import ConfigError, load, sentences
-from learner.driver.function_checks import prefilled_notes, requests_notes
+from learner.config.load import ConfigError, absolute, load_config, sentences
+from learner.driver.input_checks import prefilled_notes, requests_notes
 from learner.tools.other_data import of_other_data
 from learner.tools.reward_trial.cases import (
     Case,
@@ -113,7 +112,7 @@ def _meant(asked: Asked) -> Meant:
         assert asked.reward is not None  # options.py has looked
         return Meant(None, data, functions_of([asked.reward]), [])
     others = of_other_data() if asked.data is not None else []
-    config = load(asked.config, [*others, *(f"{key}={value}" for key, value in changed.items())])
+    config = load_config(asked.config, [*others, *(f"{key}={value}" for key, value in changed.items())])
     # Without its revision, for which the hub would be asked: no model is read here.
     whole = absolute(config.model_copy(update={"model": config.model.model_copy(update={"revision": None})}))
     rewards = functions_of(whole.rewards)

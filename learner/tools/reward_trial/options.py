@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from learner.driver.config_io import sentences
+from learner.config.load import sentences
 from learner.tools.rescore import RescoreError, argument, rescore, size_of
 from learner.tools.reward_trial.cases import TrialError
 from learner.tools.reward_trial.command import Asked

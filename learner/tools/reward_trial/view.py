@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from typing import Any
 
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 from learner.tools.reward_trial.scoring import Scored
 
 PROMPT, TEXT = 240, 100  # characters that are shown

@@ -10,8 +10,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import DataTable, Footer, Input, Static
 
-from learner.driver.phases import sentence
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped, sentence
 from learner.tools.report.run_folder import ReportError, Run, read_run
 from learner.tools.report.starts import starts_of
 from learner.tools.rollouts import RolloutsError

@@ -5,7 +5,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Sparkline, Static
 
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 from learner.tools.report.figures import is_score
 from learner.tools.report.run_folder import Run
 

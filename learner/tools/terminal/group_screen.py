@@ -10,7 +10,7 @@ from textual.events import Resize
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 from learner.tools.rollout_view import of_group
 from learner.tools.terminal.groups import Listed
 

@@ -1,7 +1,7 @@
 """The form of completions, compiled for a tokenizer by the library that vLLM compiles its own with.
 
-As a process (learner.driver.trials) it tries the form of a run: a configuration as JSON on stdin, a list of sentences
-as the last line on stdout.
+As a process (learner.driver.input_checks) it tries the form of a run: a configuration as JSON on stdin, a list of
+sentences as the last line on stdout.
 """
 
 from __future__ import annotations

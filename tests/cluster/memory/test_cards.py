@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.memory.cards import CARDS, lacks, named
-from learner.driver.card_size import parse
+from learner.driver.memory import card_size
 
 MIB = 2**20
 
@@ -27,18 +27,18 @@ MIB = 2**20
     ],
 )
 def test_a_card_by_name_by_what_it_is_sold_as_or_by_size(text: str, mib: int) -> None:
-    assert parse(text).bytes == pytest.approx(mib * MIB, abs=1)
+    assert card_size(text).bytes == pytest.approx(mib * MIB, abs=1)
 
 
 def test_a_number_says_what_was_understood_and_a_name_which_card() -> None:
-    found = parse("24")
+    found = card_size("24")
     assert found.card is None
     assert found.note == (
         "24 GB as sold: 21.9 GiB, the least that is free on such a card (rtx3090, rtx4090, rtxa5000, a10, a10g, l4); a "
         "name is exact"
     )
-    assert parse("l4").card in CARDS
-    assert parse("24GB").bytes == 24 * 10**9
+    assert card_size("l4").card in CARDS
+    assert card_size("24GB").bytes == 24 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_number_says_what_was_understood_and_a_name_which_card() -> None:
 )
 def test_what_is_neither_is_refused_with_what_may_have_been_meant(text: str, told: str) -> None:
     with pytest.raises(ValueError) as caught:
-        parse(text)
+        card_size(text)
     assert told in str(caught.value)
 
 

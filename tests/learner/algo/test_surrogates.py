@@ -18,8 +18,8 @@ from learner.algo.loss import token_loss
 from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES, Surrogate
 from learner.algo.tokens import Tokens, log_ratio_of
+from learner.config import load
 from learner.config.learner import LearnerConfig
-from learner.driver import config_io
 from tests.learner import hand_slopes
 from tests.learner.tokens import batch_of
 from tests.loss_table import table
@@ -188,13 +188,13 @@ def test_a_new_row_is_all_that_a_variant_needs(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_table_is_what_help_and_errors_say() -> None:
     names = " | ".join(SURROGATES)
-    assert f"learner.loss.ratio = masked  ({names} | path/file.py:function)" in config_io.describe()
-    assert "learner.loss.kind = dapo  (dapo | dr_grpo | grpo)" in config_io.describe()
-    assert "learner.loss.advantage = batch  (group | batch | none)" in config_io.describe()
+    assert f"learner.loss.ratio = masked  ({names} | path/file.py:function)" in load.describe()
+    assert "learner.loss.kind = dapo  (dapo | dr_grpo | grpo)" in load.describe()
+    assert "learner.loss.advantage = batch  (group | batch | none)" in load.describe()
     for wrong, near in (("truncate", "; did you mean truncated?"), ("my_loss.py", ""), (":f", ""), ("my_loss.py:", "")):
         with pytest.raises(ValidationError) as caught:
             LearnerConfig.model_validate({"loss": {"ratio": wrong}})
-        (line,) = config_io.sentences(caught.value, LearnerConfig)
+        (line,) = load.sentences(caught.value, LearnerConfig)
         names = ", ".join(SURROGATES)
         rule = f"must be one of {names}, or a function of your own as path/file.py:function{near}"
         assert line == f"loss.ratio: {rule} (got '{wrong}')"

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from learner.config.load import ConfigError, load_config
 from learner.config.rules import RULES
-from learner.driver.config_io import ConfigError, load
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: format}]"]
 FULL, CLIP = "learner.mode=full", "learner.loss.ratio=clip"
@@ -173,7 +173,7 @@ ALLOWED = [
 def told(*overrides: str) -> list[str]:
     """The lines that refuse a configuration; none if it is taken."""
     try:
-        load(None, [*NEEDED, *overrides])
+        load_config(None, [*NEEDED, *overrides])
     except ConfigError as error:
         return str(error).splitlines()
     return []

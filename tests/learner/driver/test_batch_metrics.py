@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.driver.batch_metrics import batch_metrics, failing, unscored
+from learner.driver.metrics import batch_metrics, failing, unscored
 from rollout.fake_groups import make_group
 from rollout.types import Completion
 

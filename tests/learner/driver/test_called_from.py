@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.own_path import ROOT
-from learner.driver.called_from import hidden_package, ours_first
+from learner.driver.process import hidden_package, ours_first
 from learner.main import main
 
 

@@ -10,10 +10,9 @@ import pytest
 from cluster.memory.shape import SHAPES
 from cluster.nvml import Card
 from learner.config import RunConfig
-from learner.driver import cards
-from learner.driver.cards import Cards, present, size_for
-from learner.driver.findings import PreflightError
-from learner.driver.memory_budget import settle, settled
+from learner.driver import memory
+from learner.driver.failure import PreflightError
+from learner.driver.memory import Cards, cards_present, settle, settled, size_for
 
 GIB = 2**30
 HALVES = {"gpus": {"generator": 0.5, "learner": 0.5}}
@@ -26,20 +25,20 @@ def config_of(**changes: Any) -> RunConfig:
 
 def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [Card("H100", "a", 80 * GIB, 79 * GIB, (9, 0)), Card("H100", "b", 80 * GIB, 75 * GIB, (9, 0))]
-    monkeypatch.setattr(cards, "visible_cards", lambda: here)
+    monkeypatch.setattr(memory, "visible_cards", lambda: here)
     both = config_of(cluster={"gpus": {"generator": 1, "learner": 1}})
-    found = present(both)
+    found = cards_present(both)
     assert found is not None
     assert (found.count, found.size, found.assumed) == (2, 75 * GIB, False)
     assert found.note == "cards: 2 x H100, of whose 80.0 GiB only 75.0 GiB are free: other processes have the rest"
     assert size_for(config_of(), found) == 75 * GIB
-    of_one = present(config_of())
+    of_one = cards_present(config_of())
     assert of_one is not None
     assert of_one.size == 79 * GIB  # the run gets the first, so the second may be as full as it likes
-    monkeypatch.setattr(cards, "visible_cards", lambda: here[:1])
-    assert present(both) == Cards(1, 79 * GIB, False, "cards: 1 x H100")
-    monkeypatch.setattr(cards, "visible_cards", list)
-    assert present(both) is None
+    monkeypatch.setattr(memory, "visible_cards", lambda: here[:1])
+    assert cards_present(both) == Cards(1, 79 * GIB, False, "cards: 1 x H100")
+    monkeypatch.setattr(memory, "visible_cards", list)
+    assert cards_present(both) is None
 
 
 def test_defaults_on_a_card_are_the_plan_s() -> None:

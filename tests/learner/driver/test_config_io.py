@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config import RunConfig
-from learner.driver.config_io import ConfigError, load, parse_value, to_yaml
+from learner.config.load import (
+    ConfigError,
+    load_config,
+    parse_value,
+    to_yaml,
+)
 from rewards.secret_values import masked
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: a}, {use: b, weight: 2}]"]
@@ -29,7 +34,7 @@ rollout: {kv_cache: 64MiB}
 def refusal(*overrides: str, path: Path | None = None) -> list[str]:
     """The lines of the error."""
     with pytest.raises(ConfigError) as caught:
-        load(None if path is None else str(path), [*(NEEDED if path is None else []), *overrides])
+        load_config(None if path is None else str(path), [*(NEEDED if path is None else []), *overrides])
     return str(caught.value).splitlines()
 
 
@@ -47,7 +52,7 @@ def test_a_file_with_overrides_on_top(tmp_path: Path) -> None:
         "learner.loss.epsilon=[0.1,1]",
         "learner.loss.ratio=clip",
     ]
-    config = load(str(path), [*overrides, "data.prompt=Q: {question}"])
+    config = load_config(str(path), [*overrides, "data.prompt=Q: {question}"])
     assert config.learner.learning_rate == 1e-4  # YAML 1.1 reads 1e-4 as text
     assert config.learner.loss.epsilon == (0.1, 1.0)
     assert [(r.use, r.weight) for r in config.rewards] == [("format", 0.5), ("accuracy", 3.0)]
@@ -119,7 +124,7 @@ def test_one_mistake_one_sentence(override: str, sentence: str) -> None:
 def test_a_key_of_other_programs_says_why_there_is_none() -> None:
     (said,) = refusal("rollout.oversample=2")
     assert said.startswith("rollout.oversample: there is no such key: running ahead gives more")
-    assert load(None, [*NEEDED, "epochs=1"]).num_steps is None
+    assert load_config(None, [*NEEDED, "epochs=1"]).num_steps is None
 
 
 @pytest.mark.parametrize(
@@ -138,9 +143,9 @@ def test_a_name_of_other_programs_is_told_its_place(override: str, place: str) -
 
 
 def test_a_band_without_upper_end_is_kept_as_it_is_written(tmp_path: Path) -> None:
-    config = load(None, [*NEEDED, "learner.loss.band=[0.25,.inf]"])
+    config = load_config(None, [*NEEDED, "learner.loss.band=[0.25,.inf]"])
     assert config.learner.loss.band == (0.25, float("inf"))
-    assert load(str(write(tmp_path, to_yaml(config))), []) == config
+    assert load_config(str(write(tmp_path, to_yaml(config))), []) == config
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,7 @@ def test_text_on_the_command_line_stays_as_it_stands(text: str, value: object) -
 def test_where_text_alone_is_wanted_nothing_else_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, FILE)
     given = ["name=2024", "data.prompt={question}", "data.split=true", "data.eval.split='a b'", "data.system=null"]
-    config = load(str(path), [*given, "rewards=[number]", "rewards.0.args.tol=1e-3", "rewards.0.name=7"])
+    config = load_config(str(path), [*given, "rewards=[number]", "rewards.0.args.tol=1e-3", "rewards.0.name=7"])
     assert (config.name, config.data.prompt, config.data.split) == ("2024", "{question}", "true")
     assert (config.data.eval.split, config.data.system) == ("a b", None)
     assert [(r.use, r.name, r.args) for r in config.rewards] == [("number", "7", {"tol": 0.001})]
@@ -242,7 +247,7 @@ def test_what_is_written_beside_a_run_is_the_run(tmp_path_factory: Any, **drawn:
     config = RunConfig.model_validate(given_tree)
     path = tmp_path_factory.getbasetemp() / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
-    assert load(str(path), []) == config
+    assert load_config(str(path), []) == config
 
 
 LIGHT = """
@@ -265,8 +270,8 @@ FREE = [
 
 def test_free_arguments_come_back_from_the_file_of_a_run_as_they_were(tmp_path: Path) -> None:
     """By default pydantic writes null for what is not finite, and text for a date or a key that is a number."""
-    config = load(None, [*NEEDED, *FREE])
-    again = load(str(write(tmp_path, to_yaml(config))), [])
+    config = load_config(None, [*NEEDED, *FREE])
+    again = load_config(str(write(tmp_path, to_yaml(config))), [])
     assert repr(again.model_dump()) == repr(config.model_dump())
     assert repr(again.rewards[1].args) == (
         "{'cap': inf, 'per': {'low': [-inf, {'x': nan}], 3: 'three'}, 'since': datetime.date(2025, 2, 3)}"
@@ -305,7 +310,7 @@ def test_help_and_refusal_load_nothing_heavy(words: list[str], code: int, text: 
 @pytest.mark.parametrize("name", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
 def test_a_pipe_that_the_command_was_started_with_is_a_file(name: str) -> None:
     """As learner.train starts a run, and a shell writes <(...)."""
-    script = "import sys; from learner.driver.config_io import load; print(load(sys.argv[1], []).rollout.kv_cache)"
+    script = "import sys; from learner.config.load import load; print(load(sys.argv[1], []).rollout.kv_cache)"
     command = [sys.executable, "-c", script, name]
     ran = subprocess.run(command, input=FILE, text=True, capture_output=True, timeout=60)
     assert ran.stdout == f"{64 << 20}\n", ran.stderr

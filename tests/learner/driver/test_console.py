@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from learner.driver.console import COLUMNS, Progress, duration
+from learner.driver.console import COLUMNS, Phases, Progress, duration
 from learner.driver.evaluate import Evaluation
-from learner.driver.phases import Phases
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.cards import Cards, parse
-from learner.driver.findings import PreflightError
-from learner.driver.trials import Trial
+from learner.driver.failure import PreflightError
+from learner.driver.input_checks import Trial
+from learner.driver.memory import Cards, cards_of
 from learner.main import main
 from learner.model.model_trial import wrong_with
 from rollout.data import hub
@@ -153,10 +153,10 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
 )
 def test_cards(text: str, cards: Cards | None) -> None:
     if cards is not None:
-        assert replace(parse(text), kind=None) == cards
+        assert replace(cards_of(text), kind=None) == cards
     for wrong in ("", "79", "a100", "0x24GiB", "x24GiB", "2x", "2y24GiB", "9999x1GiB"):
         with pytest.raises(PreflightError, match="^--assume-gpus: "):
-            parse(wrong)
+            cards_of(wrong)
 
 
 def spoil(model: Path, how: str) -> None:

@@ -14,8 +14,8 @@ from typing import IO
 
 import pytest
 
-from learner.driver import config_io
-from learner.driver.end_requests import ENDS
+from learner.config import load
+from learner.driver.process import ENDS
 from learner.main import main
 from tests.flow.run import wait_until
 
@@ -309,7 +309,7 @@ def test_one_in_the_first_second_ends_a_command_with_a_sentence(
         os.kill(os.getpid(), number)
         return ""
 
-    monkeypatch.setattr(config_io, "describe", asked_meanwhile)
+    monkeypatch.setattr(load, "describe", asked_meanwhile)
     before = signal.signal(number, signal.SIG_DFL)
     try:
         assert main(["--help"]) == 130

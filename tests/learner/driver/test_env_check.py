@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from learner.config import RunConfig
-from learner.driver.env_check import check_environment, check_environment_column
-from learner.driver.findings import PreflightError
+from learner.driver.failure import PreflightError
+from learner.driver.input_checks import check_environment, check_environment_column
 from rollout.data.chat import Chat
 from rollout.schema import Problem
 from tests.learner.loops import configure

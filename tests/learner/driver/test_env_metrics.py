@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.driver.batch_metrics import batch_metrics
-from learner.driver.env_metrics import env_metrics
+from learner.driver.metrics import batch_metrics, env_metrics
 from rollout.env.processes.wire import BadAnswer, parts, step_to_json
 from rollout.env.protocol import Step
 from rollout.fake_groups import make_group

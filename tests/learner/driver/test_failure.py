@@ -18,10 +18,10 @@ import pytest
 from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed, ValueLost
 from cluster.files import WriteFailed, write_failed, writing
 from learner.driver import checkpoint, failure
+from learner.driver.failure import LearnerError, LearnerLost, WatchedLearner
+from learner.driver.launch import Restarts
 from learner.driver.loop import GuardStopped
 from learner.driver.preflight import Prepared
-from learner.driver.restarts import Restarts
-from learner.driver.watched_learner import LearnerError, LearnerLost, WatchedLearner
 from learner.trainer.service import TrainerService
 from rollout.service import RolloutService
 from rollout.supervised_worker import GivenUp

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from learner.config import RunConfig
-from learner.driver import fingerprints
-from learner.driver.fingerprints import Fingerprints, differing, fingerprints_of
+from learner.driver import identity
+from learner.driver.identity import Fingerprints, differing, fingerprints_of
 from rewards.source import source_of
 from tests import hub_cache
 
@@ -34,9 +34,9 @@ def test_rows_count_by_content_and_order(tmp_path: Path) -> None:
 
 
 def test_a_large_base_counts_by_size_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(fingerprints, "BLOCKS", 8)
-    monkeypatch.setattr(fingerprints, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(identity, "BLOCKS", 8)
+    monkeypatch.setattr(identity, "BLOCK_BYTES", 16)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "README.md").write_text("of no weight")
     file, content = tmp_path / "model.safetensors", bytes(range(256)) * 10
@@ -54,7 +54,7 @@ def test_a_large_base_counts_by_size_and_blocks(tmp_path: Path, monkeypatch: pyt
     assert all(one.startswith("sampled ") for one in seen)
     assert digest(flipped(20)) == seen[0]  # between two blocks: what the docstring says is not seen
     assert set(made(tmp_path).base) == {"config.json", "model.safetensors"}
-    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 10_000)
+    monkeypatch.setattr(identity, "WHOLE_BYTES", 10_000)
     assert digest(flipped(20)) != digest(content)
 
 

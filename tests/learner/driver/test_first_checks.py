@@ -12,9 +12,9 @@ import pytest
 import yaml
 from pyarrow.parquet import write_table
 
-from learner.driver import checkpoint, first_checks, preflight
-from learner.driver.cards import parse
-from learner.driver.config_io import ConfigError, WrongSettings, load
+from learner.config.load import ConfigError, WrongSettings, load_config
+from learner.driver import checkpoint, preflight
+from learner.driver.memory import cards_of
 from learner.main import main
 from rollout.data import files, sources
 
@@ -96,7 +96,7 @@ def test_they_are_told_without_the_code_of_a_model(more: list[str]) -> None:
 @pytest.mark.parametrize(("template", "given"), [("auto", "list"), ("none", "str")])
 def test_a_function_is_tried_once_before_a_run(template: str, given: str) -> None:
     Path("calls").touch()
-    preflight.prepare(load("config.yaml", [f"data.chat_template={template}"]))
+    preflight.prepare(load_config("config.yaml", [f"data.chat_template={template}"]))
     assert Path("calls").read_text().split() == [given]
 
 
@@ -126,9 +126,9 @@ def test_of_parquet_the_columns_are_known_and_what_is_in_them_is_the_librarys_to
     write_table(pa.table({"a": [[1.5], None] * 9, "b": ["x", "y"] * 9}), "rows.parquet")
     rows, whole = sources.first_rows("rows.parquet", "train[5:]", {}, None)
     assert (list(rows[0]), whole) == (["a", "b"], False)
-    begun = first_checks.look(load("config.yaml", ["data.path=rows.parquet", "data.prompt=b"]))
+    begun = preflight.look(load_config("config.yaml", ["data.path=rows.parquet", "data.prompt=b"]))
     assert (begun.wrong, begun.group) == ((), None)
-    begun = first_checks.look(load("config.yaml", ["data.path=rows.parquet", "data.prompt=c"]))
+    begun = preflight.look(load_config("config.yaml", ["data.path=rows.parquet", "data.prompt=c"]))
     assert "there is no column 'c'; columns are a, b" in begun.wrong[0]
     Path("rows.parquet").write_bytes(b"PAR1")
     assert sources.first_rows("rows.parquet", None, {}, None) == ((), False)  # `read` says why
@@ -137,7 +137,7 @@ def test_of_parquet_the_columns_are_known_and_what_is_in_them_is_the_librarys_to
 def test_cells_of_a_large_csv_are_not_judged_by_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SMALL", 5)
     Path("data.csv").write_text("question,answer\n1984,a\n2024,b\n7,c\nWhen?,d\n")
-    assert first_checks.look(load("config.yaml", [])).wrong == ()
+    assert preflight.look(load_config("config.yaml", [])).wrong == ()
 
 
 @pytest.mark.parametrize(("more", "tried"), [({}, True), ({"env": ["OPENAI_API_KEY"]}, False)])
@@ -148,23 +148,25 @@ def test_functions_that_may_ask_somebody_are_not_tried_for_a_mistyped_key(more: 
 
 
 def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load("config.yaml", ["learner.mode=full", "learner.optimizer.kind=adamw", "learner.learning_rate=1e-6"])
-    monkeypatch.setattr(first_checks, "free_disk", lambda _: 10_000)
-    (told,) = first_checks.look(config).wrong
+    config = load_config(
+        "config.yaml", ["learner.mode=full", "learner.optimizer.kind=adamw", "learner.learning_rate=1e-6"]
+    )
+    monkeypatch.setattr(preflight, "free_disk", lambda _: 10_000)
+    (told,) = preflight.look(config).wrong
     assert "output_dir: must have room for 2 checkpoints, " in told
     monkeypatch.setattr(checkpoint, "listing", lambda folder: [folder / "step-000001"])
-    (told,) = first_checks.look(config).wrong
+    (told,) = preflight.look(config).wrong
     assert "room for 1 checkpoint, " in told
-    assert first_checks.look(config, parse("h100")).wrong == ()  # of another machine
-    monkeypatch.setattr(first_checks, "free_disk", lambda _: 2**40)
-    assert first_checks.look(config).wrong == ()
+    assert preflight.look(config, cards_of("h100")).wrong == ()  # of another machine
+    monkeypatch.setattr(preflight, "free_disk", lambda _: 2**40)
+    assert preflight.look(config).wrong == ()
 
 
 @pytest.mark.parametrize("tree", [{"data": 3}, {"model": {}}, {"rewards": "x"}, {"data": {"path": ["a"]}}])
 def test_what_leaves_no_configuration_is_told_by_itself(tree: dict[str, Any]) -> None:
     Path("config.yaml").write_text(yaml.safe_dump({**yaml.safe_load(Path("config.yaml").read_text()), **tree}))
     with pytest.raises(ConfigError) as caught:
-        load("config.yaml", [])
+        load_config("config.yaml", [])
     assert isinstance(caught.value, WrongSettings)
     others = caught.value.others()
     assert others is None or next(iter(tree)) not in others[1]

@@ -11,8 +11,8 @@ from cluster.actor import Local
 from cluster.buffer import MAX_REFILLS, Batch, Buffer
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.batches import Batches
-from learner.driver.local_run import VOCAB
+from learner.driver.local import VOCAB
+from learner.driver.loop import Batches
 from rollout.fake_engine import FakeEngine
 from rollout.fake_worker import FakeWorker
 from rollout.types import Completion, Sampling

@@ -10,9 +10,8 @@ import pytest
 from cluster.actor import Local, Unusable
 from cluster.config import DeadlineConfig
 from learner.config import RunConfig
-from learner.driver import held_out_calls
-from learner.driver.evaluate import Evaluation, evaluate
-from learner.driver.held_out_calls import Calls, calls_of, generate
+from learner.driver import evaluate as held_out_calls
+from learner.driver.evaluate import Calls, Evaluation, calls_of, evaluate, generate
 from learner.tools.eval_generators import EvaluatedWorker
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_problem

@@ -27,7 +27,7 @@ def model(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """A model that may be spoiled, and the rest of a run that is in order, in a working directory of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pace, "PROBE_S", 0.2)
-    monkeypatch.setattr("learner.driver.model_checks.TEMPLATE_S", 3.0)
+    monkeypatch.setattr("learner.driver.input_checks.TEMPLATE_S", 3.0)
     folder = tmp_path / "tiny"
     folder.mkdir()
     for file in source.iterdir():

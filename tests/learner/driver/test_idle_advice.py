@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from learner.config import RunConfig
-from learner.driver.idle_advice import IdleTimes, advice
+from learner.driver.record import IdleTimes, advice
 
 CARDS = {"gpus": {"generator": 1, "learner": 1}}
 

@@ -19,12 +19,17 @@ from cluster.placement import Role
 from learner.algo.loss_config import LossConfig
 from learner.config import RunConfig, roles
 from learner.driver import launch
-from learner.driver.end_requests import ENDS
-from learner.driver.memory_budget import Budgets
-from learner.driver.phases import Phases
-from learner.driver.processes import CHILDREN_END_BY_THEMSELVES, make_trainer, spawn_rewards, worker_spec
-from learner.driver.watched_learner import LearnerLost
-from learner.driver.wiring import sampling_of
+from learner.driver.console import Phases
+from learner.driver.failure import LearnerLost
+from learner.driver.launch import sampling_of
+from learner.driver.memory import Budgets
+from learner.driver.process import ENDS
+from learner.driver.roles import (
+    CHILDREN_END_BY_THEMSELVES,
+    make_trainer,
+    spawn_rewards,
+    worker_spec,
+)
 from rewards.config import functions_of
 from rewards.pool import Judging
 from rewards.service import RewardServer

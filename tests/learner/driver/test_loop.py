@@ -13,9 +13,9 @@ import pytest
 
 from cluster.actor import ActorDied, Local, Unusable
 from learner.driver import checkpoint
-from learner.driver.batch_metrics import unscored
 from learner.driver.evaluate import Evaluation
-from learner.driver.updates import MOST_UNSCORED
+from learner.driver.loop import MOST_UNSCORED
+from learner.driver.metrics import unscored
 from rollout import ledger
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService

@@ -13,9 +13,8 @@ from cluster.memory.shape import SHAPES
 from cluster.nvml import Card
 from learner.config import RunConfig
 from learner.driver import machine_checks
-from learner.driver.cards import parse
 from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, cuda_wheels
-from learner.driver.memory_budget import settle
+from learner.driver.memory import cards_of, settle
 
 GIB = 2**30
 H100 = Card("H100", "GPU-1", 80 * GIB, 79 * GIB, (9, 0))
@@ -79,8 +78,8 @@ def test_a_card_too_old_for_the_types_of_the_run(monkeypatch: pytest.MonkeyPatch
         "model.dtype: bfloat16 needs compute capability 8.0, this card has 7.5; set model.dtype=float16 (Tesla T4)"
     )
     with pytest.raises(MachineError, match=r"bfloat16 needs compute capability 8.0, this card has 7.5; .*\(t4\)"):
-        check_placement(config_of(), parse("t4"))
-    check_placement(config_of(), parse("a100-80gb"))
+        check_placement(config_of(), cards_of("t4"))
+    check_placement(config_of(), cards_of("a100-80gb"))
     set_up(monkeypatch, [H100, A100], 2)
     assert refusal(config_of(1.0, rollout={"kv_cache_dtype": "fp8"})).startswith("rollout.kv_cache_dtype: fp8 needs")
 

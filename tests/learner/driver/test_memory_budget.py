@@ -15,9 +15,8 @@ from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
-from learner.driver.memory_budget import MemoryPlanError, settle
-from learner.driver.plan_request import layouts, wish_of
-from learner.driver.processes import worker_spec
+from learner.driver.memory import MemoryPlanError, layouts, settle, wish_of
+from learner.driver.roles import worker_spec
 from learner.model.adapter_config import HEAD
 from rollout.config import DEFAULT_KV
 

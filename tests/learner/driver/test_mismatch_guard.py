@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from learner.config import GuardConfig
-from learner.driver.mismatch_guard import MismatchGuard
+from learner.driver.metrics import MismatchGuard
 
 NAME = "policy/mismatch_k3"
 

@@ -9,8 +9,17 @@ from pathlib import Path
 from cluster.config import ClusterConfig, RewardProcessConfig
 from cluster.ray_reservation import Node
 from learner.config import RunConfig
-from learner.driver.node_checks import Needs, downloads, lacks, needs, placed, short_of
-from learner.driver.node_facts import NodeFacts, Wanted, look
+from learner.driver.roles import (
+    Needs,
+    NodeFacts,
+    Wanted,
+    downloads,
+    lacks,
+    look,
+    needs,
+    placed,
+    short_of,
+)
 
 OWN = NodeFacts(
     packages={"Python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.1", "peft": "0.18", "vllm": "0.32.0"},

@@ -10,11 +10,10 @@ import pytest
 
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig
+from learner.config.load import absolute
 from learner.driver import preflight
-from learner.driver.absolute_paths import absolute
-from learner.driver.findings import PreflightError
-from learner.driver.fingerprints import FILE, Fingerprints, fingerprints_of
-from learner.driver.resume import ResumeError, check_allowed, check_same_run
+from learner.driver.failure import PreflightError
+from learner.driver.identity import FILE, Fingerprints, ResumeError, check_allowed, check_same_run, fingerprints_of
 
 LOSS = "def mine(tokens, cap=2.0):\n    return tokens.weighted(tokens.ratio.clamp(max=cap)), tokens.ratio > cap\n"
 

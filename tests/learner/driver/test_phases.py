@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from cluster.telemetry import Timeline
-from learner.driver.phases import Phases, age, read, sentence
+from learner.driver.console import (
+    Phases,
+    age,
+    read_phases,
+    sentence,
+)
 from tests.learner.loops import build, configure, finish
 
 
@@ -61,10 +66,10 @@ def test_of_what_went_on_at_once_the_first_counts_and_all_adds_up(tmp_path: Path
         phases.record(tmp_path, resumed)
     with (tmp_path / "phases.jsonl").open("a") as file:  # NaN, too little, still being written
         file.write('{"at": 1, "wall": NaN}\n{"at": 1}\n[]\n{"at": 1, "wa')
-    lines = read(tmp_path)
+    lines = read_phases(tmp_path)
     assert [line["wall"] for line in lines] == [12, 12]
     assert sum(value for name, value in lines[0].items() if name not in ("at", "wall")) == pytest.approx(12)
-    assert read(tmp_path / "absent") == []
+    assert read_phases(tmp_path / "absent") == []
     assert sentence(phases.seconds) == (
         "12.0 s: start-up 3.0 (preflight 3.0, Ray 0.0, processes 0.0), evaluation 2.0, checkpoints 0.0, training 1.5, "
         "generation 2.5, weight sync 1.0, other 1.2, end 0.8"

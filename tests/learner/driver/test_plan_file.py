@@ -10,8 +10,7 @@ import pytest
 
 from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
-from learner.driver.memory_budget import Budgets, settle
-from learner.driver.plan_file import PlanFile
+from learner.driver.memory import Budgets, PlanFile, settle
 
 
 def settled() -> Budgets:

@@ -128,12 +128,12 @@ def test_what_is_wrong_is_one_line(case: str, config: dict[str, Any], capsys: py
 
 
 def test_other_steps_than_a_run_was_planned_for_say_what_they_do_to_its_rate(config: dict[str, Any]) -> None:
-    from learner.driver.config_io import load
+    from learner.config.load import load_config
     from learner.driver.preflight import _other_rate
 
     cosine = {"learner": {"schedule": {"kind": "cosine", "warmup": 0.5}}}
     Path("config.yaml").write_text(yaml.safe_dump(config | cosine))
-    run = load("config.yaml", [])
+    run = load_config("config.yaml", [])
     run.run_dir.mkdir(parents=True)
     line = {
         "step": 2,
@@ -159,17 +159,16 @@ def test_a_vocabulary_that_does_not_fit(config: dict[str, Any], capsys: pytest.C
 
 
 def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[str, Any]) -> None:
-    from learner.driver.config_io import load
-    from learner.driver.preflight import prepare
-    from learner.driver.run_length import total_steps
+    from learner.config.load import load_config
+    from learner.driver.preflight import prepare, total_steps
 
     Path("config.yaml").write_text(yaml.safe_dump(config))  # 27 problems, 8 a step
-    assert [prepare(load("config.yaml", [f"epochs={n}"])).total_steps for n in (0.1, 1, 2)] == [1, 4, 7]
+    assert [prepare(load_config("config.yaml", [f"epochs={n}"])).total_steps for n in (0.1, 1, 2)] == [1, 4, 7]
     for low, done, total in ((20, [22, 24], 4), (20, [*range(21, 28)], 3)):  # groups were replaced
-        same = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"])).config
+        same = prepare(load_config("config.yaml", ["epochs=1", f"name=low-{len(done)}"])).config
         state = json.dumps({"cursor": {"low": low, "done": done}})
         commit(same.run_dir / "checkpoints", 3, {"config.json": same.model_dump_json(), "state.json": state})
-        prepared = prepare(load("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
+        prepared = prepare(load_config("config.yaml", ["epochs=1", f"name=low-{len(done)}"]))
         assert (prepared.finished_steps, prepared.total_steps) == (3, total)
     changed = same.model_copy(update={"learner": same.learner.model_copy(update={"groups_per_step": 2})})
     for then, planned, total in ((same, 9, 9), (same, 4, 4), (changed, 9, 3 + 1)):  # 22 of 27 are consumed
@@ -177,7 +176,7 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
         folder = commit(same.run_dir.with_name("planned") / "checkpoints", 3, {
             "config.json": then.model_dump_json(), "state.json": state,
         })  # fmt: skip
-        again = load("config.yaml", ["epochs=1", "name=planned"])
+        again = load_config("config.yaml", ["epochs=1", "name=planned"])
         assert total_steps(again, 27, folder) == total
         assert total_steps(again.model_copy(update={"epochs": 2.0}), 27, folder) == (7 if planned == 4 else 3 + 4)
         assert total_steps(again, 100, folder) == 3 + 10  # more rows, as resume_allow_changed allows
@@ -187,21 +186,21 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
     })  # fmt: skip
     assert total_steps(again, 27, steps) == 4  # planned for 60 steps before, for epochs now
     fewer = ["epochs=1", "name=low-2", "learner.groups_per_step=1", "resume_allow_changed=[learner.groups_per_step]"]
-    assert prepare(load("config.yaml", fewer)).total_steps == 3 + 27 - 22
+    assert prepare(load_config("config.yaml", fewer)).total_steps == 3 + 27 - 22
 
 
 def test_a_run_with_checkpoints_does_not_go_on_from_anothers(config: dict[str, Any]) -> None:
-    from learner.driver.config_io import load
-    from learner.driver.findings import PreflightError
+    from learner.config.load import load_config
+    from learner.driver.failure import PreflightError
     from learner.driver.preflight import prepare
 
     Path("config.yaml").write_text(yaml.safe_dump(config))
-    runs = [prepare(load("config.yaml", [f"name={name}"])).config for name in ("base", "branch")]
+    runs = [prepare(load_config("config.yaml", [f"name={name}"])).config for name in ("base", "branch")]
     state = json.dumps({"cursor": {"low": 0, "done": []}})
     for run in runs:
         commit(run.run_dir / "checkpoints", 3, {"config.json": run.model_dump_json(), "state.json": state})
     base = runs[0].run_dir / "checkpoints" / "step-000003"
-    assert prepare(load("config.yaml", ["name=new", f"resume={base}"])).resume_from == base
-    assert prepare(load("config.yaml", ["name=base", f"resume={base}"])).resume_from == base
+    assert prepare(load_config("config.yaml", ["name=new", f"resume={base}"])).resume_from == base
+    assert prepare(load_config("config.yaml", ["name=base", f"resume={base}"])).resume_from == base
     with pytest.raises(PreflightError, match="base.* is another run's, and .*branch holds checkpoints of its own"):
-        prepare(load("config.yaml", ["name=branch", f"resume={base}"]))
+        prepare(load_config("config.yaml", ["name=branch", f"resume={base}"]))

@@ -18,9 +18,14 @@ from transformers import AutoConfig
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.findings import PreflightError
-from learner.driver.model_checks import adapter_notes
-from learner.driver.trials import ENGINE, LEARNER, SHARED_BASE, Trial
+from learner.driver.failure import PreflightError
+from learner.driver.input_checks import (
+    ENGINE,
+    LEARNER,
+    SHARED_BASE,
+    Trial,
+    adapter_notes,
+)
 from learner.model.adapter_config import AdapterError
 from learner.model.meta_base import without_weights
 from learner.model.served_names import served_config, served_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from learner.driver.probe import LIFE, TOKENS, Probe
+from learner.driver.loop import LIFE, TOKENS, Probe
 from rollout.fake_groups import make_group
 from rollout.types import Completion
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
-from learner.driver.env_check import check_environment
-from learner.driver.prompt_check import check_data_prompts, check_prompts
+from learner.driver.input_checks import check_data_prompts, check_environment, check_prompts
 from rollout.data.chat import Chat, ChatError
 from rollout.schema import Problem
 from tests.learner.driver.test_env_check import FAULTY, MODEL, TOOL

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.driver.publishing import publish
+from learner.driver.checkpoint import publish
 from tests.learner import checkpoints
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster import run_lock
 from examples.random_model import make_tiny_model
-from learner.config import RunConfig
-from learner.driver import checkpoint, config_io, launch, preflight, run_lock
-from learner.driver.fingerprints import FILE, Fingerprints
-from learner.driver.resume import ResumeError, check_allowed, check_same_run
+from learner.config import RunConfig, load
+from learner.driver import checkpoint, launch, preflight
+from learner.driver.identity import FILE, Fingerprints, ResumeError, check_allowed, check_same_run
 from learner.main import main
 from tests.learner.checkpoints import commit
 
@@ -189,7 +189,7 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
     }
     Path("config.yaml").write_text(yaml.safe_dump(config))
-    prepared = preflight.prepare(config_io.load("config.yaml", []))
+    prepared = preflight.prepare(load.load_config("config.yaml", []))
     run_dir = prepared.config.run_dir
     for step in (3, 6):
         files = {
@@ -272,7 +272,7 @@ def test_no_checkpoint_is_passed_over_in_silence(run: Path, capsys: pytest.Captu
     assert code == 2
     assert "give another name=" in err
     (run / "checkpoints" / "step-000006" / "trainer" / "adapter_config.json").write_text("[]")
-    prepared = preflight.prepare(config_io.load("config.yaml", []))
+    prepared = preflight.prepare(load.load_config("config.yaml", []))
     assert prepared.resume_from == run / "checkpoints" / "step-000003"
     assert prepared.finished_steps == 3
     assert "step-000006: trainer/adapter_config.json has another sha256" in prepared.skipped_checkpoints[0]

@@ -14,14 +14,10 @@ import yaml
 from safetensors.torch import load_file
 
 from learner.config import RunConfig
-from learner.driver.absolute_paths import absolute
-from learner.driver.config_io import load
-from learner.driver.fingerprints import FILE, Fingerprints, fingerprints_of
-from learner.driver.node_checks import needs
-from learner.driver.node_facts import Wanted, look
+from learner.config.load import absolute, load_config
+from learner.driver.identity import FILE, Fingerprints, ResumeError, check_same_run, fingerprints_of
 from learner.driver.preflight import prepare
-from learner.driver.processes import worker_spec
-from learner.driver.resume import ResumeError, check_same_run
+from learner.driver.roles import Wanted, look, needs, worker_spec
 from learner.main import main
 from learner.model.base import load_base
 from learner.model.bitsandbytes_import import has_4_bit_layers
@@ -66,7 +62,7 @@ def configure(revision: str | None, **changes: Any) -> RunConfig:
         "rollout": {"max_prompt_length": 64, "max_completion_length": 16},
     }
     Path("config.yaml").write_text(yaml.safe_dump(tree | changes))
-    return load("config.yaml", [])
+    return load_config("config.yaml", [])
 
 
 @pytest.mark.parametrize("branch", SEEDS)

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.config import RunConfig
-from learner.driver.fingerprints import same_base
-from learner.driver.processes import worker_spec
+from learner.driver.identity import same_base
+from learner.driver.roles import worker_spec
 from learner.model.adapter_config import HEAD
 from learner.model.model_trial import wrong_with
 from rollout import ledger

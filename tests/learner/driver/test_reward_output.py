@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.driver import reward_output
-from learner.driver.reward_output import RewardOutput
+from learner.driver import console
+from learner.driver.console import RewardOutput
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.output import NAME
@@ -39,7 +39,7 @@ def test_lines_are_kept_said_once_and_counted(tmp_path: Path, capfd: pytest.Capt
 def test_it_grows_no_further_than_it_may_and_what_is_left_out_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, printed: int
 ) -> None:
-    monkeypatch.setattr(reward_output, "MOST", 120)
+    monkeypatch.setattr(console, "MOST_LINES", 120)
     file = tmp_path / NAME
     file.write_text("0123456\n" * (before // 8))
     found = RewardOutput(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from cluster.actor import ActorDied, DeadlineExceeded
 from cluster.config import DeadlineConfig
 from learner.driver.failure import RunEnded
-from learner.driver.reward_processes import Patience, kept_answering
+from learner.driver.launch import Patience, kept_answering
 
 PATIENCE = Patience(silence_s=4.0, start_s=7.0)
 

@@ -11,11 +11,12 @@ import pytest
 
 from cluster.actor import Local
 from cluster.files import Digest, WriteFailed
-from learner.driver import checkpoint, run_checkpoints
+from learner.driver import checkpoint
+from learner.driver import record as run_checkpoints
+from learner.driver.checkpoint import publish
 from learner.driver.evaluate import Evaluation
-from learner.driver.fingerprints import Fingerprints
-from learner.driver.publishing import publish
-from learner.driver.step_record import StepRecord
+from learner.driver.identity import Fingerprints
+from learner.driver.record import StepRecord
 from tests.learner.loops import Trainer, build, configure, finish, first, started
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from learner.config import RunConfig
-from learner.driver.run_length import total_steps
+from learner.driver.preflight import total_steps
 from tests.learner.loops import configure
 
 PROBLEMS = 100  # of an epoch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.driver import run_lock
+from cluster import run_lock
 
 HOLD = """
 import pathlib, sys, time
@@ -24,7 +24,7 @@ with run_lock.held(pathlib.Path(sys.argv[1])):
 COPY = """
 import os, sys, time
 from pathlib import Path
-from learner.driver.run_lock import held
+from cluster.run_lock import held
 from rollout.data.bounded import fails_within
 def hang():
     print(os.getpid(), flush=True)

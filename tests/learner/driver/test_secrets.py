@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from learner.config import RunConfig
-from learner.driver.config_io import ConfigError, load, to_yaml
+from learner.config.load import ConfigError, load_config, to_yaml
 from rollout.data.files import ProblemsError
 from rollout.data.sources import read
 
@@ -31,7 +31,7 @@ def test_config_yaml_and_checkpoints_hold_a_mask_that_compares_equal() -> None:
 
 def test_a_stored_mask_is_refused_where_the_secret_is_needed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(RunConfig.model_validate(TREE)))
-    config = load(str(tmp_path / "config.yaml"), [])
+    config = load_config(str(tmp_path / "config.yaml"), [])
     with pytest.raises(ProblemsError, match=r"data.args: \*\*\* is what stored configurations show"):
         read(config.data.path, None, config.data.args, None, 0)
 
@@ -59,7 +59,7 @@ def test_the_library_gets_the_variables_value_and_its_message_loses_it(
 def test_mistakes_in_the_configuration_are_told_without_it() -> None:
     token = "hf_" + "a1B2" * 8
     with pytest.raises(ConfigError) as error:
-        load(None, [f"data.args={token}", f"rewards=[{{use: number, env: [{token}-x]}}]"])
+        load_config(None, [f"data.args={token}", f"rewards=[{{use: number, env: [{token}-x]}}]"])
     assert "data.args" in str(error.value)
     assert "rewards.0.env" in str(error.value)
     assert token[:12] not in str(error.value)

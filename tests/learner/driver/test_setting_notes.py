@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from learner.driver.config_io import load
-from learner.driver.setting_notes import setting_notes
+from learner.config.load import load_config
+from learner.driver.preflight import setting_notes
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: number}]", "model.dtype=float32"]
 GSPO = "learner.loss.ratio=gspo"
 
 
 def told(*overrides: str, model: dict[str, Any] | None = None, row: dict[str, Any] | None = None) -> list[str]:
-    return [*setting_notes(load(None, [*NEEDED, *overrides]), model or {}, row or {})]
+    return [*setting_notes(load_config(None, [*NEEDED, *overrides]), model or {}, row or {})]
 
 
 def test_gspo_with_the_default_mean_weights_by_length() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.actor import ActorDied, Local, Method, RemoteError
-from learner.driver.local_run import VOCAB
-from learner.driver.watched_learner import LearnerError, WatchedLearner
+from learner.driver.failure import LearnerError, WatchedLearner
+from learner.driver.local import VOCAB
 from rollout.fake_engine import FakeEngine
 from rollout.fake_worker import FakeWorker
 from rollout.shared_base.manifest import BaseNotShared, Manifest

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from learner.config import RunConfig
-from learner.driver.signal_watch import SignalWatch
+from learner.driver.metrics import SignalWatch
 
 GROUPS = 4
 QUIET = {"reward/mean": 0.25, "reward/std": 0.5, "rollout/truncated": 0.1, "loss/trained_tokens": 90.0}

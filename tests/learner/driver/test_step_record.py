@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.actor import Local
-from learner.driver.step_record import StepRecord, read_policies
+from learner.driver.record import StepRecord, read_policies
 from learner.trainer.service import Arithmetic
 from rollout import ledger
 from rollout.types import PolicyId

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from learner.driver.task_group import start_in
+from learner.driver.loop import start_in
 
 
 async def test_work_that_a_group_no_longer_takes_is_closed() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.actor import Local, Unusable
-from learner.driver.local_run import local_run
-from learner.driver.reach import weights_stay
+from learner.driver.local import local_run
+from learner.driver.roles import weights_stay
 from rollout.service import RolloutService
 from rollout.types import SentPolicy, WeightsInFile
 from rollout.weight_sync import Receipt

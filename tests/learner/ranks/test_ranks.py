@@ -12,8 +12,8 @@ import pytest
 
 from cluster.actor import ActorDied, Local, RemoteError, Unusable
 from cluster.config import DeadlineConfig
-from learner.driver.fake_trainer import FakeTrainer
-from learner.driver.watched_learner import LearnerLost, WatchedLearner
+from learner.driver.failure import LearnerLost, WatchedLearner
+from learner.driver.local import FakeTrainer
 from learner.ranks import calls as module
 from learner.ranks.calls import all_of
 from learner.ranks.ranks import Ranks

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig, RunConfig
-from learner.driver.findings import PreflightError
-from learner.driver.model_checks import check_weights
+from learner.driver.failure import PreflightError
+from learner.driver.input_checks import check_weights
 from learner.model.model_trial import wrong_with
 from learner.model.reference_config import ReferenceConfigError
 from learner.model.sharded_reference import ShardedReference

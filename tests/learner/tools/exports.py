@@ -10,8 +10,8 @@ import torch
 
 from learner.config import ModelConfig, RunConfig
 from learner.driver import checkpoint
-from learner.driver.fingerprints import FILE, Fingerprints, content_of
-from learner.driver.publishing import TRAINER
+from learner.driver.checkpoint import TRAINER
+from learner.driver.identity import FILE, Fingerprints, content_of
 from learner.model.export import save
 from learner.model.policy import Policy
 from rollout import ledger

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from cluster.files import digests_in
 from examples.random_families import make_family
+from learner.config.load import load_config
 from learner.driver import checkpoint
-from learner.driver.config_io import load
 from learner.tools.cli import main
 from learner.tools.serve import server_of
 from tests.learner.tools.exports import STEP
@@ -92,7 +92,7 @@ def test_the_server_of_a_model_that_transformers_knows_asks_it(made: Path, tmp_p
     shutil.copytree(made, run)
     shutil.copytree(run / "checkpoints" / checkpoint.name_of(STEP) / "trainer", run / "adapter", dirs_exist_ok=True)
     assert "vllm.entrypoints.openai.api_server" in server_of(run, "127.0.0.1", 1, []).command
-    content = load(str(run / "config.yaml"), []).model_dump(mode="json")
+    content = load_config(str(run / "config.yaml"), []).model_dump(mode="json")
     content["model"]["path"] = str(make_family(tmp_path / "granite", "granite"))
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     command = server_of(run, "127.0.0.1", 1, []).command

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cluster.actor import Local, Unusable
 from cluster.config import DeadlineConfig
 from learner.config import RunConfig, roles
-from learner.driver.held_out_calls import generate
+from learner.driver.evaluate import generate
 from learner.tools.cli import main
 from learner.tools.eval_answers import answer_of
 from learner.tools.eval_generators import EvaluatedWorker

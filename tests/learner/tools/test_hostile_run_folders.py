@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner.driver import config_io
-from learner.driver.findings import PreflightError
-from learner.driver.first_checks import place_output
+from learner.config import load
+from learner.driver.failure import PreflightError
+from learner.driver.preflight import place_output
 from learner.tools.cli import main
 from learner.tools.report import sample
 from learner.tools.report.run_folder import SHOWN, read_run
@@ -180,7 +180,7 @@ def test_numbers_that_are_not_finite_are_none_in_json(tmp_path: Path, capsys: py
 def test_a_run_does_not_begin_where_its_files_are_none(name: str, made: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     MAKERS[made](tmp_path / "run" / name)
-    config = config_io.load("configs/local_cpu.yaml", ["name=run", f"output_dir={tmp_path}"])
+    config = load.load_config("configs/local_cpu.yaml", ["name=run", f"output_dir={tmp_path}"])
     with pytest.raises(PreflightError, match=rf"output_dir: .*{name} must be a (regular file|folder).*another name="):
         place_output(config)
 

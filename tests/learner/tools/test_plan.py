@@ -14,7 +14,7 @@ import yaml
 
 from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
-from learner.driver.memory_budget import settle
+from learner.driver.memory import settle
 from learner.tools.cli import main
 from learner.tools.plan import FIVE
 

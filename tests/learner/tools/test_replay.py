@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from learner.driver import mismatch_files
+from learner.driver import record as mismatch_files
 from learner.tools.cli import main
 from learner.tools.replay import shown
 from learner.tools.replay.changes import changes_of, check_possible
@@ -145,7 +145,7 @@ def test_another_rate_differs_from_the_policy_of_the_first_step_on(
     for step in (1, 4):
         name = f"step-{step:06d}.parquet"
         assert ledger.read(place / "rollouts" / name).equals(ledger.read(recorded / "rollouts" / name))
-        groups = mismatch_files.read(place / "mismatch" / name).values()
+        groups = mismatch_files.read_mismatch(place / "mismatch" / name).values()
         of_tokens = [value for rows in groups for row in rows if row is not None for value in row]
         assert max(map(abs, of_tokens)) == pytest.approx(now[step]["policy/mismatch_max"], rel=1e-3)
     told = json.loads((place / "replay.json").read_text())

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner.driver import mismatch_files, run_lock
+from cluster import run_lock
+from learner.driver import record
 from learner.tools.cli import main
 from learner.tools.report.completions import read_step
 from learner.tools.report.packing import unpacked
@@ -66,7 +67,7 @@ def test_what_failed_and_how_far_learner_and_sampler_are_apart_is_shown_where_it
     ]
     ledger.write(run / "rollouts", 2, groups)
     kept = pa.array([[0.5], [-3e-6, float("nan")], [0.0], None], pa.list_(pa.float16()))
-    mismatch_files.write(run, 2, groups, kept)
+    record.write_mismatch(run, 2, groups, kept)
     found = blocks(page_of(run))
     assert [one.get("mismatch") for one in found["step-1"][0]["completions"]] == [None, None]
     shown = [one.get("mismatch") for group in found["step-2"] for one in group["completions"]]

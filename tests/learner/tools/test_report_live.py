@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from learner.driver import mismatch_files, run_lock
+from cluster import run_lock
+from learner.driver import record
 from learner.tools.cli import main
 from learner.tools.report import live
 from learner.tools.report.completions import Step, read_step
@@ -75,7 +76,7 @@ def test_the_mismatch_of_a_step_is_shown_once_it_was_trained(run: Path, served: 
 
     groups = [make_group(2 + i, completion=[HOSTILE, "4"]) for i in (0, 1)]
     assert not shown()
-    mismatch_files.write(run, 1, groups, pa.array([[0.5, 0.25]] * 4, pa.list_(pa.float16())))
+    record.write_mismatch(run, 1, groups, pa.array([[0.5, 0.25]] * 4, pa.list_(pa.float16())))
     assert shown()
 
 

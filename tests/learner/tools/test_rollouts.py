@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.driver.terminal_text import escaped
+from learner.driver.console import escaped
 from learner.tools.cli import main
 from rollout import ledger
 from rollout.fake_groups import make_group

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.random_families import make_family
-from learner.driver.config_io import ConfigError
+from learner.config.load import ConfigError
 from learner.tools.serve import serve, server_of
 from learner.tools.served_stops import TrainingStops
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from learner.config import RunConfig
-from learner.driver.processes import make_trainer, settle_products
-from learner.driver.step_record import POLICIES
+from learner.driver.record import POLICIES
+from learner.driver.roles import make_trainer, settle_products
 from learner.trainer import float32_products
 from learner.trainer.float32_products import LESS, ONEDNN, choose_library
 from learner.trainer.service import Arithmetic

@@ -10,7 +10,7 @@ from tokenizers import Regex, normalizers
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.config import RunConfig
-from learner.driver.fingerprints import fingerprints_of
+from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
 from rollout.data import stock
 from rollout.data.chat import Chat, Messages, Prompt

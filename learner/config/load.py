@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -13,19 +14,64 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 
 from cluster.yaml_tree import ConfigError, dump, parse_value, read_yaml
-from learner.config import RunConfig, other_names
-from learner.driver.trl_places import place_of
+from learner.config import ModelConfig, RunConfig
+from rewards.base import ADAPTER
+from rewards.config import RewardConfig, classifier_of
+from rewards.pickled import SUFFIX
 from rewards.secret_values import masked
+from rollout.data.chat_error import ChatError
+from rollout.data.hub import commit_of
+from rollout.data.model_files import hub_file
+from rollout.env.config import EnvConfig
+from rollout.env.loader import NAMES, PATHS
+
+TRL_FILE = Path(__file__).with_name("trl_places.json")  # made from the page by tests/trl_places.py
+
+
+def place_of(argument: str) -> str | None:
+    """Where an argument of GRPOTrainer or GRPOConfig has its place here; None for any other word."""
+    places: dict[str, str] = json.loads(TRL_FILE.read_text(encoding="utf-8"))
+    return places.get(argument)
+
+
+# What docs/trl.md says of PEFT's fields and of names in other programs, for the errors that meet them.
+
+PEFT_FILE = Path(__file__).with_name("other_names.json")  # made from the page by tests/trl_places.py
+NOT_HERE = "not here: "
+
+
+@cache
+def _places() -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = json.loads(PEFT_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def of_peft(field: str) -> str | None:
+    """Where a field of PEFT's LoraConfig has its place, or `not here: ` and why; None for any other word."""
+    return _places()["peft"].get(field)
+
+
+def why_not(field: str) -> str | None:
+    """Why there is nothing for a field of PEFT's LoraConfig; None for one that has a place, and any other word."""
+    place = of_peft(field) or ""
+    return place.removeprefix(NOT_HERE) if place.startswith(NOT_HERE) else None
+
+
+def of_others(name: str) -> str | None:
+    """Where a setting has its place that other programs call so; None for any other word."""
+    return _places()["others"].get(name)
+
 
 __all__ = [
-    "ConfigError", "Key", "assign", "describe", "keys", "load", "parse_value", "sentences", "to_yaml", "validated",
+    "ConfigError", "Key", "assign", "describe", "keys", "load_config", "parse_value", "sentences", "to_yaml",
+    "validated",
 ]  # fmt: skip
 
 OVERSAMPLE = (
     "running ahead gives more where completions differ in length; set max_staleness=1 and rollout.in_flight=continue"
 )
 # Keys that other programs have, or earlier versions had, and why there is none here.
-NOT_HERE = {"oversample": OVERSAMPLE}
+RENAMED_OR_GONE = {"oversample": OVERSAMPLE}
 
 # Of keys that one would rather give one value.
 EXAMPLES = {
@@ -41,7 +87,7 @@ INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
-def load(path: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated configuration of a file (or none) with `a.b=value` overrides on top.
 
     Raises ConfigError. List items are reached by index: rewards.0.weight=2.
@@ -223,19 +269,19 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
 def _unknown(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """What is said of a key that there is not: where it has its place, or the nearest one."""
     *above, key = map(str, error["loc"])
-    if (why := NOT_HERE.get(key)) is not None:
+    if (why := RENAMED_OR_GONE.get(key)) is not None:
         return f"there is no such key: {why} (got {_shown(error['input'])})"
-    of_peft = other_names.of_peft(key)
-    if of_peft is not None and above == ["learner", "lora"]:
-        return f"unknown key; docs/trl.md says of PEFT's: {of_peft}"
+    peft = of_peft(key)
+    if peft is not None and above == ["learner", "lora"]:
+        return f"unknown key; docs/trl.md says of PEFT's: {peft}"
     if (place := place_of(key)) is not None:
         return f"unknown key; docs/trl.md says of TRL's: {place}"
-    if (place := other_names.of_others(key)) is not None:
+    if (place := of_others(key)) is not None:
         return f"unknown key; docs/trl.md has for it: {place}"
     known = _keys_at(root, error["loc"][:-1])
     near = difflib.get_close_matches(key, known, n=1)
-    if not near and of_peft is not None:
-        return f"unknown key; docs/trl.md says of PEFT's: {of_peft}"
+    if not near and peft is not None:
+        return f"unknown key; docs/trl.md says of PEFT's: {peft}"
     return f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known here: {', '.join(known)}"
 
 
@@ -321,3 +367,84 @@ def to_yaml(config: RunConfig) -> str:
     """The resolved configuration, complete, loadable again: free arguments keep their types, which JSON would change
     (dates, keys that are numbers)."""
     return dump(config.model_dump())
+
+
+# Paths of a configuration made absolute: the processes of the run have working directories of their own, and who reads
+# the configuration in the run folder may stand elsewhere. And model.revision becomes a commit: what a branch or tag
+# stands for may be another one on another node, or by the time that a process is started again.
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The configuration with whole paths to the model, its adapters, the data, and the files of the user's functions,
+    where these exist here, and with the commit that model.revision stands for; what does not exist is left for the
+    check of that setting to say."""
+    model = config.model.model_copy(
+        update={name: _absolute_paths_whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+        | {"revision": _commit(config.model)}
+    )
+    held_out = config.data.eval.model_copy(update={"path": _absolute_paths_whole(config.data.eval.path)})
+    data = config.data.model_copy(update={"path": _absolute_paths_whole(config.data.path), "eval": held_out})
+    rewards = [
+        reward.model_copy(update={"use": _function(reward.use), "args": _arguments(reward)})
+        for reward in config.rewards
+    ]
+    loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
+    value = config.learner.value.model_copy(update={"start": _absolute_paths_whole(config.learner.value.start)})
+    learner = config.learner.model_copy(update={"loss": loss, "value": value})
+    env = config.env if config.env.use is None else config.env.model_copy(update=_environment(config.env))
+    return config.model_copy(update={"model": model, "data": data, "rewards": rewards, "learner": learner, "env": env})
+
+
+def _commit(model: ModelConfig) -> str | None:
+    if model.revision is None:
+        return None
+    try:
+        file = hub_file(model.source, "config.json")
+    except ChatError:
+        file = None
+    return (commit_of(file.parent) if file is not None else None) or model.revision
+
+
+def _environment(env: EnvConfig) -> dict[str, Any]:
+    """What names it, and those of its arguments that name code or paths."""
+    use, args = str(env.use), dict(env.args)
+    for name in args.keys() & {*NAMES.get(use, ())}:
+        args[name] = _code(args[name])
+    for name in args.keys() & {*PATHS.get(use, ())}:
+        args[name] = _absolute_paths_whole(args[name]) if isinstance(args[name], str) else args[name]
+    return {"use": _function(use), "args": args}
+
+
+def _code(given: Any) -> Any:
+    """A name of code, or several in a list or mapping."""
+    if isinstance(given, list | tuple):
+        return [_code(one) for one in given]
+    if isinstance(given, dict):
+        return {key: _code(one) for key, one in given.items()}
+    return _function(given) if isinstance(given, str) else given
+
+
+def _function(use: str) -> str:
+    """`path/file.py:function`, or of a pickled one, and `adapter:folder` with the whole path; any other name as it
+    is."""
+    if use.startswith(ADAPTER):
+        return f"{ADAPTER}{_absolute_paths_whole(use.removeprefix(ADAPTER))}"
+    file, colon, function = use.rpartition(":")
+    return f"{_absolute_paths_whole(file)}{colon}{function}" if file.endswith((".py", SUFFIX)) else use
+
+
+def _arguments(reward: RewardConfig) -> dict[str, Any]:
+    """Those that name the model of a built-in function, with its whole path."""
+    if classifier_of(reward) is None:
+        return reward.args
+    return {**reward.args, "model": _absolute_paths_whole(classifier_of(reward))}
+
+
+def _absolute_paths_whole(text: str | None) -> str | None:
+    try:
+        path = Path(text).expanduser() if text is not None else None
+        if path is None or not path.exists():
+            return text
+        return str(path.resolve() if ".." in path.parts else path.absolute())
+    except (OSError, RuntimeError):  # of what is no path
+        return text

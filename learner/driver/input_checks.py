@@ -1,0 +1,537 @@
+"""Checks that need torch or vLLM, each in a process of its own with a deadline: --dry-run itself loads neither."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from glob import has_magic
+from pathlib import Path
+from typing import NamedTuple
+
+from cluster import confinement, own_path
+from cluster.deadline import LOOK_S, Awake
+from cluster.reading import Unreadable
+from learner.config import RunConfig
+from learner.config.learner import LoraConfig
+from learner.driver.evaluate import accuracy_reward
+from learner.driver.failure import Findings, PreflightError
+from learner.driver.identity import base_name, same_base
+from learner.driver.machine_checks import classifier_notes
+from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content, served
+from learner.model.reference_config import check_reference
+from learner.model.trial_note import told
+from rewards.base import RewardError
+from rewards.call import Group
+from rewards.check import try_rewards
+from rewards.config import RewardConfig, functions_of
+from rewards.format import TAGS
+from rewards.loader import BUILT_INS, no_file, no_function
+from rewards.text import tag_of
+from rewards.unit_tests import late
+from rewards.withheld import withheld_notes
+from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
+from rollout.data.chat import Chat, Messages, Prompt
+from rollout.data.chat_error import ChatError
+from rollout.data.files import Row
+from rollout.data.model_files import CONFIG, read_json, template_in
+from rollout.data.observation import TemplateRefuses
+from rollout.data.observation_check import check, hidden_tools, loses
+from rollout.data.weight_files import WeightsError
+from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
+from rollout.env.config import ENVIRONMENT
+from rollout.env.play import opened
+from rollout.env.processes.forks import Forks, spec_of
+from rollout.env.processes.process import EnvironmentProcess
+from rollout.env.program import Asked
+from rollout.env.protocol import Start, ToolSpec, own_messages
+from rollout.env.tools.tool_parser import is_hermes, written_by
+from rollout.env.trajectory import EnvironmentFault
+from rollout.schema import Problem
+
+LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
+GRAMMAR = "rollout.vllm.structured.grammar"
+TOOL_PARSER = "rollout.vllm.parser_trial"
+SHARED_BASE = "learner.model.shared_base_trial"
+
+log = logging.getLogger("learner")
+
+
+class Trial:
+    """`python -m <module>`, which reads a configuration as JSON and prints a list of what is wrong as its last line."""
+
+    def __init__(self, module: str, config: RunConfig, key: str = "model.path", what: str = "model") -> None:
+        self._module, self._deadline = module, config.cluster.deadlines.start
+        self._key, self._what = key, what  # setting that is tried, and what it names
+        self._begin = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **own_path.environment()},
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(config.model_dump_json())
+        self._process.stdin.close()
+        self._process.stdin = None  # communicate() would flush it
+
+    def finish(self) -> None:
+        """Waits for the verdict, and passes notes on to the log. Raises PreflightError with one line for each thing
+        that is wrong."""
+        try:
+            out, err = self._said()
+        except subprocess.TimeoutExpired:
+            self.close()
+            raise PreflightError(
+                f"{self._key}: {self._module} did not come to an end within {self._deadline:g} s "
+                f"(cluster.deadlines.start); give another {self._what}, or a longer deadline"
+            ) from None
+        try:
+            wrong = json.loads(out.splitlines()[-1])
+        except (IndexError, ValueError):
+            last = next(reversed(err.strip().splitlines()), f"exit code {self._process.returncode}")
+            raise PreflightError(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
+        for note in told(err):
+            log.warning(note)
+        if wrong:
+            raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
+
+    def _said(self) -> tuple[str, str]:
+        """What it has printed, at its end. Raises TimeoutExpired."""
+        clock = Awake(max(self._deadline - (time.monotonic() - self._begin), 0.1))
+        while True:
+            try:
+                return self._process.communicate(timeout=min(clock.left(), LOOK_S))
+            except subprocess.TimeoutExpired:
+                if clock.left() <= 0:
+                    raise
+
+    def close(self) -> None:
+        """Ends it, whatever it does; may be called after finish()."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def tried(module: str, config: RunConfig, key: str, what: str) -> None:
+    """One trial, from its begin to its end. Raises as Trial.finish."""
+    trial = Trial(module, config, key, what)
+    try:
+        trial.finish()
+    finally:
+        trial.close()
+
+
+# Whether the model's chat template writes into a prompt what each of its messages says.
+
+MARK = "said{}x"  # letters and digits, of which none is the beginning of another
+
+
+def check_data_prompts(config: RunConfig, chat: Chat, prompts: Iterable[Prompt]) -> None:
+    """Those of the data. An environment may begin with others, which learner.driver.input_checks tries."""
+    if config.env.use is None:
+        check_prompts(chat, config.model.path, prompts)
+
+
+def check_prompts(chat: Chat, model: str, prompts: Iterable[Prompt]) -> None:
+    """Tries one conversation for each set of roles among the prompts. Raises ChatError: a template that knows no role
+    system, such as Phi-3-mini's, leaves its messages out without a word."""
+    tried = set()
+    for prompt in prompts:
+        if isinstance(prompt, str):  # without a template all is written
+            continue
+        roles = frozenset(message["role"] for message in prompt if message["content"].strip())
+        if roles in tried:
+            continue
+        tried.add(roles)
+        if (role := _left_out(chat, prompt)) is None:
+            continue
+        what = f"data: the chat template of {model} leaves out what a message of role {role} says"
+        if role == "system":
+            raise ChatError(
+                f"{what}, so that the policy would never read it; put it into the user's text (data.prompt: 'Be brief. "
+                "{question}', without data.system or a message of that role), or give another model or template"
+            )
+        raise ChatError(
+            f"{what}, in a conversation of roles {', '.join(message['role'] for message in prompt)}; take that message "
+            "out, or give another model or template"
+        )
+
+
+def _left_out(chat: Chat, prompt: Messages) -> str | None:
+    """The role of the first message that is not in the text, if there is one."""
+    marks = [MARK.format(index) for index in range(len(prompt))]
+    marked = [{**said, "content": f"{said['content']} {mark}"} for said, mark in zip(prompt, marks, strict=True)]
+    try:
+        text = chat.observations.render(marked)
+    except TemplateRefuses:  # the mark alone: the prompt itself was rendered
+        return None
+    wanted = zip(prompt, marks, strict=True)
+    return next((str(said["role"]) for said, mark in wanted if said["content"].strip() and mark not in text), None)
+
+
+# The checks of the user's own functions before anything expensive starts: the rewards and a surrogate loss.
+
+
+def check_accuracy(config: RunConfig) -> None:
+    """Whether data.eval.reward is one of the rewards."""
+    try:
+        accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
+
+
+def check_loss(config: RunConfig) -> None:
+    """A surrogate of the user's, on a few tokens, in a process that has torch."""
+    if config.learner.loss.own:
+        tried(LOSS, config, "learner.loss.ratio", "loss")
+
+
+def check_grammar(config: RunConfig) -> None:
+    """Whether rollout.structured_outputs can be compiled for the model. Raises PreflightError."""
+    if config.rollout.structured_outputs.form:
+        tried(GRAMMAR, config, "rollout.structured_outputs", "form")
+
+
+def check_uses(config: RunConfig) -> None:
+    """Whether there are the built-ins, and the files of functions, that rewards name: of one that cannot be tried yet.
+    Raises RewardError with a line for each."""
+    wrong = []
+    for reward in functions_of(config.rewards):
+        place, colon, _ = reward.use.rpartition(":")
+        file = place if colon else reward.use
+        if file.endswith(".py") and not Path(file).is_file():
+            wrong.append(f"reward {reward.name!r}: {no_file(Path(file).absolute())}; correct rewards: use")
+        elif not colon and not file.endswith(".py") and reward.use not in BUILT_INS:
+            wrong.append(f"reward {reward.name!r}: {no_function(reward.use)}")
+    if wrong:
+        raise RewardError("\n".join(wrong))
+
+
+def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
+    """Two completions of a problem to try reward functions on. prefilled: the opening tag that its prompt ends in."""
+    return Group.of(prompt, ["", "0"], [[0], [0]], columns, prefilled)
+
+
+def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
+    """Each function once, in a worker process like those of the run. Lines about those that work. Raises RewardError,
+    PreflightError."""
+    functions = functions_of(config.rewards)
+    if not functions:
+        return ()
+    for i, reward in enumerate(config.rewards):
+        size = config.rollout.num_generations
+        if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
+            raise PreflightError(f"rewards.{i}.{wrong}")
+    return try_rewards(functions, group, config.rollout.reward_memory).notes
+
+
+def check_rewards(
+    config: RunConfig, problem: Problem, prefilled: str, tried: tuple[str, ...] | None = None
+) -> tuple[str, ...]:
+    """Lines about the functions, and about what their settings mean for this model. Raises as try_functions.
+
+    prefilled: the opening tag that prompts end in, or "". tried: what try_functions said of a problem like this one;
+    None: they were not tried.
+    """
+    if tried is None:
+        tried = try_functions(config, dummies(problem.messages, problem.columns, prefilled))
+    functions = functions_of(config.rewards)
+    return (*tried, *requests_notes(functions), *classifier_notes(config), *prefilled_notes(functions, prefilled))
+
+
+def requests_notes(functions: Sequence[RewardConfig]) -> list[str]:
+    """What users should know of where requests of their functions go."""
+    return [note for i, reward in enumerate(functions) for note in withheld_notes(reward, f"rewards.{i}")]
+
+
+def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[str]:
+    """What users should know of a tag that prompts end in: completions begin inside of it."""
+    if not prefilled or not functions:
+        return []
+    told = (
+        f"data: prompts end with {prefilled!r}, so that completions begin inside of that tag: built-in rewards that "
+        "look for it read them with it in front; regex and your own functions do not (a parameter `prefilled` has it)"
+    )
+    notes = [told]
+    tag = tag_of(prefilled)
+    for i, reward in enumerate(functions):
+        tags = reward.args.get("tags", TAGS)
+        if reward.use == "format" and tag not in tags:
+            notes.append(
+                f"rewards.{i}: format wants the tags {', '.join(map(str, tags))} and nothing around them, and "
+                f"completions begin inside of <{tag}>: none can score; set args.tags, for example [{tag}, answer]"
+            )
+        pattern = str(reward.args.get("pattern", ""))
+        anchored = reward.args.get("full") or re.match(r"(\(\?[a-zA-Z]+\))?(\^|\\A)", pattern)
+        if reward.use == "regex" and (anchored or f"<{tag}>" in pattern):
+            notes.append(
+                f"rewards.{i}: args.pattern {pattern!r} is held against completions without the {prefilled!r} that "
+                "prompts end with; let it begin behind that"
+            )
+    return notes
+
+
+# An environment tried once before a run: does it begin, and can the model's chat template carry its turns.
+
+
+class Tried(NamedTuple):
+    """notes: lines for the user. tools: tokens that the tools take in a prompt, beside the problem's own."""
+
+    notes: tuple[str, ...] = ()
+    tools: int = 0
+
+
+def check_environment_column(config: RunConfig, rows: Iterable[Row]) -> None:
+    """Where the data names an environment class for each problem (trl_environment), whether there is that class. Raises
+    PreflightError."""
+    factories = config.env.args.get("factory")
+    if config.env.use != "trl_environment" or not isinstance(factories, Mapping):
+        return
+    for number, row in enumerate(rows):
+        name = row.get(ENVIRONMENT)
+        if not isinstance(name, str) or name not in factories:
+            raise PreflightError(
+                f"env.args.factory: must have what the column `{ENVIRONMENT}` of each row names, and training row "
+                f"{number} names {name!r:.80}; it has {', '.join(map(str, factories))}; add that, or correct the row"
+            )
+
+
+def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
+    """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
+    template and the parser of tool calls.
+
+    Raises PreflightError, or what rollout.env.processes.process.spec_of raises.
+    """
+    if config.env.use is None:
+        return Tried()
+    if not chat.has_template:
+        raise PreflightError(
+            "env.use: an environment needs a model with a chat template, which says how its answers are written; "
+            f"{config.model.path} has none; give an instruct model, or leave env out"
+        )
+    try:
+        start = asyncio.run(_begun(config, problem))
+    except EnvironmentFault as fault:
+        raise PreflightError(f"env.use: {config.env.use}: {fault.sentence}") from None
+    length, tools = _lengths(chat, start, problem)
+    if length > config.rollout.max_prompt_length >= len(problem.prompt_ids) + tools:  # else all problems are looked at
+        raise PreflightError(
+            f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
+            f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
+        )
+    if isinstance(start, Asked):  # a program writes its prompts itself
+        return Tried()
+    check_prompts(chat, config.model.path, [opened(start, problem)])
+    if start.tools:
+        _check_tools(config, chat, start.tools)
+    return Tried((*_check_template(config, chat, start.tools), *_open_walls(config)), tools)
+
+
+def _open_walls(config: RunConfig) -> list[str]:
+    """What the Python tool's code can do here, since this kernel lacks a wall around it."""
+    functions = config.env.args.get("functions", ())
+    if not any(
+        str(one).endswith("python_code:python") for one in ([functions] if isinstance(functions, str) else functions)
+    ):
+        return []
+    found = confinement.missed(confinement.walls())
+    return [
+        f"env.args.functions: the Python tool is not kept in on this kernel; {one} (gleaner doctor)" for one in found
+    ]
+
+
+def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, int]:
+    """Tokens that the trajectory begins with, and those of the tools among them; 0 where the environment begins with
+    other messages than the problem's own, whose length says nothing then."""
+    if isinstance(start, Asked):
+        return len(start.token_ids), 0
+    messages = opened(start, problem)
+    length = len(chat.converse(messages, start.tools))
+    if not start.tools or own_messages(problem)[-1]["content"] not in messages[-1]["content"]:
+        return length, 0
+    return length, length - len(chat.converse(messages))
+
+
+def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> None:
+    if hidden := hidden_tools(chat.observations, tools):
+        raise PreflightError(
+            f"env.use: the model's chat template must write the tools into the prompt, and leaves out "
+            f"{', '.join(hidden)}; give a model whose template knows tools"
+        )
+    if not is_hermes(written_by(chat), config.env.tool_parser):
+        tried(TOOL_PARSER, config, "env.tool_parser", "parser")
+
+
+def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
+    """What the template does with the answers that the environment is likely to give: of tools where it has some."""
+    if config.env.history == "template":
+        _check_rendered(chat, tools)
+        return ()
+    notes = []
+    for roles in [("tool",), ("tool", "tool")] if tools else [("user",)]:
+        verdict, named = check(chat.observations, roles, tools), " and ".join(roles)
+        if verdict.state == "refused" and len(roles) == 1:
+            raise PreflightError(
+                f"env.use: the model's chat template must take an answer of role {named}, and {verdict.reason}; give a "
+                "model whose template does"
+            )
+        if verdict.state == "varies" and config.env.history == "refuse":
+            raise PreflightError(
+                f"env.history: refuse, and the model's chat template writes answers of role {named} differently after "
+                f"different turns: {verdict.reason}; set append, or give another model"
+            )
+        if verdict.state != "exact":
+            notes.append(f"env: answers of role {named}: the model's chat template {verdict.state}: {verdict.reason}")
+    return tuple(notes)
+
+
+def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
+    """Whether the template writes an answer behind a turn as it was sampled, the calls in its text
+    (rollout.env.dialogue.ChatDialogue.past)."""
+    role, written = "tool" if tools else "user", written_by(chat) if tools else []
+    if wrong := loses(chat.observations, written[0].one if written else "A turn.", role, tools):
+        raise PreflightError(
+            f"env.history: template, and the model's chat template must write an answer of role {role} behind a turn "
+            f"whose calls are text, and {wrong}; set append, or give another model"
+        )
+
+
+async def _begun(config: RunConfig, problem: Problem) -> Start | Asked:
+    forks = Forks(spec_of(config.env))
+    env = EnvironmentProcess(forks, config.env)
+    try:
+        return await env.reset(problem, config.seed)
+    finally:
+        await env.close()
+        forks.close()
+
+
+# What a start checks of the model: tokenizer and chat template, architecture, the files of base and adapters.
+
+TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
+
+
+def load_chat(config: RunConfig) -> Chat:
+    """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
+    data = config.data
+    _check_name(config.model.path)
+    chat = Chat.load(config.model.source, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
+    chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
+    chat.stops(config.rollout.stop)
+    _check_context(config, chat.context)
+    check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
+    check_type(chat.config, config.model.path, config.model.dtype)
+    if config.cluster.gpus.generator == 0:
+        check_on_cpu(chat.config, config.model.path)
+    check_shards(chat.config, config.model.path, config.cluster.shards)
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    check_length(chat.config, config.model.path, longest)
+    return chat
+
+
+def _check_name(path: str) -> None:
+    folder = Path(path).expanduser().absolute()
+    if has_magic(str(folder)) and folder.is_dir():
+        raise PreflightError(
+            f"model.path: a folder's path must be without * ? and [, which vLLM takes for a pattern of file names, got "
+            f"{folder}; rename it, or give a link to it that has another name"
+        )
+
+
+def _check_context(config: RunConfig, context: int | None) -> None:
+    need = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    if context is not None and need > context:
+        raise PreflightError(
+            f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
+            f"tokens, got {need}"
+        )
+
+
+def check_weights(config: RunConfig, *, followed: bool) -> None:
+    """Whether the files of base and adapters are whole and hold what they must, of finite numbers. A hub model is
+    looked for in the cache alone. followed: whether follow_adapter took adapters and reference; of one that it refused
+    all is said."""
+    found, model = Findings((WeightsError, ChatError)), config.model
+    found.of(check_model, model.source)
+    if model.reference is not None and config.learner.mode == "full" and followed:
+        found.of(check_model, model.reference, "model.reference")
+    for key, folder in adapters_in(config) if followed else ():
+        found.of(check_lora, folder, key, model.source)
+    found.finish()
+
+
+def adapters_in(config: RunConfig) -> list[tuple[str, str]]:
+    """Setting and folder of each adapter of the base that a run begins with."""
+    if config.learner.mode == "full":  # where model.reference is a whole model
+        return []
+    named = (("model.adapter", config.model.adapter), ("model.reference", config.model.reference))
+    return [(key, folder) for key, folder in named if folder is not None]
+
+
+def check_lora(folder: str, key: str, base: str | None) -> None:
+    """Whether the file of a plain LoRA adapter is whole, and of the layers of this base, unless that is None. Raises
+    AdapterError, WeightsError, and ChatError: the base is not there."""
+    sizes = None if base is None else sizes_of(read_json(base, CONFIG))
+    check_adapter(folder, key, read_adapter(folder, key), sizes)
+
+
+def check_served(folder: str, key: str, base: str | None) -> None:
+    """The same of what is served of an adapter's folder as well, where that is a copy under vLLM's names: it must be of
+    the same layers. Raises as check_lora."""
+    check_lora(folder, key, base)
+    copy = served(Path(folder))
+    if copy != Path(folder):
+        check_lora(str(copy), key, base)
+        check_copy(folder, str(copy), key, read_adapter(folder, key), read_adapter(str(copy), key))
+
+
+def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
+    if config.model.reference is not None and config.learner.mode == "full":
+        check_reference(config.model.reference, config.model.source)
+    elif config.model.reference is not None:
+        read_adapter(config.model.reference, "model.reference")
+    if config.model.adapter is None:
+        return config, ()
+    lora = follow(config.learner.lora, config.model.adapter)
+    open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
+    followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
+    return config, (f"learner.lora follows model.adapter: {followed}",) if followed else ()
+
+
+def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple[str, ...]:
+    """Lines about an adapter that may be of another base, or was trained with another chat template. Raises
+    AdapterError: its base is here, and is another one; or its chat template cannot be read."""
+    if folder is None:
+        return ()
+    notes, base = [], str(read_content(folder, key).get("base_model_name_or_path") or model)
+    if (same := same_base(base, model)) is False:
+        raise AdapterError(
+            f"{key}: base_model_name_or_path of {folder} is {base_name(base)}, whose weights are not those of "
+            f"model.path, {model} (it would make another policy of it); give one of this base, or write model.path "
+            "there if it is meant"
+        )
+    if same is None:
+        notes.append(
+            f"{key}: {folder} was trained on {base_name(base)} (base_model_name_or_path of its adapter_config.json), "
+            f"and model.path is {model}: if that is another base, it makes another policy of it"
+        )
+    own = _template_in(Path(folder).expanduser(), key)
+    if own is not None and chat.has_template and own != str(chat.tokenizer.chat_template or "").strip():
+        notes.append(
+            f"{key}: {folder} has a chat template of its own, which is not that of {model}, and prompts are written "
+            "with the latter; put its chat_template.jinja into the model's folder if the adapter was trained with it"
+        )
+    return tuple(notes)
+
+
+def _template_in(folder: Path, key: str) -> str | None:
+    try:
+        found = template_in(folder)
+    except Unreadable as error:
+        raise AdapterError(f"{key}: {error}; copy it again, or take it away") from None
+    return None if found is None else found.strip()
